@@ -1,0 +1,246 @@
+"""The wire codec: messages to bytes and back, without copying the payloads. SDK and server share it.
+
+A *payload* is the content of a `Tensor.data` field, nearly all of a message's bytes. A *header* is the same message
+with a *ticket* in the place of each payload: a few bytes that say which payload it was and how long. protobuf parses
+and serialises headers; payloads never pass through it.
+
+    split(AttendRequest, buffer)   ->  header, [payload, ...]      payloads are views of the buffer
+    join(AttendRequest, header, [payload, ...])  ->  pieces        concatenated, they are the message
+
+Because a ticket sits where its payload was, protobuf's own rules (the last of a repeated singular field wins, messages
+given twice are merged, oneofs) choose the right payload. Because a ticket holds the payload's length, equal headers
+mean equal requests but for the contents: what is computed from a header can be cached by it.
+
+The bytes are those of stock protobuf, in both directions; what is unusual but legal (groups, overlong varints) is
+left to it. Copies of a payload, one direction, where stock protobuf with `tobytes` makes nine: one when `b"".join` puts
+the message together, three in gRPC (into a slice, out of a slice, slices together), none here. The receiver's
+payloads are read-only views with no particular alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Final, TypeAlias, TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from attnserve.v1 import tensor_pb2
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+M = TypeVar("M", bound=Message)
+
+_LENGTH_DELIMITED: Final = 2
+
+
+class _Schema:
+    """Where payloads are within a message type: field number -> the message type there, or None for a payload."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self) -> None:
+        self.fields: dict[int, _Schema | None] = {}
+
+
+def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Schema | None:
+    """The schema of a message type; None if no payload is anywhere within it."""
+    if descriptor.full_name in known:
+        return known[descriptor.full_name]
+    schema = _Schema()
+    known[descriptor.full_name] = None  # no message type of ours contains itself
+    for field in descriptor.fields:
+        if field.containing_type is tensor_pb2.Tensor.DESCRIPTOR and field.name == "data":
+            schema.fields[field.number] = None
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            inner = _schema_of(field.message_type, known)
+            if inner is not None:
+                schema.fields[field.number] = inner
+    known[descriptor.full_name] = schema if schema.fields else None
+    return known[descriptor.full_name]
+
+
+@lru_cache(maxsize=64)
+def _schema(message_type: type[Message]) -> _Schema:
+    return _schema_of(message_type.DESCRIPTOR, {}) or _Schema()
+
+
+def varint(value: int) -> bytes:
+    """The varint of a number that is not negative."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
+    """The varint at a place, and the place behind it. IndexError if the buffer ends within it."""
+    value = shift = 0
+    while True:
+        byte = buffer[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise DecodeError("a varint is longer than 10 bytes")
+
+
+def ticket(index: int, length: int) -> bytes:
+    """What stands in a header for payload number `index`, of `length` bytes."""
+    return varint(index) + varint(length)
+
+
+def read_ticket(data: bytes) -> tuple[int, int]:
+    """The index and the length that a ticket holds; (-1, 0) for the empty data of a tensor without a payload."""
+    if not data:
+        return -1, 0
+    if len(data) == 2:
+        return data[0], data[1]
+    index, at = _read_varint(data, 0)
+    return index, _read_varint(data, at)[0]
+
+
+def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The fields of a message that lies from `at` to `end`: number, wire type, where the field begins, where its
+    content begins and where it ends. Raises DecodeError if the bytes are not a message.
+    """
+    try:
+        while at < end:
+            start = at
+            tag = buffer[at]
+            at += 1
+            if tag >= 0x80:
+                tag, at = _read_varint(buffer, start)
+            wire_type = tag & 7
+            content = at
+            if wire_type == _LENGTH_DELIMITED:
+                length = buffer[at]
+                at += 1
+                if length >= 0x80:
+                    length, at = _read_varint(buffer, at - 1)
+                content = at
+                at += length
+            elif wire_type == 0:
+                while buffer[at] >= 0x80:
+                    at += 1
+                at += 1
+            elif wire_type == 5:
+                at += 4
+            elif wire_type == 1:
+                at += 8
+            elif wire_type == 3:
+                at = _skip_group(buffer, at, end, tag >> 3)
+            else:
+                raise DecodeError(f"wire type {wire_type} does not exist here")
+            if at > end or tag < 8:
+                raise DecodeError("the message is truncated or malformed")
+            yield tag >> 3, wire_type, start, content, at
+    except IndexError:
+        raise DecodeError("the message is truncated") from None
+
+
+def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) -> int:
+    """The place behind a group (an ancient encoding that only unknown fields can have) whose start tag was read."""
+    if depth > 100:
+        raise DecodeError("groups are nested too deeply")
+    while at < end:
+        tag, behind = _read_varint(buffer, at)
+        if tag & 7 == 4:
+            if tag >> 3 != number:
+                raise DecodeError("a group ends that has not begun")
+            return behind
+        if tag & 7 == 3:
+            at = _skip_group(buffer, behind, end, tag >> 3, depth + 1)
+        else:
+            at = next(fields(buffer, at, end))[4]
+    raise DecodeError("a group does not end")
+
+
+def split(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None) -> tuple[bytes, list[memoryview]]:
+    """The header of the message that lies in a part of a buffer, and its payloads as views of the buffer.
+
+    Raises DecodeError if the bytes are not a message as far as the way to the payloads goes; parsing the header
+    checks the rest.
+    """
+    view = memoryview(buffer)
+    payloads: list[memoryview] = []
+    return _split(_schema(message_type), buffer, view, at, len(view) if end is None else end, payloads), payloads
+
+
+def _split(
+    schema: _Schema, buffer: Buffer, view: memoryview, at: int, end: int, payloads: list[memoryview]
+) -> bytes:
+    pieces: list[Buffer] = []
+    kept = at  # from here on, everything is copied as it is
+    inner = schema.fields
+    for number, wire_type, start, content, behind in fields(buffer, at, end):
+        if number not in inner or wire_type != _LENGTH_DELIMITED:
+            continue
+        field_schema = inner[number]
+        if field_schema is None:
+            replacement = ticket(len(payloads), behind - content)
+            payloads.append(view[content:behind])
+        else:
+            replacement = _split(field_schema, buffer, view, content, behind, payloads)
+        pieces += (view[kept:start], varint(number << 3 | _LENGTH_DELIMITED), varint(len(replacement)), replacement)
+        kept = behind
+    if kept == at:
+        return bytes(view[at:end])
+    pieces.append(view[kept:end])
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=1024)
+def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes | int, ...], int]:
+    """A header taken apart: bytes to send as they are, and payload numbers; and the length of the whole message."""
+    pieces: list[bytes | int] = []
+    size = _expand(_schema(message_type), header, 0, len(header), pieces)
+    merged: list[bytes | int] = []
+    for piece in pieces:
+        if isinstance(piece, bytes) and merged and isinstance(last := merged[-1], bytes):
+            merged[-1] = last + piece
+        else:
+            merged.append(piece)
+    return tuple(merged), size
+
+
+def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[bytes | int]) -> int:
+    size = 0
+    for number, wire_type, start, content, behind in fields(header, at, end):
+        if number not in schema.fields or wire_type != _LENGTH_DELIMITED:
+            pieces.append(header[start:behind])
+            size += behind - start
+            continue
+        field_schema = schema.fields[number]
+        inside: list[bytes | int] = []
+        if field_schema is None:
+            index, length = read_ticket(header[content:behind])
+            if index >= 0:
+                inside.append(index)
+        else:
+            length = _expand(field_schema, header, content, behind, inside)
+        prefix = varint(number << 3 | _LENGTH_DELIMITED) + varint(length)
+        pieces.append(prefix)
+        pieces += inside
+        size += len(prefix) + length
+    return size
+
+
+def join(message_type: type[Message], header: bytes, payloads: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """The pieces of the message that a header and its payloads make, and their length together.
+
+    The header is a serialised message with tickets for payloads; payload i must have the length that its ticket says.
+    """
+    template, size = _template(message_type, header)
+    return [payloads[piece] if isinstance(piece, int) else piece for piece in template], size
+
+
+def field_prefix(number: int, length: int) -> bytes:
+    """What stands before the content of a length-delimited field."""
+    return varint(number << 3 | _LENGTH_DELIMITED) + varint(length)

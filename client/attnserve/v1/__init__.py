@@ -1,0 +1,1 @@
+"""Generated from protos/attnserve/v1 by `make protos`."""
