@@ -1,0 +1,307 @@
+"""What the server can be told, in one frozen dataclass.
+
+In: the command line and the environment. Out: a `Config`, validated, that knows where each of its values came from.
+A field `http_listen` is the flag `--http-listen` and the environment variable `ATTNSERVE_HTTP_LISTEN`; a flag wins over
+the environment, which wins over the default. `python -m attnserve_server.config` prints the table of all of them;
+given files, it writes the table between the markers in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
+
+from attnserve_server import __version__, units
+
+Source: TypeAlias = Literal["flag", "environment", "default", "code"]
+"""Where a value came from; `code` is whoever built the `Config` directly."""
+
+ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
+_MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
+
+
+class StartError(Exception):
+    """The server cannot start. The message is one line for whoever started it."""
+
+
+class ConfigError(StartError):
+    """A setting has a value that it cannot have."""
+
+    def __init__(self, name: str, expected: str, found: object) -> None:
+        super().__init__(f"{name}: expected {expected}, found {found!r}")
+        self.name, self.expected, self.found = name, expected, found
+
+
+class ListenError(StartError):
+    """An address cannot be listened on, most often because another process does."""
+
+    def __init__(self, name: str, address: str, reason: str) -> None:
+        super().__init__(f"{name}: cannot listen on {address}: {reason}")
+        self.name, self.address, self.reason = name, address, reason
+
+
+class Kind(NamedTuple):
+    """What values of a setting look like: in words, as a check, from text and as text."""
+
+    expected: str
+    valid: Callable[[Any], bool]
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str]
+
+
+def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int | None) -> Kind:
+    bounds = f"of at least {show(least)}" + (f" and at most {show(most)}" if most is not None else "")
+    return Kind(
+        f"{words} {bounds}",
+        lambda value: type(value) is int and least <= value and (most is None or value <= most),
+        parse,
+        show,
+    )
+
+
+def _size(least: int = 1, most: int | None = None) -> Kind:
+    return _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
+
+
+def _count(least: int = 1, most: int | None = None) -> Kind:
+    return _whole("a number", units.parse_count, str, least, most)
+
+
+def _flops(least: int = 1) -> Kind:
+    return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
+
+
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _words(*choices: str) -> Kind:
+    return Kind(" or ".join(choices), lambda value: value in choices, str, str)
+
+
+def _matches(expected: str, valid: Callable[[str], object]) -> Kind:
+    def check(value: object) -> bool:
+        try:
+            return isinstance(value, str) and valid(value) is not None
+        except ValueError:
+            return False
+
+    return Kind(expected, check, str, str)
+
+
+_DURATION: Final = Kind("a duration (such as 200ms or 2s)", _is_duration, units.parse_duration, units.format_duration)
+_TRUTH: Final = Kind(
+    "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
+)
+_TCP: Final = _matches("host:port (port 0 is a free one)", units.parse_address)
+_TCP_OR_UNIX: Final = _matches(
+    "host:port (port 0 is a free one) or unix:/path",
+    lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
+)
+_DEVICE: Final = _matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
+
+
+def _setting(kind: Kind, default: object, help: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
+
+    listen: str = _setting(
+        _TCP_OR_UNIX, "127.0.0.1:8001", "Where gRPC is served: host:port or unix:/path. Port 0 is a free one."
+    )
+    http_listen: str = _setting(
+        _TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
+    )
+    device: str = _setting(
+        _DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
+    )
+    threads: int = _setting(
+        _count(0, 1024),
+        0,
+        "Threads that compute, on a CPU. 0 is as many as the process has processors, by its affinity and its control "
+        "groups' quota.",
+    )
+    max_message_bytes: int = _setting(
+        # gRPC takes this bound as a signed 32-bit number.
+        _size(1024, 2**31 - 1),
+        256 * 2**20,
+        "The longest message received. One message of a stream may carry several requests.",
+    )
+    max_requests: int = _setting(
+        _count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
+    )
+    max_bytes: int = _setting(
+        _size(), 2 * 2**30, "The most bytes of requests and their replies in flight; it bounds the server's memory."
+    )
+    # Work admitted is waiting promised: this over the device's speed is the longest queue. 5e12 is some 50 s of two CPU
+    # cores at 1e11 a second, 5 s of a large CPU, and 12 ms of a data-centre GPU, a thousand of its batches. 2 GiB of
+    # requests are reached first where sequences are short (256 with 1024 tokens, 8 heads of 64, are 5e11), this where
+    # they are long (9 with 16384 tokens).
+    max_flops: int = _setting(
+        _flops(),
+        5 * 10**12,
+        "The most floating-point operations admitted and not yet computed. Over the device's speed it is the longest "
+        "wait: lower it where callers wait less.",
+    )
+    max_batch_flops: int = _setting(
+        _flops(),
+        4 * 10**9,
+        "The floating-point operations of one batch. One request may have more, and then runs alone.",
+    )
+    max_batch_requests: int = _setting(_count(), 64, "The most requests in one batch.")
+    max_wait: float = _setting(
+        _DURATION,
+        0.0,
+        "How long an idle device waits for company before it runs a batch. 0 is best nearly always: batches form "
+        "while the device is busy.",
+    )
+    inline_flops: int = _setting(
+        _flops(0),
+        5 * 10**6,
+        "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
+        "thread costs more than they do.",
+    )
+    priority_aging: float = _setting(
+        _DURATION,
+        0.1,
+        "One level of priority is worth this much waiting: a request that has waited so much longer runs first.",
+    )
+    drain_delay: float = _setting(
+        _DURATION,
+        0.0,
+        "How long, when told to stop, the server is not ready yet accepts requests, so that load balancers see it.",
+    )
+    drain_grace: float = _setting(
+        _DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
+    )
+    reflection: bool = _setting(_TRUTH, True, "Whether gRPC reflection describes the service to tools.")
+    log_level: str = _setting(_words("debug", "info", "warning", "error"), "info", "The least severe log line written.")
+    log_format: str = _setting(_words("text", "json"), "text", "Log lines for people (text) or for machines (json).")
+    _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for item in settings():
+            kind, value = _kind(item), getattr(self, item.name)
+            if not kind.valid(value):
+                raise ConfigError(item.name, kind.expected, value)
+        for low, high in (("max_message_bytes", "max_bytes"), ("max_batch_flops", "max_flops")):
+            if getattr(self, low) > getattr(self, high):
+                raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
+
+    @classmethod
+    def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+        """The configuration that a command line (without the program) and an environment make.
+
+        Raises ConfigError; `--help` and `--version` print and raise SystemExit.
+        """
+        flags = vars(_parser().parse_args(list(argv)))
+        values: dict[str, Any] = {}
+        given: dict[str, Source] = {}
+        for item in settings():
+            source: Source
+            if flags[item.name] is not None:
+                text, spelled, source = flags[item.name], flag(item.name), "flag"
+            elif variable(item.name) in environ:
+                text, spelled, source = environ[variable(item.name)], variable(item.name), "environment"
+            else:
+                continue
+            kind = _kind(item)
+            try:
+                values[item.name] = kind.parse(text)
+            except ValueError:
+                raise ConfigError(spelled, kind.expected, text) from None
+            if not kind.valid(values[item.name]):
+                raise ConfigError(spelled, kind.expected, text)
+            given[item.name] = source
+        return cls(**values, _given=given)
+
+    def sources(self) -> dict[str, Source]:
+        """Where each setting's value came from."""
+        return {item.name: self._source(item) for item in settings()}
+
+    def _source(self, item: Field[Any]) -> Source:
+        return self._given.get(item.name, "default" if getattr(self, item.name) == item.default else "code")
+
+    def show(self, name: str) -> str:
+        """A setting's value as it would be written: `256MiB`, `100ms`."""
+        return next(_kind(item).show(getattr(self, name)) for item in settings() if item.name == name)
+
+    def describe(self) -> Iterator[str]:
+        """Every setting as one line, `name: value (source)`."""
+        for name, source in self.sources().items():
+            yield f"{name}: {self.show(name)} ({source})"
+
+
+def settings() -> Iterator[Field[Any]]:
+    """The fields of `Config` that are settings, in their order."""
+    return (item for item in fields(Config) if "kind" in item.metadata)
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _kind(item: Field[Any]) -> Kind:
+    kind: Kind = item.metadata["kind"]
+    return kind
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line, as for every other error of configuration, instead of the usage and a line.
+        raise StartError(f"{message} (--help lists the flags)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="attnserve-server",
+        description="Serves attention over gRPC.",
+        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
+    for item in settings():
+        text = f"{item.metadata['help']} Default: {_kind(item).show(item.default)}"
+        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"))
+    return parser
+
+
+def markdown() -> str:
+    """The table of all settings, in markdown."""
+    rows = ["| flag | environment variable | default | what it does |", "|---|---|---|---|"]
+    for item in settings():
+        default = _kind(item).show(item.default)
+        rows.append(f"| `{flag(item.name)}` | `{variable(item.name)}` | `{default}` | {item.metadata['help']} |")
+    return "\n".join(rows)
+
+
+def with_table(document: str) -> str:
+    """A document with the table of all settings between its markers. ValueError if it has no such place."""
+    begin, end = _MARKERS
+    before, found_begin, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"no {begin} followed by {end}")
+    return f"{before}{begin}\n{markdown()}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        print(markdown())
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(with_table(path.read_text()))
