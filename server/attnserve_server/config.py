@@ -29,8 +29,16 @@ _MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
 class StartError(Exception):
     """The server cannot start. The message is one line for whoever started it."""
 
+    exit_status = 1
 
-class ConfigError(StartError):
+
+class UsageError(StartError):
+    """The command line is not one."""
+
+    exit_status = 2
+
+
+class ConfigError(UsageError):
     """A setting has a value that it cannot have."""
 
     def __init__(self, name: str, expected: str, found: object) -> None:
@@ -201,7 +209,7 @@ class Config:
     def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         """The configuration that a command line (without the program) and an environment make.
 
-        Raises ConfigError; `--help` and `--version` print and raise SystemExit.
+        Raises UsageError, of which ConfigError is one; `--help` and `--version` print and raise SystemExit.
         """
         flags = vars(_parser().parse_args(list(argv)))
         values: dict[str, Any] = {}
@@ -264,7 +272,7 @@ def _kind(item: Field[Any]) -> Kind:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # One line, as for every other error of configuration, instead of the usage and a line.
-        raise StartError(f"{message} (--help lists the flags)")
+        raise UsageError(f"{message} (--help lists the flags)")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,53 @@
+"""The command line: `attnserve-server`, also `python -m attnserve_server`.
+
+In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
+says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
+standard error. Exit status: 0 after a drain, 2 if a setting is wrong, 1 if the server cannot start.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+import prometheus_client
+
+from attnserve_server import __version__, logs
+from attnserve_server.config import Config, StartError
+from attnserve_server.cpus import usable_cpus
+
+
+def surroundings() -> Iterator[str]:
+    """What the server runs on, one `name: value` a line."""
+    yield f"attnserve: {__version__}"
+    yield f"python: {platform.python_version()}"
+    for distribution in ("torch", "grpcio"):
+        yield f"{distribution}: {metadata.version(distribution)}"
+    yield f"platform: {platform.platform()}"
+    yield f"usable_cpus: {usable_cpus()}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server and returns the exit status."""
+    try:
+        config = Config.load(sys.argv[1:] if argv is None else argv, os.environ)
+        logs.configure(config.log_level, config.log_format)
+        # When each counter was created is no news: the process collector tells when all of them were.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        for line in (*surroundings(), *config.describe()):
+            print(line, flush=True)
+        # Only now, because it loads torch: --help and a wrong setting answer at once.
+        from attnserve_server import server
+
+        server.run(config)
+    except StartError as error:
+        print(f"attnserve-server: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

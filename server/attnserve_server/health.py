@@ -1,0 +1,103 @@
+"""Whether the server lives and whether it is ready, and grpc.health.v1, which tells both to whoever asks over gRPC.
+
+In: the server's state. Out: `live` and `ready`, and the answers of Check and Watch for the services `""` and
+`attnserve.v1.AttentionService` (readiness), `readiness` and `liveness`. A draining server is alive: who restarts what
+does not live must not cut off the requests that it still answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+State: TypeAlias = Literal["starting", "serving", "draining", "failed"]
+"""What a server goes through, in this order, steps left out or not; `failed` is a device that cannot compute."""
+
+_ORDER: Final[tuple[State, ...]] = get_args(State)
+_READINESS: Final = frozenset(("", "attnserve.v1.AttentionService", "readiness"))
+_LIVENESS: Final = "liveness"
+
+
+class Health:
+    """The state behind liveness and readiness. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._state: State = "starting"
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def state(self) -> State:
+        """Where the server is in its life."""
+        return self._state
+
+    @property
+    def live(self) -> bool:
+        """Whether the process is of use to anybody; if not, restart it."""
+        return self._state != "failed"
+
+    @property
+    def ready(self) -> bool:
+        """Whether to send requests here."""
+        return self._state == "serving"
+
+    async def set(self, state: State) -> None:
+        """Goes on to a state. A state that lies behind is ignored: who was told to drain while warming up drains."""
+        if _ORDER.index(state) > _ORDER.index(self._state):
+            self._state = state
+            self._wake()
+
+    def close(self) -> None:
+        """Ends all watches, which would otherwise last until the grace of a stopping server is over."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds grpc.health.v1 to a gRPC server that has not started."""
+        health_pb2_grpc.add_HealthServicer_to_server(_HealthService(self), server)
+
+    def status(self, service: str) -> Any:
+        """The ServingStatus of a service, SERVICE_UNKNOWN of one that is not here."""
+        response = health_pb2.HealthCheckResponse
+        if service == _LIVENESS:
+            return response.SERVING if self.live else response.NOT_SERVING
+        if service in _READINESS:
+            return response.SERVING if self.ready else response.NOT_SERVING
+        return response.SERVICE_UNKNOWN
+
+    async def changed(self, service: str, status: Any) -> bool:
+        """Waits until a service's status is another than this. False once the watches end."""
+        while not self._closed and self.status(service) == status:
+            await self._changed.wait()
+        return not self._closed
+
+
+class _HealthService:
+    """The RPCs of grpc.health.v1.
+
+    The servicer that grpcio-health-checking (1.80) brings forgets the other watchers of a service when one of them
+    leaves, and writes to watchers under the lock that setting a status takes. Only its messages are used here.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802 (gRPC's name)
+        status = self._health.status(request.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:  # noqa: N802
+        last: Any = None
+        while await self._health.changed(request.service, last):
+            last = self._health.status(request.service)
+            await context.write(health_pb2.HealthCheckResponse(status=last))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")

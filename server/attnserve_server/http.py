@@ -1,0 +1,152 @@
+"""The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for whom it concerns.
+
+In: a registry and the server's health. Out: answers to GET and HEAD of these three paths. It runs on the event loop of
+gRPC, of which it tells: a loop that hangs fails its liveness probe, and the thread that writes the metrics reads them.
+That is why it is not prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application
+would bring a web server along, for three paths. A scrape takes about 1 ms of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from attnserve_server.config import ListenError
+from attnserve_server.health import Health
+from attnserve_server.units import Address, parse_address
+
+_MAX_HEADER_BYTES: Final = 16 * 1024
+_PATIENCE_S: Final = 5.0
+_TEXT: Final = "text/plain; charset=utf-8"
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    content_type: str = _TEXT
+    allow: str | None = None
+
+
+class HttpServer:
+    """Serves metrics and health on `host:port`.
+
+    A connection is closed after its answer, and after `patience_s` seconds if its request has not come or its answer
+    has not been taken by then.
+    """
+
+    def __init__(
+        self, listen: str, metrics_registry: CollectorRegistry, health: Health, *, patience_s: float = _PATIENCE_S
+    ) -> None:
+        self._address = parse_address(listen)
+        self._registry = metrics_registry
+        self._health = health
+        self._patience_s = patience_s
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Begins to listen and returns the `host:port` that it is. ListenError if that is not possible."""
+        try:
+            # asyncio does not set SO_REUSEPORT unless asked: a taken port is an error here.
+            self._server = await asyncio.start_server(self._accept, *self._address, limit=_MAX_HEADER_BYTES)
+        except OSError as error:
+            raise ListenError("http_listen", str(self._address), error.strerror or str(error)) from error
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return str(Address(host, port))
+
+    async def stop(self) -> None:
+        """Stops listening and ends what is open."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in a task
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(2 * self._patience_s):
+                await self._converse(reader, writer)
+        except (TimeoutError, ConnectionError) as error:
+            logger.debug("an HTTP connection was given up: %s", error)
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()  # nothing is left to abort, unless the above did not come to its end
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method = "GET"
+        try:
+            async with asyncio.timeout(self._patience_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return  # it said nothing, or not all: a TCP probe, for one
+        except asyncio.LimitOverrunError:
+            answer = _Answer(431, b"the header is too long\n")
+        except TimeoutError:
+            answer = _Answer(408, b"no request came\n")
+        else:
+            method, answer = self._answer(head.decode("latin-1"))
+        fields = [
+            f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            "Connection: close",
+        ]
+        if answer.allow is not None:
+            fields.append(f"Allow: {answer.allow}")
+        writer.write("\r\n".join([*fields, "", ""]).encode("latin-1") + (b"" if method == "HEAD" else answer.body))
+        # Closing on bytes not read, such as the body of a POST, resets the connection, and the answer with it: say that
+        # this is all, and read until the peer has closed.
+        writer.write_eof()
+        while await reader.read(_MAX_HEADER_BYTES):
+            continue
+        writer.close()
+        await writer.wait_closed()
+
+    def _answer(self, head: str) -> tuple[str, _Answer]:
+        """The method of a request and the answer to it."""
+        request, *lines = head.split("\r\n")
+        words = request.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return "GET", _Answer(400, b"not an HTTP/1 request\n")
+        method, target, _ = words
+        path = target.partition("?")[0]
+        if path not in ("/metrics", "/healthz", "/readyz"):
+            return method, _Answer(404, b"there are /metrics, /healthz and /readyz\n")
+        if method not in ("GET", "HEAD"):
+            return method, _Answer(405, b"GET and HEAD only\n", allow="GET, HEAD")
+        if path == "/metrics":
+            names_and_values = (line.partition(":") for line in lines)
+            accept = ",".join(value.strip() for name, _, value in names_and_values if name.lower() == "accept")
+            return method, self._metrics(accept)
+        well = self._health.live if path == "/healthz" else self._health.ready
+        return method, _Answer(200 if well else 503, f"{self._health.state}\n".encode())
+
+    def _metrics(self, accept: str) -> _Answer:
+        encode, content_type = choose_encoder(accept)
+        try:
+            return _Answer(200, encode(self._registry), content_type)
+        except Exception:  # a gauge's reading may fail in ways of its device's own
+            logger.exception("the metrics could not be read")
+            return _Answer(500, b"the metrics could not be read\n")

@@ -1,0 +1,222 @@
+"""Every metric of the server, declared here and nowhere else.
+
+In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
+scraped on the same thread. Label values are those written here, and the names of kernels; nothing that a caller can
+invent becomes one. A request that is alone in its batch and its messages costs 2.4 us of metrics, where Prometheus' own
+histograms would make it 6.5: nine histograms at 0.07 us (see `histogram`) and six counters at 0.24 us, whose labels are
+resolved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, TypeAlias
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+
+from attnserve_server.histogram import Histogram
+
+OPERATIONS: Final = ("attend", "attend_stream")
+"""What a caller can ask for: by itself, or as one call of a stream."""
+
+CODES: Final = (
+    "OK",
+    "INVALID_ARGUMENT",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+    "UNAVAILABLE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNKNOWN",
+)
+"""How a request can end. A code that is missing here counts as UNKNOWN."""
+
+PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
+REJECTIONS: Final = ("requests", "bytes", "flops", "draining")
+CANCELLATIONS: Final = ("cancelled", "deadline")
+
+# Two buckets a decade, from 10 us (the decoding of a small request) to 10 s.
+_SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_REQUESTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_FLOPS: Final = (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
+_RATIO: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+
+Reading: TypeAlias = Callable[[], float]
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, version: str, torch_version: str, device: str) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        # Requests
+        requests = Counter(
+            "attnserve_requests_total",
+            "Requests answered, by operation and gRPC status code.",
+            ("operation", "code"),
+            registry=registry,
+        )
+        duration = Histogram(
+            "attnserve_request_duration_seconds",
+            "From the arrival of a request to its reply being ready to send.",
+            _SECONDS,
+            registry,
+            "operation",
+            OPERATIONS,
+        )
+        phases = Histogram(
+            "attnserve_request_phase_duration_seconds",
+            "The phases of a computed request; staging and compute are those of its whole batch.",
+            _SECONDS,
+            registry,
+            "phase",
+            PHASES,
+        )
+        rejected = Counter(
+            "attnserve_rejected_requests_total",
+            "Requests refused at the door, by the bound that they would have passed, or because the server drains.",
+            ("reason",),
+            registry=registry,
+        )
+        cancelled = Counter(
+            "attnserve_cancelled_requests_total",
+            "Requests that left the queue without running, because nobody waited for them any longer.",
+            ("reason",),
+            registry=registry,
+        )
+        received = Counter("attnserve_received_bytes_total", "Bytes of messages received.", registry=registry)
+        sent = Counter("attnserve_sent_bytes_total", "Bytes of messages sent.", registry=registry)
+        streams = Gauge("attnserve_streams", "Streams open.", registry=registry)
+
+        # Batches
+        batch_requests = Histogram("attnserve_batch_requests", "Requests in a batch.", _REQUESTS, registry)
+        batch_flops = Histogram("attnserve_batch_flops", "Floating-point operations of a batch.", _FLOPS, registry)
+        padding = Histogram(
+            "attnserve_batch_padding_ratio",
+            "The part of a batch's work that was padding, from 0 to 1.",
+            _RATIO,
+            registry,
+        )
+        tokens = Counter("attnserve_query_tokens_total", "Query rows computed, over all sequences.", registry=registry)
+        flops = Counter("attnserve_flops_total", "Floating-point operations computed.", registry=registry)
+        kernel_calls = Counter(
+            "attnserve_kernel_calls_total", "Calls of attention kernels.", ("kernel",), registry=registry
+        )
+
+        # What is there right now, read when scraped
+        self._queue_requests = Gauge("attnserve_queue_requests", "Requests that wait to be run.", registry=registry)
+        self._queue_bytes = Gauge("attnserve_queue_bytes", "Bytes of the requests that wait.", registry=registry)
+        self._in_flight_requests = Gauge(
+            "attnserve_in_flight_requests", "Requests admitted and not yet answered.", registry=registry
+        )
+        self._in_flight_bytes = Gauge(
+            "attnserve_in_flight_bytes",
+            "Bytes of requests and replies admitted and not yet answered.",
+            registry=registry,
+        )
+
+        # The process
+        Info("attnserve_build", "What is running.", registry=registry).info(
+            {"version": version, "torch": torch_version, "device": device}
+        )
+        ProcessCollector(registry=registry)
+
+        # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.
+        self._requests = {(o, code): requests.labels(o, code).inc for o in OPERATIONS for code in CODES}
+        self._duration = {operation: duration.series(operation).observe for operation in OPERATIONS}
+        self._decode, self._queue, self._staging, self._compute, self._encode = (
+            phases.series(phase).observe for phase in PHASES
+        )
+        self._rejected = {reason: rejected.labels(reason).inc for reason in REJECTIONS}
+        self._cancelled = {reason: cancelled.labels(reason).inc for reason in CANCELLATIONS}
+        self._batch_requests = batch_requests.series().observe
+        self._batch_flops = batch_flops.series().observe
+        self._padding = padding.series().observe
+        self._tokens, self._flops = tokens.inc, flops.inc
+        self._kernel_calls = kernel_calls
+        self._kernels: dict[str, Counter] = {}
+        self.received: Callable[[int], None] = received.inc
+        """Takes the bytes of a message received."""
+        self.sent: Callable[[int], None] = sent.inc
+        """Takes the bytes of a message sent."""
+        self.stream_opened: Callable[[], None] = streams.inc
+        self.stream_closed: Callable[[], None] = streams.dec
+
+    def finished(self, operation: str, code: str, duration_s: float) -> None:
+        """A request was answered, with this gRPC status code, so many seconds after it came."""
+        count = self._requests.get((operation, code)) or self._requests[operation, "UNKNOWN"]
+        count()
+        self._duration[operation](duration_s)
+
+    def phases(self, decode_s: float, queue_s: float, staging_s: float, compute_s: float, encode_s: float) -> None:
+        """A request was computed, and its phases took so many seconds."""
+        self._decode(decode_s)
+        self._queue(queue_s)
+        self._staging(staging_s)
+        self._compute(compute_s)
+        self._encode(encode_s)
+
+    def batch(
+        self, requests: int, flops: float, query_tokens: int, padding_ratio: float, kernel_calls: Mapping[str, int]
+    ) -> None:
+        """A batch was computed. `padding_ratio` is the part of its work that was padding, from 0 to 1."""
+        self._batch_requests(requests)
+        self._batch_flops(flops)
+        self._padding(padding_ratio)
+        self._flops(flops)
+        self._tokens(query_tokens)
+        for kernel, calls in kernel_calls.items():
+            if kernel not in self._kernels:
+                self._kernels[kernel] = self._kernel_calls.labels(kernel)
+            self._kernels[kernel].inc(calls)
+
+    def rejected(self, reason: str) -> None:
+        """A request was not admitted, for one of `REJECTIONS`."""
+        self._rejected[reason]()
+
+    def cancelled(self, reason: str) -> None:
+        """A request left the queue without running, for one of `CANCELLATIONS`."""
+        self._cancelled[reason]()
+
+    def watch(
+        self,
+        *,
+        queue_requests: Reading,
+        queue_bytes: Reading,
+        in_flight_requests: Reading,
+        in_flight_bytes: Reading,
+        device_memory: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
+        """Says where the gauges read from when they are scraped.
+
+        `device_memory` gives bytes by state (allocated, reserved, free) on a device with a memory of its own.
+        """
+        self._queue_requests.set_function(queue_requests)
+        self._queue_bytes.set_function(queue_bytes)
+        self._in_flight_requests.set_function(in_flight_requests)
+        self._in_flight_bytes.set_function(in_flight_bytes)
+        if device_memory is not None:
+            self.registry.register(_DeviceMemory(device_memory))
+
+
+class _DeviceMemory:
+    """The gauge of a device's memory: one reading gives all its states."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+
+    @staticmethod
+    def _family() -> GaugeMetricFamily:
+        return GaugeMetricFamily("attnserve_device_memory_bytes", "The device's memory, by state.", labels=["state"])
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = self._family()
+        for state, size in self._read().items():
+            family.add_metric([state], size)
+        return [family]
