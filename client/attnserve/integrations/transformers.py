@@ -1,0 +1,176 @@
+"""transformers models whose attention is computed by the service.
+
+    from attnserve import Client
+    from attnserve.integrations.transformers import register
+
+    with Client("127.0.0.1:8001") as client:
+        register(client)
+        model = AutoModel.from_pretrained(path, attn_implementation="attnserve").eval()
+        with torch.no_grad():
+            model(**inputs)
+
+In: the calls that a model makes of its attention and mask functions. Out: calls of `Client.attend`, one per layer.
+
+What is computed is what the model's own `eager` attention computes: the mask decides, and neither a module's
+`is_causal` nor a `sliding_window` argument is consulted beside it. Rows that attend nothing (the padding's own) give 0
+where eager gives a mean of all values. Models that do not go through `AttentionInterface` (transformers runs those
+on their own attention, whatever is asked for) do not reach the service either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ._mask_pattern import MaskPattern, recognise
+
+if TYPE_CHECKING:
+    from attnserve import Client
+
+_PATTERN = "_attnserve_pattern"
+
+
+class _Known(NamedTuple):
+    """A pattern, and the version of the mask that it was read from: writing to the mask makes it void."""
+
+    pattern: MaskPattern
+    version: int
+
+
+def register(client: Client, name: str = "attnserve") -> None:
+    """Makes `attn_implementation=name` available to every transformers model; `client` computes its attention.
+
+    Registering a name again replaces its client. Give different clients different names to use several at once.
+    The client must be open while a model runs.
+
+    A model under this name raises `RuntimeError` if it runs where gradients are recorded (the service infers: use
+    `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
+    `NotImplementedError` for continuous batching and for sinks that differ by query, and else the errors of
+    `Client.attend`.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _attend(client, module, query, key, value, attention_mask, **arguments)
+
+    # A compiled model leaves its graph here: a call over the network is nothing that can be traced.
+    AttentionInterface.register(name, torch.compiler.disable(attention))
+    AttentionMaskInterface.register(name, torch.compiler.disable(attention_mask))
+
+
+def attention_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask of a forward pass: bool `[B, 1, Lq, S]`, true means attend; None if nothing is excluded.
+
+    Takes what transformers gives to any mask function and makes the mask that its `sdpa` would, but never leaves it
+    out where causality is all that it says: whether None means causal would be a guess. The pattern of the mask goes
+    with it, so that a request carries a mask only where no option says the same.
+    """
+    # Outside inference mode, because inference tensors do not count the writes to them.
+    with torch.inference_mode(False), torch.no_grad():
+        mask: torch.Tensor | None = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+        if mask is None:
+            return None
+        # transformers gave the positions of the queries as `cache_position` before it gave `q_offset`.
+        positions = arguments.get("cache_position")
+        first_query = arguments.get("q_offset", 0) if positions is None else positions[0]
+        pattern = recognise(mask, int(first_query) - int(arguments.get("kv_offset", 0)), arguments.get("local_size"))
+        if pattern is not None:
+            setattr(mask, _PATTERN, _Known(pattern, mask._version))
+    return mask
+
+
+def _attend(
+    client: Client,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One call of a model's attention function.
+
+    `query` is `[B, Hq, Lq, D]`, `key` and `value` are `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. `s_aux` are the sinks,
+    `[Hq]`; `position_bias` is added to the scores. Gives the output `[B, Lq, Hq, Dv]`, contiguous, and the weights
+    `[B, Hq, Lq, S]` if the model was asked for its attentions.
+    """
+    if dropout and module.training:
+        raise ValueError(f"attnserve has no dropout, and the model asks for {dropout}: call model.eval() first")
+    given = (query, key, value, position_bias, s_aux)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        raise RuntimeError("attnserve computes no gradients: run the model under torch.no_grad()")
+    if others.get("cache") is not None:
+        raise NotImplementedError("attnserve does not read the paged cache of continuous batching: use generate()")
+    if others.get("sinks") is not None:
+        raise NotImplementedError("attnserve takes one sink per head, and the model gives one per query")
+
+    query, key, value = _alike(query, key, value)
+    options = _mask_options(mask, query.shape[2], key.shape[2])
+    if mask is None and is_causal and query.shape[2] > 1:
+        options["causal"] = True
+    if position_bias is not None:
+        options["bias"] = position_bias if "bias" not in options else position_bias + options["bias"]
+
+    # Keys and values are most of what is sent. Fresh from a projection they are laid out with the length first, out
+    # of a cache with the heads first; sent as they lie, they need not be copied.
+    length_first = not key.is_contiguous() and key.transpose(1, 2).is_contiguous()
+    if length_first:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    config = getattr(module, "config", None)
+    wants_weights = others.get("output_attentions", getattr(config, "output_attentions", False))
+    result = client.attend(
+        query,
+        key,
+        value,
+        layout="length_first" if length_first else "heads_first",
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        return_scores="weights" if wants_weights else None,
+        **options,
+    )
+    output = result.output if length_first else result.output.transpose(1, 2)
+    return output.contiguous(), result.scores
+
+
+def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value with the dtype that autocast computes attention in, and one batch size."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        tensors = tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    batch = max(tensor.shape[0] for tensor in tensors)
+    # A model with learned queries has one set of them for the whole batch.
+    return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
+
+
+def _mask_options(mask: torch.Tensor | None, query_length: int, kv_length: int) -> dict[str, Any]:
+    """The arguments of `Client.attend` that say what a model's mask says."""
+    if mask is None:
+        return {}
+    known: _Known | None = getattr(mask, _PATTERN, None)
+    if known is not None and mask._version == known.version and mask.shape[2:] == (query_length, kv_length):
+        return known.pattern.options(query_length, kv_length)
+    # A mask that is longer than the keys speaks of a cache with room to grow.
+    mask = mask[..., :kv_length]
+    for axis in range(mask.ndim):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    if mask.dtype == torch.bool:
+        return {"mask": mask}
+    return {"bias": mask if mask.is_floating_point() else mask.float()}
