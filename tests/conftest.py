@@ -1,0 +1,131 @@
+"""Fixtures: a real server in a process of its own, clients that speak to it, and how much hypothesis tries.
+
+`HYPOTHESIS_PROFILE=thorough` tries many more examples, new ones every time; the default tries few, always the same.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from attnserve import Client
+
+STARTUP_S = 90.0
+"""How long a server may take from its start to its ready line: it imports torch, on machines that are busy."""
+SHUTDOWN_S = 30.0
+"""How long a server may take from SIGTERM to its end."""
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+settings.register_profile("default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class Server:
+    """A server in a process of its own, on free ports of this machine, that has said that it is ready."""
+
+    def __init__(self, flags: tuple[str, ...], errors: Path) -> None:
+        """Starts the server and waits until it says that it is ready. What it writes to stderr goes to `errors`."""
+        command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+        self._errors = errors
+        with errors.open("w") as stderr:
+            self.process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert self.process.stdout is not None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_read, args=(self.process.stdout, self._lines), daemon=True)
+        self._reader.start()
+        try:
+            self.startup = self._until_ready()
+        except BaseException:
+            self.process.kill()
+            self._reap()
+            raise
+        addresses = dict(pair.split("=", 1) for pair in self.startup["ready"].split())
+        self.address = addresses["grpc"]
+        self.http_address = addresses["http"]
+
+    def _until_ready(self) -> dict[str, str]:
+        """The lines `name: value` that it writes to stdout, the ready line being the last."""
+        said: dict[str, str] = {}
+        deadline = time.monotonic() + STARTUP_S
+        while "ready" not in said:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"the server was not ready after {STARTUP_S:.0f} s; it said {said}\n{self.stderr()}")
+            if line is None:
+                pytest.fail(f"the server ended with {self.process.wait()} before it was ready\n{self.stderr()}")
+            name, _, value = line.rstrip("\n").partition(": ")
+            said[name] = value
+        return said
+
+    def stderr(self) -> str:
+        """What it has written to stderr so far."""
+        return self._errors.read_text()
+
+    def stop(self) -> int:
+        """Ends it with SIGTERM, if it still runs; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(SHUTDOWN_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self._reap()
+                pytest.fail(f"the server still ran {SHUTDOWN_S:.0f} s after SIGTERM\n{self.stderr()}")
+        return self._reap()
+
+    def _reap(self) -> int:
+        code = self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that tests share; it must outlive them all and end well."""
+    server = Server((), tmp_path_factory.mktemp("server") / "stderr")
+    yield server
+    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
+    assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts a server with flags of the test's own. What still runs when the test ends must end well."""
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        started.append(Server(flags, tmp_path / f"stderr-{len(started)}"))
+        return started[-1]
+
+    yield start
+    running = [server for server in started if server.process.poll() is None]
+    codes = {server: server.stop() for server in started}
+    assert all(codes[server] == 0 for server in running), [server.stderr() for server in running]
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[Client]:
+    """A client of the shared server."""
+    with Client(server.address) as client:
+        yield client

@@ -1,0 +1,71 @@
+"""Hypothesis strategies: random combinations of everything that a request may legally be."""
+
+from __future__ import annotations
+
+from cases import DTYPES, Plan
+from hypothesis import strategies as st
+
+SEEDS = st.integers(0, 2**32 - 1)
+"""Seeds of contents."""
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any legal request, small: every layout, rank, dtype and option, zero lengths and single elements included."""
+    layout = draw(st.sampled_from(["heads_first", "length_first", "packed"]))
+    rank = 3 if layout == "packed" else draw(st.sampled_from([4, 3, 2]))
+    key_heads, group = (1, 1) if rank == 2 else (draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3])))
+    heads = key_heads * group
+    query_length, key_length = draw(_LENGTHS), draw(_LENGTHS)
+    batch = 1 if rank < 4 and layout != "packed" else draw(st.integers(1, 4))
+    query_lengths = kv_lengths = None
+    if layout == "packed":
+        query_lengths = tuple(draw(st.lists(_LENGTHS, min_size=batch, max_size=batch)))
+        kv_lengths = tuple(draw(st.lists(_LENGTHS, min_size=batch, max_size=batch)))
+        query_length, key_length = max(query_lengths), max(kv_lengths)
+    elif draw(st.booleans()):
+        kv_lengths = tuple(draw(st.lists(st.integers(0, key_length), min_size=batch, max_size=batch)))
+    grid = (batch, heads, query_length, key_length)
+    offsets = st.integers(-key_length - 2, key_length + 2)
+    score = draw(st.sampled_from(["dot", "dot", "dot", "general", "additive"]))
+    head_dim = draw(_WIDTHS)
+    return Plan(
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        layout=layout,
+        rank=rank,
+        batch=batch,
+        key_heads=key_heads,
+        group=group,
+        query_length=query_length,
+        key_length=key_length,
+        head_dim=head_dim,
+        key_dim=head_dim if score == "dot" else draw(_WIDTHS),
+        value_dim=draw(st.one_of(st.just(head_dim), _WIDTHS)),
+        query_lengths=query_lengths,
+        kv_lengths=kv_lengths,
+        causal=draw(st.sampled_from([False, True, "top_left", "bottom_right"])),
+        query_offset=draw(st.one_of(st.none(), offsets, st.lists(offsets, min_size=batch, max_size=batch).map(tuple))),
+        window=draw(st.one_of(st.none(), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))),
+        mask_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
+        bias_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        scale=draw(st.one_of(st.none(), st.sampled_from([0.0, -0.5, 0.25, 1.0]))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 5.0])),
+        score=score,
+        hidden=draw(st.integers(1, 6)),
+        additive_parts=draw(st.tuples(st.booleans(), st.booleans())),
+        parameter_dtype=draw(st.sampled_from(sorted(DTYPES))),
+        poisoned=draw(st.booleans()),
+    )
+
+
+_LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 1, 16, 17, 40]))
+_WIDTHS = st.one_of(st.integers(1, 20), st.sampled_from([1, 16, 32, 64]))
+
+
+@st.composite
+def _broadcastable(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that broadcasts to another: leading axes left away, any axes 1."""
+    kept = shape[draw(st.integers(0, len(shape))) :]
+    return tuple(1 if draw(st.booleans()) else n for n in kept)
