@@ -11,17 +11,20 @@ Because a ticket sits where its payload was, protobuf's own rules (the last of a
 given twice are merged, oneofs) choose the right payload. Because a ticket holds the payload's length, equal headers
 mean equal requests but for the contents: what is computed from a header can be cached by it.
 
-The bytes are those of stock protobuf, in both directions; what is unusual but legal (groups, overlong varints) is
-left to it. Copies of a payload, one direction, where stock protobuf with `tobytes` makes nine: one when `b"".join` puts
-the message together, three in gRPC (into a slice, out of a slice, slices together), none here. The receiver's
-payloads are read-only views with no particular alignment.
+The bytes are those of stock protobuf, in both directions; what is unusual (groups, overlong varints, thousands of
+fields) is left to it, which accepts or refuses it. Copies of a payload, one direction, where stock protobuf with
+`tobytes` makes nine: one when `b"".join` puts the message together, three in gRPC (into a slice, out of a slice, slices
+together), none here. The receiver's payloads are views of the buffer with no particular alignment.
+
+Callers send the same header again and again. `split` remembers the last ones of each length, and then finds header and
+payloads with a few comparisons of bytes instead of a walk through the fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -29,18 +32,21 @@ from google.protobuf.message import DecodeError, Message
 from attnserve.v1 import tensor_pb2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-M = TypeVar("M", bound=Message)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LENGTH_DELIMITED: Final = 2
+_MANY_FIELDS: Final = 4096  # more fields than that in one message are first brought into order by protobuf
+_REMEMBERED_HEADERS: Final = 4  # of one message type and one length
+_REMEMBERED_LENGTH: Final = 1024  # a longer header is not remembered: bounds the memory that callers can fill
 
 
 class _Schema:
-    """Where payloads are within a message type: field number -> the message type there, or None for a payload."""
+    """Where payloads are within a message type: field number -> its tag and the schema there, None for a payload."""
 
     __slots__ = ("fields",)
 
     def __init__(self) -> None:
-        self.fields: dict[int, _Schema | None] = {}
+        self.fields: dict[int, tuple[bytes, _Schema | None]] = {}
 
 
 def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Schema | None:
@@ -50,19 +56,25 @@ def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Sch
     schema = _Schema()
     known[descriptor.full_name] = None  # no message type of ours contains itself
     for field in descriptor.fields:
+        tag = varint(field.number << 3 | _LENGTH_DELIMITED)
         if field.containing_type is tensor_pb2.Tensor.DESCRIPTOR and field.name == "data":
-            schema.fields[field.number] = None
+            schema.fields[field.number] = tag, None
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             inner = _schema_of(field.message_type, known)
             if inner is not None:
-                schema.fields[field.number] = inner
+                schema.fields[field.number] = tag, inner
     known[descriptor.full_name] = schema if schema.fields else None
     return known[descriptor.full_name]
 
 
-@lru_cache(maxsize=64)
+def _cached(maxsize: int) -> Callable[[F], F]:
+    """`lru_cache` that keeps a function's type: to mypy, the class of a message is as unhashable as a message."""
+    return cast(Callable[[F], F], lru_cache(maxsize))
+
+
+@_cached(64)
 def _schema(message_type: type[Message]) -> _Schema:
-    return _schema_of(message_type.DESCRIPTOR, {}) or _Schema()
+    return _schema_of(cast(Descriptor, message_type.DESCRIPTOR), {}) or _Schema()
 
 
 def varint(value: int) -> bytes:
@@ -78,14 +90,14 @@ def varint(value: int) -> bytes:
 
 
 def _read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
-    """The varint at a place, and the place behind it. IndexError if the buffer ends within it."""
+    """The varint at a place, modulo 2**64, and the place behind it. IndexError if the buffer ends within it."""
     value = shift = 0
     while True:
         byte = buffer[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value & 0xFFFFFFFFFFFFFFFF, at
         shift += 7
         if shift > 63:
             raise DecodeError("a varint is longer than 10 bytes")
@@ -162,41 +174,143 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
     raise DecodeError("a group does not end")
 
 
-def split(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None) -> tuple[bytes, list[memoryview]]:
+def split(
+    message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None
+) -> tuple[bytes, list[memoryview]]:
     """The header of the message that lies in a part of a buffer, and its payloads as views of the buffer.
 
-    Raises DecodeError if the bytes are not a message as far as the way to the payloads goes; parsing the header
-    checks the rest.
+    (Of a message with thousands of fields, the payloads are views of a copy.) Raises DecodeError if the bytes are not
+    a message as far as the way to the payloads goes; parsing the header checks the rest.
     """
-    view = memoryview(buffer)
-    payloads: list[memoryview] = []
-    return _split(_schema(message_type), buffer, view, at, len(view) if end is None else end, payloads), payloads
-
-
-def _split(
-    schema: _Schema, buffer: Buffer, view: memoryview, at: int, end: int, payloads: list[memoryview]
-) -> bytes:
-    pieces: list[Buffer] = []
-    kept = at  # from here on, everything is copied as it is
-    inner = schema.fields
-    for number, wire_type, start, content, behind in fields(buffer, at, end):
-        if number not in inner or wire_type != _LENGTH_DELIMITED:
-            continue
-        field_schema = inner[number]
-        if field_schema is None:
-            replacement = ticket(len(payloads), behind - content)
-            payloads.append(view[content:behind])
+    if end is None:
+        end = len(buffer)
+    memory = _memory(message_type, end - at)
+    for layout in memory.layouts:
+        for start, behind, fixed in layout.fixed:
+            if buffer[at + start : at + behind] != fixed:
+                break
         else:
-            replacement = _split(field_schema, buffer, view, content, behind, payloads)
-        pieces += (view[kept:start], varint(number << 3 | _LENGTH_DELIMITED), varint(len(replacement)), replacement)
-        kept = behind
-    if kept == at:
-        return bytes(view[at:end])
-    pieces.append(view[kept:end])
-    return b"".join(pieces)
+            view = memoryview(buffer)
+            return layout.header, [view[at + start : at + behind] for start, behind in layout.payloads]
+    walk = _Walk(buffer, _MANY_FIELDS)
+    try:
+        header = walk.header(_schema(message_type), at, end)
+    except _ManyFieldsError:
+        buffer = _in_order(message_type, buffer[at:end])
+        walk = _Walk(buffer, len(buffer))
+        header = walk.header(_schema(message_type), 0, len(buffer))
+    else:
+        if header == memory.last:
+            memory.layouts.insert(0, _Layout(header, buffer, at, end, walk.payloads))
+            del memory.layouts[_REMEMBERED_HEADERS:]
+        elif len(header) <= _REMEMBERED_LENGTH:
+            memory.last = header
+    view = memoryview(buffer)
+    return header, [view[start:behind] for start, behind in walk.payloads]
 
 
-@lru_cache(maxsize=1024)
+class _Layout:
+    """A header that came before, and where its bytes and the payloads lay, counted from where the message begins.
+
+    A message of the same type and length that has the same bytes in these places has the same header: tags and lengths
+    are among them, so that a walk through its fields would go the same way.
+    """
+
+    __slots__ = ("fixed", "header", "payloads")
+
+    def __init__(self, header: bytes, buffer: Buffer, at: int, end: int, payloads: list[tuple[int, int]]) -> None:
+        self.header = header
+        self.payloads = tuple((start - at, behind - at) for start, behind in payloads)
+        edges = [at, *(edge for extent in payloads for edge in extent), end]
+        self.fixed = tuple(
+            (start - at, behind - at, bytes(buffer[start:behind]))
+            for start, behind in zip(edges[::2], edges[1::2], strict=True)
+            if start < behind
+        )
+
+
+class _Memory:
+    """The layouts of messages of one type and length, the latest first, and the last header that had none.
+
+    A header gets a layout when it comes twice: those of replies, whose timings differ each time, never do. Threads may
+    share a memory: a search that runs while it changes may miss a layout, which costs a walk and nothing else.
+    """
+
+    __slots__ = ("last", "layouts")
+
+    def __init__(self) -> None:
+        self.layouts: list[_Layout] = []
+        self.last: bytes | None = None
+
+
+@_cached(256)
+def _memory(message_type: type[Message], length: int) -> _Memory:
+    return _Memory()
+
+
+class _ManyFieldsError(Exception):
+    """Walking through this message in Python would take long."""
+
+
+class _Walk:
+    """A walk through a message that collects where its payloads are and gives up when it has met too many fields."""
+
+    __slots__ = ("buffer", "fields_left", "payloads")
+
+    def __init__(self, buffer: Buffer, fields_left: int) -> None:
+        self.buffer = buffer
+        self.fields_left = fields_left
+        self.payloads: list[tuple[int, int]] = []
+
+    def header(self, schema: _Schema, at: int, end: int) -> bytes:
+        """The bytes from `at` to `end`, a message with this schema, with tickets for its payloads."""
+        buffer = self.buffer
+        inner = schema.fields
+        pieces: list[Buffer] = []
+        kept = at  # from here on, everything is copied as it is
+        walked = 0
+        for number, wire_type, start, content, behind in fields(buffer, at, end):
+            walked += 1
+            if walked > self.fields_left:
+                raise _ManyFieldsError
+            if number not in inner or wire_type != _LENGTH_DELIMITED:
+                continue
+            tag, field_schema = inner[number]
+            length = behind - content
+            if field_schema is None:
+                replacement = ticket(len(self.payloads), length)
+                self.payloads.append((content, behind))
+            else:
+                replacement = self.header(field_schema, content, behind)
+            if content - start == len(tag) + ((length.bit_length() + 6) // 7 or 1):
+                prefix = tag + varint(len(replacement))
+            else:
+                prefix = _overlong_prefix(buffer, start, content, len(replacement))
+            pieces += (buffer[kept:start], prefix, replacement)
+            kept = behind
+        self.fields_left -= walked
+        pieces.append(buffer[kept:end])
+        return b"".join(pieces)
+
+
+def _overlong_prefix(buffer: Buffer, start: int, content: int, length: int) -> bytes:
+    """A field's tag as it is in the buffer and a length as overlong as there, for protobuf to judge."""
+    _, at = _read_varint(buffer, start)
+    canonical = varint(length)
+    missing = content - at - len(canonical)
+    if missing <= 0:
+        return bytes(buffer[start:at]) + canonical
+    return bytes(buffer[start:at]) + canonical[:-1] + bytes((canonical[-1] | 0x80, *[0x80] * (missing - 1), 0))
+
+
+def _in_order(message_type: type[Message], message: Buffer) -> bytes:
+    """The same message as protobuf would have written it: each field once, unknown ones left out."""
+    parsed = message_type.FromString(bytes(message))
+    parsed.DiscardUnknownFields()  # type: ignore[attr-defined]  # the stubs do not know it
+    return parsed.SerializeToString()
+
+
+@_cached(1024)
 def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes | int, ...], int]:
     """A header taken apart: bytes to send as they are, and payload numbers; and the length of the whole message."""
     pieces: list[bytes | int] = []
@@ -211,13 +325,14 @@ def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes |
 
 
 def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[bytes | int]) -> int:
+    """Takes a part of a header apart, with the lengths of the real payloads; returns the length of what it becomes."""
     size = 0
     for number, wire_type, start, content, behind in fields(header, at, end):
         if number not in schema.fields or wire_type != _LENGTH_DELIMITED:
             pieces.append(header[start:behind])
             size += behind - start
             continue
-        field_schema = schema.fields[number]
+        _, field_schema = schema.fields[number]
         inside: list[bytes | int] = []
         if field_schema is None:
             index, length = read_ticket(header[content:behind])
@@ -225,7 +340,7 @@ def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[byte
                 inside.append(index)
         else:
             length = _expand(field_schema, header, content, behind, inside)
-        prefix = varint(number << 3 | _LENGTH_DELIMITED) + varint(length)
+        prefix = field_prefix(number, length)
         pieces.append(prefix)
         pieces += inside
         size += len(prefix) + length

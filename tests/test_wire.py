@@ -1,0 +1,408 @@
+"""The wire codec against stock protobuf, in both directions: every message type, usual and unusual encodings.
+
+The rule everywhere: `split` and a parse of the header accept what stock protobuf accepts and nothing else, and mean the
+same by it; nothing but DecodeError ever comes out. Each message is split several times, in several kinds of buffers,
+so that what `split` remembers is tested with what it has never seen.
+"""
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf import unknown_fields, wrappers_pb2
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+MESSAGE_TYPES: list[type[Message]] = [
+    value
+    for module in (tensor_pb2, pb)
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, Message)
+]
+VARINT, FIXED64, LENGTH_DELIMITED, START_GROUP, END_GROUP, FIXED32 = range(6)
+WIRE_TYPES = {
+    FieldDescriptor.TYPE_DOUBLE: FIXED64,
+    FieldDescriptor.TYPE_FIXED64: FIXED64,
+    FieldDescriptor.TYPE_FLOAT: FIXED32,
+    FieldDescriptor.TYPE_STRING: LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_BYTES: LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_MESSAGE: LENGTH_DELIMITED,
+}
+message_types = st.sampled_from(MESSAGE_TYPES)
+contents = st.one_of(st.binary(max_size=6), st.binary(min_size=120, max_size=140))
+
+
+# Messages as stock protobuf builds and writes them.
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_DOUBLE: st.floats(),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_SINT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_STRING: st.text(max_size=5),
+    FieldDescriptor.TYPE_BYTES: contents,
+    FieldDescriptor.TYPE_ENUM: st.integers(-1, 7),
+}
+
+
+@st.composite
+def messages(draw: st.DrawFn, message_type: type[Message] | None = None) -> Message:
+    message = (message_type or draw(message_types))()
+    fill(draw, message)
+    return message
+
+
+def fill(draw: st.DrawFn, message: Message) -> None:
+    for field in message.DESCRIPTOR.fields:
+        if not draw(st.booleans()):
+            continue
+        if field.is_repeated:
+            values = getattr(message, field.name)
+            for _ in range(draw(st.integers(0, 3))):
+                if field.type == FieldDescriptor.TYPE_MESSAGE:
+                    fill(draw, values.add())
+                else:
+                    values.append(draw(SCALARS[field.type]))
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            getattr(message, field.name).SetInParent()
+            fill(draw, getattr(message, field.name))
+        else:
+            setattr(message, field.name, draw(SCALARS[field.type]))
+
+
+# Messages as nobody writes them, but as anybody may.
+
+
+def overlong(value: int, extra: int) -> bytes:
+    """A varint with more bytes than it needs; 10 at most, the most that a reader accepts anywhere."""
+    canonical = _wire.varint(value)
+    extra = min(extra, 10 - len(canonical))
+    if not extra:
+        return canonical
+    return canonical[:-1] + bytes((canonical[-1] | 0x80, *[0x80] * (extra - 1), 0))
+
+
+extras = st.sampled_from([0] * 12 + [1, 2, 3, 4, 8])
+
+
+@st.composite
+def encodings(draw: st.DrawFn, descriptor: Any) -> bytes:
+    """The fields of a message type in any order and number, each possibly in an odd way."""
+    pieces: list[bytes] = []
+    for _ in range(draw(st.integers(0, 7))):
+        known = bool(descriptor.fields) and draw(st.integers(0, 5)) > 0
+        if known:
+            field = draw(st.sampled_from(list(descriptor.fields)))
+            number, wire_type = field.number, WIRE_TYPES.get(field.type, VARINT)
+            if field.is_repeated and wire_type != LENGTH_DELIMITED and draw(st.booleans()):
+                wire_type = LENGTH_DELIMITED
+            if draw(st.integers(0, 15)) == 0:
+                wire_type = draw(st.sampled_from((VARINT, FIXED64, LENGTH_DELIMITED, START_GROUP, FIXED32)))
+        else:
+            field = None
+            number = draw(st.sampled_from((12, 15, 16, 300, 2**29 - 1)))
+            wire_type = draw(st.sampled_from((VARINT, FIXED64, LENGTH_DELIMITED, START_GROUP, FIXED32)))
+        pieces.append(overlong(number << 3 | wire_type, draw(extras)))
+        match wire_type:
+            case 0:
+                pieces.append(overlong(draw(st.integers(0, 2**64 - 1) | st.integers(0, 9)), draw(extras)))
+            case 1:
+                pieces.append(draw(st.binary(min_size=8, max_size=8)))
+            case 5:
+                pieces.append(draw(st.binary(min_size=4, max_size=4)))
+            case 3:
+                inner = descriptor if field is None or field.message_type is None else field.message_type
+                pieces += (draw(encodings(inner)), _wire.varint(number << 3 | END_GROUP))
+            case 2:
+                is_message = field is not None and field.message_type is not None
+                content = draw(encodings(field.message_type) if is_message else contents)
+                pieces += (overlong(len(content), draw(extras)), content)
+    return b"".join(pieces)
+
+
+@st.composite
+def encoded(draw: st.DrawFn) -> tuple[type[Message], bytes]:
+    message_type = draw(message_types)
+    return message_type, draw(encodings(message_type.DESCRIPTOR))
+
+
+# What must hold.
+
+
+def tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
+    """Every tensor anywhere within a message."""
+    if isinstance(message, tensor_pb2.Tensor):
+        yield message
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            for inner in value if field.is_repeated else (value,):
+                yield from tensors(inner)
+
+
+def with_payloads(message: Message, payloads: list[memoryview]) -> Message:
+    """A parsed header with each ticket replaced by the payload it stands for."""
+    for tensor in tensors(message):
+        index, length = _wire.read_ticket(tensor.data)
+        if index >= 0:
+            assert len(payloads[index]) == length
+            tensor.data = bytes(payloads[index])
+        else:
+            assert tensor.data == b""
+    return message
+
+
+def canonical(message: Message) -> bytes:
+    """Equal for equal messages, NaN included, which `==` would call different."""
+    return message.SerializeToString(deterministic=True)
+
+
+def stock_parse(message_type: type[Message], data: bytes) -> Message | None:
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        return None
+
+
+def codec_parse(message_type: type[Message], buffer: Any, at: int, end: int) -> Message | None:
+    """The message by way of `split`, checked on the way: payloads are views of the buffer, `join` restores it all."""
+    try:
+        header, payloads = _wire.split(message_type, buffer, at, end)
+        message = message_type.FromString(header)
+    except DecodeError:
+        return None
+    owner = buffer.obj if isinstance(buffer, memoryview) else buffer
+    assert all(payload.obj is owner for payload in payloads)
+    pieces, size = _wire.join(message_type, header, payloads)
+    joined = b"".join(pieces)
+    assert len(joined) == size
+    message = with_payloads(message, payloads)
+    assert canonical(message_type.FromString(joined)) == canonical(message)
+    return message
+
+
+def assert_same_meaning(message_type: type[Message], data: bytes) -> None:
+    """Codec and stock protobuf accept the same bytes and read the same from them, wherever the bytes lie."""
+    expected = stock_parse(message_type, data)
+    surrounded = b"\xff\xfa\x80" + data + b"\x7a\x05"
+    places = (
+        (data, 0),
+        (surrounded, 3),
+        (bytearray(surrounded), 3),
+        (memoryview(surrounded), 3),
+        (data, 0),
+    )
+    for buffer, at in places:
+        found = codec_parse(message_type, buffer, at, at + len(data))
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert canonical(found) == canonical(expected)
+
+
+@given(messages())
+def test_reads_what_stock_protobuf_writes(message: Message) -> None:
+    assert_same_meaning(type(message), message.SerializeToString())
+
+
+@given(encoded())
+@example((tensor_pb2.Tensor, b"\xfa\x80\x80\x80\x80\x00\x01x"))  # a tag of six bytes, which protobuf refuses
+@example((tensor_pb2.Tensor, b"\x7a\x81\x80\x80\x80\x80\x80\x80\x80\x80\x00x"))  # a length of ten, which it accepts
+@example((tensor_pb2.Tensor, b"\x7a\x81\x80\x80\x80\x80\x80\x80\x80\x80\x02x"))  # and one of more than 64 bits
+@example((tensor_pb2.Tensor, b"\x7a\x81\x80\x80\x80\x10x"))  # a length of more than 32 bits
+@example((tensor_pb2.Tensor, b"\x7a\x80\x80\x00"))
+def test_reads_unusual_encodings_as_stock_protobuf_does(case: tuple[type[Message], bytes]) -> None:
+    assert_same_meaning(*case)
+
+
+@given(st.data())
+def test_truncations_and_mutations(data: st.DataObject) -> None:
+    message_type, message = data.draw(encoded())
+    whole = bytearray(message)
+    _wire.split(message_type, b"")
+    for _ in range(data.draw(st.integers(1, 4))):
+        if whole:
+            whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    assert_same_meaning(message_type, bytes(whole))
+    assert_same_meaning(message_type, bytes(whole[: data.draw(st.integers(0, len(whole)))]))
+
+
+@given(message_types, st.binary(max_size=40))
+def test_random_bytes(message_type: type[Message], data: bytes) -> None:
+    assert_same_meaning(message_type, data)
+
+
+@given(messages(pb.AttendRequest), st.data())
+def test_what_is_remembered_changes_nothing(message: Message, data: st.DataObject) -> None:
+    """A message that differs in one byte from one that `split` knows well is read as if nothing were known."""
+    known = message.SerializeToString()
+    for _ in range(3):
+        _wire.split(pb.AttendRequest, known)
+    for _ in range(4):
+        other = bytearray(known)
+        if other:
+            other[data.draw(st.integers(0, len(other) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert_same_meaning(pb.AttendRequest, bytes(other))
+
+
+@given(messages(), st.randoms(use_true_random=False))
+def test_writes_what_stock_protobuf_reads(message: Message, random: Any) -> None:
+    """A sender's way: a header with tickets, written by protobuf in any order of payloads, joined with the payloads."""
+    payloads: list[bytes] = []
+    with_tickets = type(message)()
+    with_tickets.CopyFrom(message)
+    owners = list(tensors(with_tickets))
+    random.shuffle(owners)
+    for tensor in owners:
+        payloads.append(tensor.data)
+        tensor.data = _wire.ticket(len(payloads) - 1, len(tensor.data))
+    pieces, size = _wire.join(type(message), with_tickets.SerializeToString(), payloads)
+    data = b"".join(pieces)
+    assert len(data) == size
+    assert canonical(type(message).FromString(data)) == canonical(message)
+
+
+def test_every_message_type_is_covered() -> None:
+    names = {message_type.DESCRIPTOR.full_name for message_type in MESSAGE_TYPES}
+    declared = {
+        f"attnserve.v1.{name}" for module in (tensor_pb2, pb) for name in module.DESCRIPTOR.message_types_by_name
+    }
+    assert names == declared
+    assert {"attnserve.v1.AttendRequest", "attnserve.v1.AttendStreamResponse", "attnserve.v1.Tensor"} <= names
+
+
+def request(length: int, *, fill: int = 0) -> pb.AttendRequest:
+    def tensor(value: int) -> tensor_pb2.Tensor:
+        data = bytes([value % 256]) * length
+        return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[length // 4], data=data)
+
+    return pb.AttendRequest(causal=True, query=tensor(fill), key=tensor(fill + 1), value=tensor(fill + 2))
+
+
+def test_split_copies_no_payload() -> None:
+    message = request(4 << 20)
+    buffer = message.SerializeToString()
+    for _ in range(3):  # never seen, seen once, remembered
+        tracemalloc.start()
+        header, payloads = _wire.split(pb.AttendRequest, buffer)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 64 << 10
+        assert [bytes(payload) for payload in payloads] == [message.query.data, message.key.data, message.value.data]
+        assert all(payload.obj is buffer for payload in payloads)
+        assert len(header) < 100
+
+
+def test_join_hands_out_the_very_payloads() -> None:
+    header, payloads = _wire.split(pb.AttendRequest, request(4 << 20).SerializeToString())
+    pieces, _ = _wire.join(pb.AttendRequest, header, payloads)
+    assert [piece for piece in pieces if isinstance(piece, memoryview)] == payloads
+    assert all(any(piece is payload for piece in pieces) for payload in payloads)
+    assert sum(len(piece) for piece in pieces if isinstance(piece, bytes)) < 100
+
+
+def test_equal_headers_are_one_object_once_remembered() -> None:
+    """What is computed from a header can be cached by it, and its hash is computed once. Wherever it lies."""
+    headers = []
+    for i in range(6):
+        data = request(64, fill=i).SerializeToString()
+        headers.append(_wire.split(pb.AttendRequest, bytes(i) + data + b"x", i, i + len(data))[0])
+    assert len(set(headers)) == 1
+    assert headers[3] is headers[4] is headers[5]
+
+
+def test_a_remembered_header_is_not_taken_for_another_one() -> None:
+    """Same length, other fixed bytes: the dtype, the shape and where the payloads lie are part of what is compared."""
+    base = request(64)
+    for _ in range(3):
+        _wire.split(pb.AttendRequest, base.SerializeToString())
+    dtype, shape, extents = request(64), request(64), request(64)
+    dtype.key.dtype = tensor_pb2.DATA_TYPE_INT64
+    shape.value.shape[0] = 17
+    extents.query.data, extents.key.data = bytes(63), bytes(65)
+    for other in (dtype, shape, extents):
+        assert len(other.SerializeToString()) == len(base.SerializeToString())
+        assert_same_meaning(pb.AttendRequest, other.SerializeToString())
+
+
+def test_a_remembered_header_is_compared_where_the_message_lies() -> None:
+    """The known message at the begin of the buffer says nothing of another one behind it."""
+    known, other = request(64), request(64)
+    other.key.dtype = tensor_pb2.DATA_TYPE_INT64
+    buffer = known.SerializeToString() + other.SerializeToString()
+    half = len(buffer) // 2
+    for _ in range(3):
+        _wire.split(pb.AttendRequest, buffer, 0, half)
+    for at, expected in ((half, other), (0, known), (half, other)):
+        header, payloads = _wire.split(pb.AttendRequest, buffer, at, at + half)
+        assert with_payloads(pb.AttendRequest.FromString(header), payloads) == expected
+
+
+def test_thousands_of_fields_are_left_to_protobuf() -> None:
+    """One payload comes out where stock protobuf sees one, however often the field is there."""
+    one = b"\x7a\x01"
+    data = b"".join(one + bytes([i % 256]) for i in range(50_000)) + b"\x98\x06\x01" * 50_000
+    expected = tensor_pb2.Tensor.FromString(data)
+    assert len(unknown_fields.UnknownFieldSet(expected)) == 50_000
+    header, payloads = _wire.split(tensor_pb2.Tensor, data)
+    assert [bytes(payload) for payload in payloads] == [expected.data]
+    expected.DiscardUnknownFields()  # type: ignore[attr-defined]
+    assert canonical(with_payloads(tensor_pb2.Tensor.FromString(header), payloads)) == canonical(expected)
+    with pytest.raises(DecodeError):
+        _wire.split(tensor_pb2.Tensor, data + b"\x7a")
+
+
+def test_many_calls_in_one_message() -> None:
+    """More fields than are walked at once, all of them legitimate."""
+    message = pb.AttendStreamRequest(calls=[pb.AttendStreamCall(id=i, attend=request(4, fill=i)) for i in range(1000)])
+    header, payloads = _wire.split(pb.AttendStreamRequest, message.SerializeToString())
+    assert len(payloads) == 3000
+    assert with_payloads(pb.AttendStreamRequest.FromString(header), payloads) == message
+
+
+@pytest.mark.parametrize("depth", [1, 50, 99, 100, 101, 102, 5000])
+def test_nested_groups(depth: int) -> None:
+    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    assert_same_meaning(tensor_pb2.Tensor, begin * depth + end * depth + b"\x7a\x01x")
+    assert_same_meaning(pb.AttendRequest, b"\x82\x01" + _wire.field_prefix(0, 0)[1:] + begin * depth + end * depth)
+
+
+@given(st.integers(0, 2**64 - 1))
+@example(0)
+@example(127)
+@example(128)
+@example(2**63)
+def test_varints_are_those_of_protobuf(value: int) -> None:
+    encoded_value = wrappers_pb2.UInt64Value(value=value).SerializeToString()
+    assert _wire.varint(value) == (encoded_value[1:] or b"\0")
+    data = b"\x08" + _wire.varint(value)
+    assert list(_wire.fields(data, 0, len(data))) == [(1, VARINT, 0, 1, len(data))]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 2**40))
+def test_tickets(index: int, length: int) -> None:
+    assert _wire.read_ticket(_wire.ticket(index, length)) == (index, length)
+
+
+def test_no_ticket() -> None:
+    assert _wire.read_ticket(b"") == (-1, 0)
+
+
+@given(st.integers(1, 2**29 - 1), st.binary(max_size=300))
+def test_fields_of_a_length_delimited_field(number: int, content: bytes) -> None:
+    prefix = _wire.field_prefix(number, len(content))
+    data = b"\x08\x01" + prefix + content + b"\x10\x02"
+    begin = 2 + len(prefix)
+    field = (number, LENGTH_DELIMITED, 2, begin, begin + len(content))
+    assert list(_wire.fields(data, 2, begin + len(content))) == [field]
+    for end in range(3, begin + len(content)):
+        with pytest.raises(DecodeError):
+            list(_wire.fields(data, 2, end))
