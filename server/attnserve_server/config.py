@@ -312,4 +312,4 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         print(markdown())
     for path in map(Path, sys.argv[1:]):
-        path.write_text(with_table(path.read_text()))
+        path.write_text(with_table(path.read_text("utf-8")), "utf-8")

@@ -22,7 +22,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and nowhere else."""
+    """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and only there."""
     out = logging.StreamHandler(stream or sys.stderr)
     out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)

@@ -1,0 +1,174 @@
+"""The command line, and the log lines that it sets up, in processes of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+
+from attnserve_server import __version__, logs
+from attnserve_server.config import settings
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("ATTNSERVE_")} | {
+    "PYTHONPATH": os.pathsep.join((str(ROOT / "client"), str(ROOT / "server")))
+}
+
+
+def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "attnserve_server", *argv],
+        env=ENVIRONMENT | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_setting() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for item in settings():
+        assert f"--{item.name.replace('_', '-')} VALUE" in done.stdout
+    assert done.stderr == ""
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"attnserve {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "line"),
+    [
+        (
+            ["--max-requests", "many"],
+            {},
+            "attnserve-server: --max-requests: expected a number of at least 1, found 'many'\n",
+        ),
+        (
+            [],
+            {"ATTNSERVE_DEVICE": "tpu"},
+            "attnserve-server: ATTNSERVE_DEVICE: expected auto, cpu, cuda or cuda:N, found 'tpu'\n",
+        ),
+        (["--gpu"], {}, "attnserve-server: unrecognized arguments: --gpu (--help lists the flags)\n"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict[str, str], line: str) -> None:
+    done = run(*argv, **environ)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_the_parts_without_torch_stay_without_it() -> None:
+    modules = ("__main__", "config", "cpus", "health", "histogram", "http", "logs", "metrics", "units")
+    imports = "; ".join(f"import attnserve_server.{module}" for module in modules)
+    program = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, timeout=60, check=False).returncode == 0
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, put back afterwards as it was."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield root
+    root.handlers[:], root.level = before, level
+
+
+def logged(log_format: str, message: str, *args: object, **extra: object) -> str:
+    out = io.StringIO()
+    logs.configure("info", log_format, out)
+    logging.getLogger("attnserve_server.test").info(message, *args, extra=extra)
+    logging.getLogger("attnserve_server.test").debug("too little to tell")
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_text_lines_are_lines() -> None:
+    line = logged("text", "said %s\nand more", "a\r\nlie", requests=3)
+    assert line.endswith(r"Z info attnserve_server.test said a\r\nlie\nand more requests=3" + "\n")
+    assert line.count("\n") == 1
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_lines_are_objects() -> None:
+    line = json.loads(logged("json", "took %.1f s", 1.25, requests=3, kernel=None))
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "logger": "attnserve_server.test",
+        "message": "took 1.2 s",
+        "requests": 3,
+        "kernel": None,
+    }
+
+
+@pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_payloads_are_never_written(log_format: str) -> None:
+    secret = b"secret!!"
+    payloads = (secret, bytearray(secret), memoryview(secret), BytesValue(value=secret), [secret])
+    for payload in payloads:
+        line = logged(log_format, "got %s", payload, data=payload)
+        assert "secret" not in line
+    assert "<ndarray of 32 bytes>" in logged(log_format, "got %s", np.full(4, 123.0))
+    assert "<google.protobuf.BytesValue>" in logged(log_format, "got", data=BytesValue(value=secret))
+    assert "<memoryview of 8 bytes>" in logged(
+        log_format, "got %(data)s", MappingProxyType({"data": memoryview(secret)})
+    )
+
+
+@pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_tracebacks_are_kept(log_format: str) -> None:
+    out = io.StringIO()
+    logs.configure("info", log_format, out)
+    try:
+        raise ValueError("the reason")
+    except ValueError:
+        logging.getLogger("attnserve_server.test").exception("it failed")
+    text = out.getvalue()
+    assert "Traceback" in text
+    assert "ValueError: the reason" in text
+    if log_format == "json":
+        assert len(text.splitlines()) == 1
+        assert json.loads(text)["level"] == "error"
+
+
+def test_startup_says_what_it_runs_on_and_every_setting(start_server: Callable[..., Server]) -> None:
+    startup = start_server("--max-requests", "77", "--max-batch-flops=1e9").startup
+    assert startup["attnserve"] == __version__
+    assert startup["torch"][0].isdigit()
+    assert int(startup["usable_cpus"]) >= 1
+    assert {item.name for item in settings()} <= set(startup)
+    assert startup["max_requests"] == "77 (flag)"
+    assert startup["max_batch_flops"] == "1e9 (flag)"
+    assert startup["log_level"] == "info (default)"
+
+
+@pytest.mark.parametrize("name", ["listen", "http_listen"])
+def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        addresses = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"} | {name: address}
+        done = run("--listen", addresses["listen"], "--http-listen", addresses["http_listen"], "--log-level", "error")
+    assert done.returncode == 1
+    assert "ready: " not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith(f"attnserve-server: {name}: cannot listen on {address}: ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,240 @@
+"""The configuration: precedence, validation, units, and the documents that show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve_server import config as configuration
+from attnserve_server import cpus, units
+from attnserve_server.config import Config, ConfigError, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_flag_wins_over_environment_wins_over_default() -> None:
+    environ = {"ATTNSERVE_MAX_REQUESTS": "7", "ATTNSERVE_HTTP_LISTEN": "127.0.0.1:1", "UNRELATED": "x"}
+    loaded = Config.load(["--http-listen", "127.0.0.1:2"], environ)
+    assert (loaded.http_listen, loaded.max_requests, loaded.max_batch_requests) == ("127.0.0.1:2", 7, 64)
+    sources = loaded.sources()
+    assert sources["http_listen"] == "flag"
+    assert sources["max_requests"] == "environment"
+    assert {name for name, source in sources.items() if source != "default"} == {"http_listen", "max_requests"}
+
+
+def test_every_setting_is_a_flag_and_a_variable() -> None:
+    for item in configuration.settings():
+        text = Config().show(item.name)
+        by_flag = Config.load([configuration.flag(item.name), text], {})
+        by_variable = Config.load([], {configuration.variable(item.name): text})
+        assert by_flag == by_variable == Config()
+        assert by_flag.sources()[item.name] == "flag"
+        assert by_variable.sources()[item.name] == "environment"
+        assert item.metadata["help"].endswith(".")
+
+
+def test_names_of_flags_and_variables() -> None:
+    assert configuration.flag("http_listen") == "--http-listen"
+    assert configuration.variable("http_listen") == "ATTNSERVE_HTTP_LISTEN"
+
+
+def test_values_have_their_units() -> None:
+    argv = ["--max-bytes=3GiB", "--max-wait", "1500us", "--drain-grace=1m", "--max-flops=2e13", "--reflection=off"]
+    loaded = Config.load(argv, {})
+    assert loaded.max_bytes == 3 * 2**30
+    assert loaded.max_wait == 0.0015
+    assert loaded.drain_grace == 60.0
+    assert loaded.max_flops == 20_000_000_000_000
+    assert type(loaded.max_flops) is int
+    assert loaded.reflection is False
+    assert "max_wait: 1500us (flag)" in list(loaded.describe())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("listen", "8001"),
+        ("listen", "127.0.0.1:70000"),
+        ("listen", "::1:8001"),
+        ("listen", "unix:relative"),
+        ("http_listen", "unix:/tmp/socket"),
+        ("http_listen", ""),
+        ("device", "tpu"),
+        ("device", "cuda:"),
+        ("threads", "-1"),
+        ("threads", "two"),
+        ("max_message_bytes", "2GiB"),  # a signed 32-bit number in gRPC
+        ("max_message_bytes", "64QiB"),
+        ("max_requests", "0"),
+        ("max_requests", "1.5"),
+        ("max_bytes", "0.3"),
+        ("max_flops", "1e999"),
+        ("max_flops", "0"),
+        ("max_wait", "-1s"),
+        ("max_wait", "5 fortnights"),
+        ("max_wait", "nan"),
+        ("max_wait", "1e999s"),
+        ("reflection", "perhaps"),
+        ("log_level", "loud"),
+        ("log_format", "xml"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_named(name: str, text: str) -> None:
+    for spelled, argv, environ in (
+        (configuration.flag(name), [f"{configuration.flag(name)}={text}"], {}),
+        (configuration.variable(name), [], {configuration.variable(name): text}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Config.load(argv, environ)
+        message = str(caught.value)
+        assert message.startswith(f"{spelled}: expected ")
+        assert message.endswith(f"found {text!r}")
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_requests", 1.0),
+        ("max_requests", True),
+        ("max_requests", "64"),
+        ("max_wait", float("inf")),
+        ("max_wait", True),
+        ("reflection", 1),
+        ("listen", 8001),
+        ("log_level", None),
+    ],
+)
+def test_a_config_built_in_code_is_validated(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        Config(**{name: value})  # type: ignore[arg-type]
+
+
+def test_bounds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_message_bytes: expected at most max_bytes \(1MiB\), found '256MiB'"):
+        Config(max_bytes=2**20)
+    with pytest.raises(ConfigError, match=r"^max_batch_flops: expected at most max_flops \(1e3\), found '4e9'"):
+        Config.load(["--max-flops", "1000"], {})
+
+
+def test_built_in_code_says_so_and_cannot_be_changed() -> None:
+    built = Config(max_requests=3)
+    assert built.sources()["max_requests"] == "code"
+    assert built.sources()["max_bytes"] == "default"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.max_requests = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("argv", [["--no-such-flag"], ["--max-req", "3"], ["stray"], ["--listen"]])
+def test_a_wrong_command_line_is_one_line(argv: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        Config.load(argv, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:8001", "localhost:80", "unix:/run/a.sock", "unix:///run/a"])
+def test_addresses(address: str) -> None:
+    assert Config(listen=address).listen == address
+
+
+@given(st.integers(0, 2**62))
+def test_sizes_and_counts_print_as_they_parse(value: int) -> None:
+    assert units.parse_size(units.format_size(value)) == value
+    assert units.parse_count(units.format_count(value)) == value
+
+
+@given(st.integers(0, 2**40), st.sampled_from(["TiB", "GiB", "MiB", "KiB", ""]))
+def test_whole_units_print_as_they_parse(count: int, unit: str) -> None:
+    size = units.parse_size(f"{count}{unit}")
+    assert units.parse_size(units.format_size(size)) == size
+
+
+@given(st.floats(0, 1e9, allow_nan=False))
+def test_durations_print_as_they_parse(seconds: float) -> None:
+    assert units.parse_duration(units.format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("200ms", 0.2), ("2s", 2.0), ("1m", 60.0), ("50us", 5e-5), ("1.5h", 5400.0), ("0.25", 0.25), ("0", 0.0)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert units.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (65536, "64KiB"), (3 * 2**29, "1536MiB"), (2**40, "1TiB"), (1000, "1000")]
+)
+def test_sizes_print_in_the_largest_unit(size: int, text: str) -> None:
+    assert units.format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(64, "64"), (4_000_000_000, "4e9"), (5 * 10**12, "5e12"), (1_234_567, "1234567"), (0, "0")]
+)
+def test_counts_print_short(count: int, text: str) -> None:
+    assert units.format_count(count) == text
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/configuration.md"])
+def test_documents_show_the_settings_as_they_are(document: str) -> None:
+    text = (ROOT / document).read_text("utf-8")
+    assert text == configuration.with_table(text), f"run: python -m attnserve_server.config {document}"
+
+
+def test_the_table_has_every_setting() -> None:
+    table = configuration.markdown()
+    for item in dataclasses.fields(Config):
+        assert (f"`{configuration.variable(item.name)}`" in table) == (not item.name.startswith("_"))
+
+
+def test_a_document_without_the_place_is_an_error() -> None:
+    with pytest.raises(ValueError, match="configuration"):
+        configuration.with_table("# A page\n<!-- configuration -->\n")
+
+
+def cgroup(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
+    """The quota of a process with these lines in /proc/self/cgroup and these files below /sys/fs/cgroup."""
+    (tmp_path / "cgroup").write_text(lines)
+    for name, content in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return cpus.cgroup_quota(tmp_path / "cgroup", tmp_path / "fs")
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "max 100000\n"}, None),
+        ("0::/", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/pod/app", {"pod/cpu.max": "150000 100000\n", "pod/app/cpu.max": "max 100000\n"}, 1.5),
+        ("0::/pod/app", {"pod/cpu.max": "400000 100000\n", "pod/app/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/outside/the/container", {"cpu.max": "100000 100000\n"}, 1.0),
+        (
+            "4:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            2.0,
+        ),
+        ("1:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("8:pids:/\n0::/", {}, None),
+    ],
+)
+def test_quota_of_the_control_groups(tmp_path: Path, lines: str, files: dict[str, str], quota: float | None) -> None:
+    assert cgroup(tmp_path, lines, files) == quota
+
+
+def test_no_control_groups_is_no_quota(tmp_path: Path) -> None:
+    assert cpus.cgroup_quota(tmp_path / "absent", tmp_path) is None
+
+
+def test_usable_cpus_follow_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for quota, expected in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
+        monkeypatch.setattr(cpus, "cgroup_quota", lambda quota=quota: quota)
+        assert cpus.usable_cpus() == expected

@@ -1,0 +1,193 @@
+"""The HTTP port, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from attnserve_server.config import ListenError
+from attnserve_server.health import Health
+from attnserve_server.http import HttpServer
+from attnserve_server.metrics import Metrics
+from attnserve_server.units import parse_address
+
+
+class Served(NamedTuple):
+    port: int
+    metrics: Metrics
+    health: Health
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    metrics, health = Metrics("1.2.3", "2.13.0", "cpu"), Health()
+    server = HttpServer("127.0.0.1:0", metrics.registry, health, patience_s=0.5)
+    address = parse_address(await server.start())
+    assert address.host == "127.0.0.1"
+    yield Served(address.port, metrics, health)
+    await server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
+
+
+async def send(port: int, raw: bytes) -> Answer | None:
+    """What comes back for these bytes until the server closes; None if nothing does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await writer.wait_closed()
+    if not answer:
+        return None
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return Answer(int(first.split()[1]), headers, body)
+
+
+async def get(port: int, path: str, method: str = "GET", headers: str = "") -> Answer:
+    answer = await send(port, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
+    assert answer is not None
+    return answer
+
+
+async def test_metrics_as_text_and_as_openmetrics(served: Served) -> None:
+    served.metrics.received(1234)
+    answer = await get(served.port, "/metrics?from=a-browser")
+    assert (answer.status, int(answer.headers["content-length"])) == (200, len(answer.body))
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    (family,) = [f for f in parse_text(answer.body) if f.name == "attnserve_received_bytes"]
+    assert family.samples[0].value == 1234
+    answer = await get(served.port, "/metrics", headers="ACCEPT: application/openmetrics-text; version=1.0.0\r\n")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    (family,) = [f for f in parse_openmetrics(answer.body) if f.name == "attnserve_received_bytes"]
+    assert family.samples[0].value == 1234
+
+
+async def test_liveness_and_readiness_are_apart(served: Served) -> None:
+    for state, live, ready in (
+        ("starting", 200, 503),
+        ("serving", 200, 200),
+        ("draining", 200, 503),
+        ("failed", 503, 503),
+    ):
+        await served.health.set(state)  # type: ignore[arg-type]
+        healthz, readyz = await get(served.port, "/healthz"), await get(served.port, "/readyz")
+        assert (healthz.status, readyz.status) == (live, ready)
+        assert healthz.body == readyz.body == f"{state}\n"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+async def test_head_is_get_without_the_body(served: Served, path: str) -> None:
+    whole, head = await get(served.port, path), await get(served.port, path, "HEAD")
+    assert head.status == whole.status
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.body == ""
+    assert int(head.headers["content-length"]) > 0
+
+
+async def test_anything_else_is_refused(served: Served) -> None:
+    for path in ("/", "/metrics/", "/healthz/../metrics", "http://localhost/metrics"):
+        assert (await get(served.port, path)).status == 404
+    answer = await get(served.port, "/metrics", "POST")
+    assert (answer.status, answer.headers["allow"]) == (405, "get, head")
+
+
+async def test_a_body_does_not_cost_the_answer(served: Served) -> None:
+    length = 1_000_000
+    head = f"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    answer = await send(served.port, head + bytes(length))
+    assert answer is not None
+    assert answer.status == 405
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"\r\n\r\n", 400),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"GET /metrics SPDY/3\r\n\r\n", 400),
+        (b"\xff\xfe \x00 HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 40_000 + b"\r\n\r\n", 431),
+        (b"x" * 40_000, 431),
+        (b"", 408),
+        (b"GET /metrics HTTP/1.1\r\nHost: slow", 408),
+    ],
+)
+async def test_what_is_no_request(served: Served, raw: bytes, status: int) -> None:
+    answer = await send(served.port, raw)
+    assert answer is not None
+    assert answer.status == status
+    assert (await get(served.port, "/healthz")).status == 200
+
+
+async def test_a_peer_that_says_nothing_and_leaves(served: Served) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.close()
+    await writer.wait_closed()
+    assert (await get(served.port, "/healthz")).status == 200
+
+
+async def test_a_peer_that_never_closes_is_cut_off(served: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+    async def send_on() -> None:
+        while True:
+            writer.write(b"more")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(send_on(), 10)
+    writer.close()
+
+
+async def test_stopping_ends_open_connections() -> None:
+    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), patience_s=60)
+    address = parse_address(await server.start())
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /metrics HTTP/1.1\r\n")
+    await asyncio.wait_for(server.stop(), 10)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+    await server.stop()  # once more does nothing
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    registry, health = Metrics("", "", "cpu").registry, Health()
+    first = HttpServer("127.0.0.1:0", registry, health)
+    address = await first.start()
+    second = HttpServer(address, registry, health)
+    with pytest.raises(ListenError, match=f"^http_listen: cannot listen on {address}: .*in use"):
+        await second.start()
+    await second.stop()
+    await first.stop()
+
+
+async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> float:
+        raise RuntimeError("the device is gone")
+
+    served.metrics.watch(
+        queue_requests=broken, queue_bytes=lambda: 0, in_flight_requests=lambda: 0, in_flight_bytes=lambda: 0
+    )
+    answer = await get(served.port, "/metrics")
+    assert answer.status == 500
+    assert "device" not in answer.body
+    assert "the metrics could not be read" in caplog.text
+    assert (await get(served.port, "/healthz")).status == 200

@@ -1,0 +1,185 @@
+"""The metrics, read back with Prometheus' own parsers."""
+
+from __future__ import annotations
+
+import bisect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from attnserve_server import metrics as declared
+from attnserve_server.histogram import Histogram
+from attnserve_server.metrics import Metrics
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("1.2.3", "2.13.0", "cpu")
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """One sample of the text that Prometheus would read."""
+    for family in parse_text(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return float(sample.value)
+    raise AssertionError(f"no {name} with {labels}")
+
+
+def test_requests_are_counted_by_operation_and_code(metrics: Metrics) -> None:
+    metrics.finished("attend", "OK", 0.5)
+    metrics.finished("attend_stream", "OK", 2e-5)
+    metrics.finished("attend_stream", "INVALID_ARGUMENT", 1e-6)
+    name = "attnserve_requests_total"
+    assert value(metrics, name, operation="attend", code="OK") == 1
+    assert value(metrics, name, operation="attend_stream", code="OK") == 1
+    assert value(metrics, name, operation="attend_stream", code="INVALID_ARGUMENT") == 1
+    assert value(metrics, name, operation="attend", code="INVALID_ARGUMENT") == 0
+    bucket, operation = "attnserve_request_duration_seconds_bucket", "attend_stream"
+    assert value(metrics, bucket, operation=operation, le="1e-05") == 1
+    assert value(metrics, bucket, operation=operation, le="3e-05") == 2
+    assert value(metrics, bucket, operation=operation, le="+Inf") == 2
+    assert value(metrics, "attnserve_request_duration_seconds_count", operation="attend") == 1
+    assert value(metrics, "attnserve_request_duration_seconds_sum", operation="attend") == 0.5
+
+
+def test_a_code_that_nobody_declared_makes_no_series(metrics: Metrics) -> None:
+    metrics.finished("attend", "a caller's invention", 0.1)
+    assert value(metrics, "attnserve_requests_total", operation="attend", code="UNKNOWN") == 1
+    assert "invention" not in generate_latest(metrics.registry).decode()
+
+
+def test_phases(metrics: Metrics) -> None:
+    metrics.phases(1.0, 2.0, 3.0, 4.0, 5.0)
+    metrics.phases(1.0, 2.0, 3.0, 4.0, 5.0)
+    for seconds, phase in enumerate(("decode", "queue", "staging", "compute", "encode"), 1):
+        assert value(metrics, "attnserve_request_phase_duration_seconds_sum", phase=phase) == 2 * seconds
+        assert value(metrics, "attnserve_request_phase_duration_seconds_count", phase=phase) == 2
+
+
+def test_batches(metrics: Metrics) -> None:
+    metrics.batch(3, 2e6, 48, 0.25, {"flash": 2, "math": 1})
+    metrics.batch(1, 1e3, 16, 0.0, {"flash": 1})
+    assert value(metrics, "attnserve_batch_requests_bucket", le="1.0") == 1
+    assert value(metrics, "attnserve_batch_requests_sum") == 4
+    assert value(metrics, "attnserve_batch_flops_bucket", le="10000.0") == 1
+    assert value(metrics, "attnserve_batch_padding_ratio_bucket", le="0.0") == 1
+    assert value(metrics, "attnserve_batch_padding_ratio_sum") == 0.25
+    assert value(metrics, "attnserve_flops_total") == 2_001_000
+    assert value(metrics, "attnserve_query_tokens_total") == 64
+    assert value(metrics, "attnserve_kernel_calls_total", kernel="flash") == 3
+    assert value(metrics, "attnserve_kernel_calls_total", kernel="math") == 1
+
+
+def test_what_did_not_run_is_counted_by_reason(metrics: Metrics) -> None:
+    for reason in declared.REJECTIONS:
+        metrics.rejected(reason)
+        assert value(metrics, "attnserve_rejected_requests_total", reason=reason) == 1
+    for reason in declared.CANCELLATIONS:
+        metrics.cancelled(reason)
+        assert value(metrics, "attnserve_cancelled_requests_total", reason=reason) == 1
+    with pytest.raises(KeyError):
+        metrics.rejected("a caller's invention")
+
+
+def test_bytes_and_streams(metrics: Metrics) -> None:
+    metrics.received(3000)
+    metrics.received(30)
+    metrics.sent(1000)
+    metrics.stream_opened()
+    metrics.stream_opened()
+    metrics.stream_closed()
+    assert value(metrics, "attnserve_received_bytes_total") == 3030
+    assert value(metrics, "attnserve_sent_bytes_total") == 1000
+    assert value(metrics, "attnserve_streams") == 1
+
+
+def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
+    waiting: list[int] = []
+    metrics.watch(
+        queue_requests=lambda: len(waiting),
+        queue_bytes=lambda: sum(waiting),
+        in_flight_requests=lambda: 2 * len(waiting),
+        in_flight_bytes=lambda: 2 * sum(waiting),
+    )
+    names = ("queue_requests", "queue_bytes", "in_flight_requests", "in_flight_bytes")
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0]
+    waiting += [100, 200]
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600]
+    assert "device_memory" not in generate_latest(metrics.registry).decode()
+
+
+def test_device_memory_is_there_where_the_device_has_one(metrics: Metrics) -> None:
+    def nothing() -> float:
+        return 0
+
+    metrics.watch(
+        queue_requests=nothing,
+        queue_bytes=nothing,
+        in_flight_requests=nothing,
+        in_flight_bytes=nothing,
+        device_memory=lambda: {"allocated": 10, "reserved": 20, "free": 70},
+    )
+    for state, size in (("allocated", 10), ("reserved", 20), ("free", 70)):
+        assert value(metrics, "attnserve_device_memory_bytes", state=state) == size
+
+
+def test_build_and_process(metrics: Metrics) -> None:
+    assert value(metrics, "attnserve_build_info", version="1.2.3", torch="2.13.0", device="cpu") == 1
+    assert value(metrics, "process_resident_memory_bytes") > 1e6
+
+
+def test_two_servers_share_nothing(metrics: Metrics) -> None:
+    other = Metrics("1.2.3", "2.13.0", "cpu")
+    metrics.received(1)
+    assert value(other, "attnserve_received_bytes_total") == 0
+
+
+def test_names_follow_the_conventions(metrics: Metrics) -> None:
+    families = list(parse_text(generate_latest(metrics.registry).decode()))
+    assert len(families) > 20
+    for family in families:
+        assert family.documentation.endswith("."), family.name
+        assert family.name.startswith(("attnserve_", "process_"))
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
+
+
+def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
+    metrics.phases(1e-5, 2e-5, 3e-5, 4e-5, 5e-5)
+    metrics.batch(1, 1e6, 16, 0.0, {"flash": 1})
+    encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    families = {family.name: family for family in parse_openmetrics(encode(metrics.registry).decode())}
+    assert families["attnserve_batch_requests"].type == "histogram"
+    assert {f"{name}_total" for name, family in families.items() if family.type == "counter"} >= {
+        "attnserve_requests_total",
+        "attnserve_kernel_calls_total",
+    }
+
+
+# 512 values are sorted in at once: fewer, as many, more, and several times as many.
+@given(st.lists(st.floats(0, 20), max_size=40), st.integers(1, 60), st.booleans())
+def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], times: int, scraped_between: bool) -> None:
+    bounds = (0.0, 1e-5, 0.5, 1.0, 10.0)
+    registry = CollectorRegistry()
+    histogram = Histogram("h", "H.", bounds, registry, "kind", ("a", "b"))
+    counts = [0] * (len(bounds) + 1)
+    for _ in range(times):
+        for number in (*values, *bounds):
+            histogram.series("a").observe(number)
+            counts[bisect.bisect_left(bounds, number)] += 1
+        if scraped_between:
+            generate_latest(registry)
+    (family,) = parse_text(generate_latest(registry).decode())
+    read = {(s.name, s.labels["kind"], s.labels.get("le")): s.value for s in family.samples}
+    for place, bound in enumerate([*map(str, bounds), "+Inf"]):
+        assert read["h_bucket", "a", bound] == sum(counts[: place + 1])
+        assert read["h_bucket", "b", bound] == 0
+    assert read["h_count", "a", None] == sum(counts)
+    assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
