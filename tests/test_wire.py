@@ -360,6 +360,23 @@ def test_thousands_of_fields_are_left_to_protobuf() -> None:
         _wire.split(tensor_pb2.Tensor, data + b"\x7a")
 
 
+def test_a_long_group_is_left_to_protobuf() -> None:
+    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    data = begin + b"\x08\x01" * 50_000 + end + b"\x7a\x02ab"
+    header, payloads = _wire.split(tensor_pb2.Tensor, data)
+    assert [bytes(payload) for payload in payloads] == [b"ab"]
+    assert tensor_pb2.Tensor.FromString(header).data == _wire.ticket(0, 2)
+    with pytest.raises(DecodeError):
+        _wire.split(tensor_pb2.Tensor, data[: -len(end) - 4])
+
+
+def test_an_endless_varint_is_refused_before_its_end() -> None:
+    for begin in (b"\x08", b"", b"\x7a"):
+        assert_same_meaning(tensor_pb2.Tensor, begin + b"\x80" * 100_000 + b"\x00")
+        with pytest.raises(DecodeError, match="longer than 10 bytes"):
+            list(_wire.fields(begin + b"\x80" * 11, 0, len(begin) + 11))
+
+
 def test_many_calls_in_one_message() -> None:
     """More fields than are walked at once, all of them legitimate."""
     message = pb.AttendStreamRequest(calls=[pb.AttendStreamCall(id=i, attend=request(4, fill=i)) for i in range(1000)])

@@ -35,7 +35,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LENGTH_DELIMITED: Final = 2
-_MANY_FIELDS: Final = 4096  # more fields than that in one message are first brought into order by protobuf
+_MANY_FIELDS: Final = 4096  # a message with more, or with a group longer than that, is brought into order by protobuf
 _REMEMBERED_HEADERS: Final = 4  # of one message type and one length
 _REMEMBERED_LENGTH: Final = 1024  # a longer header is not remembered: bounds the memory that callers can fill
 
@@ -75,6 +75,10 @@ def _cached(maxsize: int) -> Callable[[F], F]:
 @_cached(64)
 def _schema(message_type: type[Message]) -> _Schema:
     return _schema_of(cast(Descriptor, message_type.DESCRIPTOR), {}) or _Schema()
+
+
+class _ManyFieldsError(DecodeError):
+    """Walking through this message in Python would take long."""
 
 
 def varint(value: int) -> bytes:
@@ -141,6 +145,8 @@ def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, i
             elif wire_type == 0:
                 while buffer[at] >= 0x80:
                     at += 1
+                    if at - content >= 10:
+                        raise DecodeError("a varint is longer than 10 bytes")
                 at += 1
             elif wire_type == 5:
                 at += 4
@@ -161,7 +167,10 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
     """The place behind a group (an ancient encoding that only unknown fields can have) whose start tag was read."""
     if depth > 100:
         raise DecodeError("groups are nested too deeply")
+    first = at
     while at < end:
+        if at - first > _MANY_FIELDS:
+            raise _ManyFieldsError("a group is too long")
         tag, behind = _read_varint(buffer, at)
         if tag & 7 == 4:
             if tag >> 3 != number:
@@ -248,10 +257,6 @@ def _memory(message_type: type[Message], length: int) -> _Memory:
     return _Memory()
 
 
-class _ManyFieldsError(Exception):
-    """Walking through this message in Python would take long."""
-
-
 class _Walk:
     """A walk through a message that collects where its payloads are and gives up when it has met too many fields."""
 
@@ -272,7 +277,7 @@ class _Walk:
         for number, wire_type, start, content, behind in fields(buffer, at, end):
             walked += 1
             if walked > self.fields_left:
-                raise _ManyFieldsError
+                raise _ManyFieldsError("a message has too many fields")
             if number not in inner or wire_type != _LENGTH_DELIMITED:
                 continue
             tag, field_schema = inner[number]
