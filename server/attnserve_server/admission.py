@@ -1,0 +1,64 @@
+"""Who comes in: bounds what is in flight by count, bytes and cost, before anything is queued.
+
+What is refused is told how long the work before it will take at the rate that has been measured. A request larger than
+a whole bound can never come in; that is the caller's mistake, not load.
+"""
+
+from __future__ import annotations
+
+from attnserve_server.errors import InvalidRequest, Overloaded
+
+MIN_RETRY_DELAY = 0.005
+MAX_RETRY_DELAY = 10.0
+RATE_MEMORY = 0.9
+"""The weight that the measured rate keeps at each batch."""
+
+
+class Admission:
+    """Counts what is in flight: requests and bytes from admission to reply, FLOPs until they are computed."""
+
+    def __init__(self, max_requests: int, max_bytes: int, max_flops: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._max_flops = max_flops
+        self._flops_per_second = 0.0
+        self.requests = 0
+        self.bytes = 0
+        self.flops = 0
+
+    def admit(self, size: int, flops: int) -> None:
+        """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
+        counted, if there is no room now, and InvalidRequest if there never will be.
+        """
+        if size > self._max_bytes:
+            raise InvalidRequest("", f"at most {self._max_bytes} bytes with its reply", size, "LIMIT_EXCEEDED")
+        if flops > self._max_flops:
+            raise InvalidRequest("", f"a cost of at most {self._max_flops} FLOPs", flops, "LIMIT_EXCEEDED")
+        if self.requests >= self._max_requests:
+            raise Overloaded("requests", self._max_requests, self._delay())
+        if self.bytes + size > self._max_bytes:
+            raise Overloaded("bytes", self._max_bytes, self._delay())
+        if self.flops + flops > self._max_flops:
+            raise Overloaded("flops", self._max_flops, self._delay())
+        self.requests += 1
+        self.bytes += size
+        self.flops += flops
+
+    def computed(self, flops: int, seconds: float) -> None:
+        """Counts FLOPs out that have been computed in some time (0: that will not be computed)."""
+        self.flops -= flops
+        if seconds > 0 and flops > 0:
+            rate = flops / seconds
+            known = self._flops_per_second
+            self._flops_per_second = known * RATE_MEMORY + rate * (1 - RATE_MEMORY) if known else rate
+
+    def release(self, size: int) -> None:
+        """Counts a request out whose reply has left."""
+        self.requests -= 1
+        self.bytes -= size
+
+    def _delay(self) -> float:
+        """Seconds until half of what is in flight should be done."""
+        if not self._flops_per_second:
+            return MIN_RETRY_DELAY
+        return min(max(self.flops / self._flops_per_second / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

@@ -1,0 +1,120 @@
+"""What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
+
+Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
+its group, wherever they stand in the queue, until the batch is full by cost or count. An entry is due at its arrival,
+less `aging` seconds for each level of its priority: so a higher priority goes first, oldest first within one, and
+nothing waits forever. Entries that nobody waits for any more never reach a batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """What the queue must know of an entry: times in seconds of one clock, cost in FLOPs."""
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for entries that one batch can hold."""
+
+    @property
+    def flops(self) -> int:
+        """What it costs to run."""
+
+    @property
+    def received_bytes(self) -> int:
+        """What it holds in memory."""
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+
+    @property
+    def arrival(self) -> float:
+        """When it came."""
+
+    @property
+    def deadline(self) -> float:
+        """When its caller stops waiting; infinity for never."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its caller has stopped waiting."""
+
+
+E = TypeVar("E", bound=Waiting)
+
+
+@dataclass(slots=True)
+class Batch(Generic[E]):
+    """What to run now, and what came out of the queue without running."""
+
+    entries: list[E] = field(default_factory=list)
+    flops: int = 0
+    cancelled: list[E] = field(default_factory=list)
+    expired: list[E] = field(default_factory=list)
+
+
+class BatchQueue(Generic[E]):
+    """Entries that wait, and the decision which of them run next."""
+
+    def __init__(self, max_flops: int, max_requests: int, aging: float) -> None:
+        self._max_flops = max_flops
+        self._max_requests = max_requests
+        self._aging = aging
+        self._lanes: dict[Hashable, dict[int, deque[E]]] = {}
+        self.requests = 0
+        self.bytes = 0
+        self.flops = 0
+
+    def push(self, entry: E) -> None:
+        """Appends an entry."""
+        lanes = self._lanes.setdefault(entry.group, {})
+        lane = lanes.get(entry.priority)
+        if lane is None:
+            lane = lanes[entry.priority] = deque()
+        lane.append(entry)
+        self.requests += 1
+        self.bytes += entry.received_bytes
+        self.flops += entry.flops
+
+    def oldest_arrival(self) -> float | None:
+        """When the entry came that has waited longest; None if nothing waits."""
+        return min((lane[0].arrival for lanes in self._lanes.values() for lane in lanes.values()), default=None)
+
+    def pop(self, now: float) -> Batch[E]:
+        """Takes the next batch out of the queue; without entries if nothing is left to run."""
+        batch: Batch[E] = Batch()
+        while self._lanes and not batch.entries:
+            group = min(self._lanes, key=lambda group: min(map(self._due, self._lanes[group].values())))
+            self._fill(batch, group, now)
+        return batch
+
+    def _due(self, lane: deque[E]) -> float:
+        return lane[0].arrival - lane[0].priority * self._aging
+
+    def _fill(self, batch: Batch[E], group: Hashable, now: float) -> None:
+        lanes = self._lanes[group]
+        while lanes and len(batch.entries) < self._max_requests:
+            lane = min(lanes.values(), key=self._due)
+            entry = lane[0]
+            gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
+            if gone is None and batch.entries and batch.flops + entry.flops > self._max_flops:
+                break
+            lane.popleft()
+            if not lane:
+                del lanes[entry.priority]
+            self.requests -= 1
+            self.bytes -= entry.received_bytes
+            self.flops -= entry.flops
+            if gone is not None:
+                gone.append(entry)
+            else:
+                batch.entries.append(entry)
+                batch.flops += entry.flops
+        if not lanes:
+            del self._lanes[group]

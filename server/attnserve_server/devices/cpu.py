@@ -1,0 +1,121 @@
+"""The CPU: every kernel call runs on one thread, and threads are used across calls and parts of calls.
+
+So the bits of a result depend on nothing but its request, and no thread ever spins beside the event loop, as the
+intra-op threads of torch would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import torch
+
+from attnserve_server.devices.device import BatchResult
+from attnserve_server.devices.results import collect
+from attnserve_server.devices.staging import Stager
+from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, flash_cpu
+from attnserve_server.request import Request
+
+SPLIT_FLOPS = 20_000_000
+"""Work below this many FLOPs is done sooner by one thread than it is divided."""
+
+
+class CpuDevice:
+    """A CPU with a number of threads."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int, inline_flops: int) -> None:
+        torch.set_num_threads(1)
+        self.threads = threads
+        self.inline_flops = inline_flops
+        self.description = _processor()
+        self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor)
+        self._pool = ThreadPoolExecutor(threads, "attnserve-cpu") if threads > 1 else None
+
+    def run(self, requests: Sequence[Request]) -> BatchResult:
+        """Computes a batch."""
+        begin = perf_counter()
+        staged = self._stager.stage(requests)
+        after_staging = perf_counter()
+        flops = sum(request.flops for request in requests)
+        results = self._attend([staged_call.call for staged_call in staged], flops)
+        after_compute = perf_counter()
+        return BatchResult(
+            results=collect(requests, staged, results),
+            staging=after_staging - begin,
+            compute=after_compute - after_staging,
+            fetch=perf_counter() - after_compute,
+            kernel_calls=Counter(result.kernel for result in results),
+        )
+
+    def _attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        if self._pool is None or flops < SPLIT_FLOPS:
+            return [attend(call) for call in calls]
+        few = len(calls) < 2 * self.threads
+        divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
+        computed = self._pool.map(attend, [part for parts, _ in divided for part in parts])
+        return [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
+
+    def warm_up(self) -> None:
+        """Runs each kernel once, on each thread."""
+        query = torch.randn(1, 2 * self.threads, 16, 16)
+        for scores in (None, "weights"):
+            self._attend([AttentionCall(query, query, query, 0.25, return_scores=scores)], SPLIT_FLOPS)
+
+    def memory(self) -> dict[str, int]:
+        """Nothing: the host's memory is the process' own."""
+        return {}
+
+    def kernels(self) -> list[tuple[str, str]]:
+        """The kernels for a CPU."""
+        return [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _divide(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:
+    """A call as calls for some of its sequences (axis 0), or of its heads (axis 1) where that changes no bits."""
+    sequences, kv_heads = call.query.shape[0], call.key.shape[1]
+    if sequences >= count:
+        return [call.sequences(start, stop) for start, stop in _ranges(sequences, count)], 0
+    if sequences and kv_heads >= count and flash_cpu.applies(call):
+        return [call.kv_heads(start, stop) for start, stop in _ranges(kv_heads, count)], 1
+    return [call], 0
+
+
+def _ranges(length: int, count: int) -> list[tuple[int, int]]:
+    edges = [length * place // count for place in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _combine(parts: list[AttentionResult], axis: int) -> AttentionResult:
+    """The result of a call that was divided along an axis."""
+    if len(parts) == 1:
+        return parts[0]
+    return AttentionResult(
+        torch.cat([part.output for part in parts], axis),
+        torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
+        torch.cat([part.scores for part in parts if part.scores is not None]) if parts[0].scores is not None else None,
+        parts[0].kernel,
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.machine() or os.name

@@ -1,0 +1,92 @@
+"""What a device is: requests in, contiguous results out; and the choice of the device.
+
+Only modules under `devices/` and `kernels/` import torch, and they are imported when a device is opened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from attnserve_server.request import Request
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """The elements of a reply's tensors, packed and in the order in which they are sent."""
+
+    output: memoryview
+    lse: memoryview | None
+    scores: memoryview | None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """The results of a batch, one a request and in its order, and where the time went (seconds).
+
+    `padding` is the share of what was computed that no request asked for.
+    """
+
+    results: list[RequestResult]
+    staging: float
+    compute: float
+    fetch: float
+    padding: float = 0.0
+    kernel_calls: Counter[str] = field(default_factory=Counter)
+
+
+class Device(Protocol):
+    """Where attention is computed."""
+
+    name: str
+    """Such as `cpu` or `cuda:0`."""
+
+    description: str
+    """What it is, in its maker's words."""
+
+    threads: int
+    """The threads that compute; 0 if it is not a CPU."""
+
+    inline_flops: int
+    """Batches below so many FLOPs are run faster on the caller's thread than on another."""
+
+    def run(self, requests: Sequence[Request]) -> BatchResult:
+        """Computes a batch; called from one thread at a time. A request's result does not depend on the others."""
+
+    def warm_up(self) -> None:
+        """Does what makes a first call slower than a second."""
+
+    def memory(self) -> dict[str, int]:
+        """The device's memory in bytes by state; empty for the host."""
+
+    def kernels(self) -> list[tuple[str, str]]:
+        """Names and descriptions of the kernels in use, in the order in which they are tried."""
+
+    def close(self) -> None:
+        """Gives back threads and memory."""
+
+
+class DeviceError(Exception):
+    """A device that is asked for and is not there."""
+
+
+def open_device(name: str, threads: int, inline_flops: int) -> Device:
+    """Opens `cpu`, `cuda`, `cuda:n`, or for `auto` CUDA where there is one. Raises DeviceError."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        from attnserve_server.devices.cpu import CpuDevice
+
+        return CpuDevice(threads, inline_flops)
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")
+    from attnserve_server.devices.cuda import CudaDevice
+
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device {name!r} is not to be had: there are {torch.cuda.device_count()} CUDA devices")
+    return CudaDevice(index)

@@ -1,0 +1,94 @@
+"""From what kernels computed to what replies carry: on the host, packed, in the layouts of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnserve_server.devices.device import RequestResult
+from attnserve_server.devices.staging import TORCH, StagedCall
+from attnserve_server.kernels import AttentionResult
+from attnserve_server.problem import Problem
+from attnserve_server.request import Request, Span
+
+
+def collect(
+    requests: Sequence[Request], staged: Sequence[StagedCall], results: Sequence[AttentionResult]
+) -> list[RequestResult]:
+    """The results of a batch, on the host and in the layouts of their requests."""
+    gathered: list[RequestResult | None] = [None] * len(requests)
+    pieces: dict[int, list[tuple[Span, AttentionResult]]] = {}
+    for staged_call, result in zip(staged, results, strict=True):
+        index, span = staged_call.parts[0]
+        if len(requests[index].spans) > 1 or requests[index].problem.packed:
+            pieces.setdefault(index, []).append((span, result))
+            continue
+        problem = requests[index].problem
+        output = result.output.transpose(1, 2) if problem.length_first and problem.rank > 2 else result.output
+        count = len(staged_call.parts)
+        outputs = _rows_of_bytes(output, count)
+        lses = None if result.lse is None else _rows_of_bytes(result.lse, count)
+        scores = None if result.scores is None else _rows_of_bytes(_widened(result.scores, problem), count)
+        for place, (index, _) in enumerate(staged_call.parts):
+            gathered[index] = RequestResult(
+                outputs[place],
+                None if lses is None else lses[place],
+                None if scores is None else scores[place],
+            )
+    for index, parts in pieces.items():
+        gathered[index] = _assemble(requests[index], parts)
+    for index, request in enumerate(requests):
+        if gathered[index] is None:  # packed, without a single sequence
+            gathered[index] = _assemble(request, [])
+    return gathered  # type: ignore[return-value]  # every place has been filled
+
+
+def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Scores over the first keys, as scores over all of them: what `kv_lengths` cut off is excluded."""
+    missing = problem.kv_length - scores.shape[-1]
+    if not missing:
+        return scores
+    return torch.nn.functional.pad(scores, (0, missing), value=_excluded(problem))
+
+
+def _excluded(problem: Problem) -> float:
+    return 0.0 if problem.return_scores == "weights" else float("-inf")
+
+
+def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> RequestResult:
+    """The result of a request whose spans were computed apart."""
+    problem = request.problem
+    dtype = TORCH[problem.dtype]
+    rows, width, heads = problem.query_length, problem.value_dim, problem.query_heads
+    batch = 1 if problem.packed else problem.batch
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    output = torch.empty(batch, heads, rows, width, dtype=dtype)
+    lse = torch.empty(batch, heads, rows, dtype=lse_dtype) if problem.return_lse else None
+    scores = None
+    if problem.return_scores is not None:
+        scores = torch.full((batch, heads, rows, request.longest[1]), _excluded(problem), dtype=dtype)
+    for span, result in parts:
+        where = (slice(0, 1), slice(None), slice(span.query_start, span.query_start + span.query_length))
+        if not problem.packed:
+            where = (slice(span.first, span.first + span.sequences), slice(None), slice(None))
+        output[where] = result.output
+        if lse is not None and result.lse is not None:
+            lse[where] = result.lse
+        if scores is not None and result.scores is not None:
+            scores[where][..., : result.scores.shape[-1]] = result.scores
+    if problem.length_first and problem.rank > 2:
+        output = output.transpose(1, 2)
+    (output_bytes,) = _rows_of_bytes(output, 1)
+    return RequestResult(
+        output_bytes,
+        None if lse is None else _rows_of_bytes(lse, 1)[0],
+        None if scores is None else _rows_of_bytes(scores, 1)[0],
+    )
+
+
+def _rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:
+    """The bytes of a tensor on the host, packed, in so many equal parts along its first axis."""
+    flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    size = len(flat) // count
+    return [flat[place * size : (place + 1) * size] for place in range(count)]

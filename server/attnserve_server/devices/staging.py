@@ -1,0 +1,178 @@
+"""From requests to kernel calls, for any device: the layout of payloads becomes heads first and packed.
+
+Requests of one batch that share a problem and hold one span each are stacked into one call. All others are cut into a
+call for each span. Neither changes a bit of any result: kernels compute each sequence as if it were alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
+from attnserve_server.problem import Problem
+from attnserve_server.request import Request, Span
+
+TORCH: dict[int, torch.dtype] = {
+    pb.DATA_TYPE_FLOAT32: torch.float32,
+    pb.DATA_TYPE_FLOAT16: torch.float16,
+    pb.DATA_TYPE_BFLOAT16: torch.bfloat16,
+    pb.DATA_TYPE_FLOAT64: torch.float64,
+    pb.DATA_TYPE_BOOL: torch.uint8,
+}
+"""The torch dtype that the elements of each dtype of the wire are read as."""
+
+Upload = Callable[[torch.Tensor], torch.Tensor]
+Allocate = Callable[[int], torch.Tensor]
+
+
+@dataclass(slots=True)
+class StagedCall:
+    """A kernel call and the sequences that it computes: spans of requests, by their places in the batch."""
+
+    call: AttentionCall
+    parts: list[tuple[int, Span]]
+
+
+class Stager:
+    """Turns batches into calls: `allocate` gives host memory of so many bytes, `upload` brings it to the device."""
+
+    def __init__(self, allocate: Allocate, upload: Upload) -> None:
+        self._allocate = allocate
+        self._upload = upload
+
+    def stage(self, requests: Sequence[Request]) -> list[StagedCall]:
+        """The calls for a batch."""
+        staged: list[StagedCall] = []
+        for indexes in _stacks(requests):
+            staged += self._stage_stack(requests, indexes)
+        return staged
+
+    def _stage_stack(self, requests: Sequence[Request], indexes: list[int]) -> Iterator[StagedCall]:
+        """The calls for requests that share a problem; more than one of them only if each holds a single span."""
+        members = [requests[index] for index in indexes]
+        problem, spans = members[0].problem, members[0].spans
+        query, key, value = (_heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
+        exact = torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
+        mask = self._broadcast(members, "mask", torch.bool)
+        bias = self._broadcast(members, "bias", exact)
+        parameters = {
+            name: self._tensor(members, name).to(exact) for name in ("alibi_slopes", "sinks") if name in problem.tensors
+        }
+        score = self._score(members[0], exact)
+        # Scores before the masks exist for the keys that `kv_lengths` masks, too; elsewhere those keys are cut off.
+        masked_lengths = problem.return_scores in ("raw", "capped") and not problem.packed
+        for span in spans:
+            count = span.sequences * len(members)
+            sequences = slice(0, 1) if problem.packed else slice(span.first, span.first + count)
+            queries = slice(span.query_start, span.query_start + span.query_length)
+            keys = slice(span.kv_start, span.kv_start + span.kv_length)
+            bounds = slice(0, span.query_length), slice(0, span.kv_length)
+            span_mask = mask
+            if masked_lengths:
+                keys, bounds = slice(0, problem.kv_length), (bounds[0], slice(0, problem.kv_length))
+                if span.kv_length < problem.kv_length:
+                    within = torch.arange(problem.kv_length, device=query.device).view(1, 1, 1, -1) < span.kv_length
+                    span_mask = within if mask is None else mask & within
+            yield StagedCall(
+                AttentionCall(
+                    query=query[sequences, :, queries],
+                    key=key[sequences, :, keys],
+                    value=value[sequences, :, keys],
+                    scale=problem.scale,
+                    score=score,
+                    softcap=problem.softcap,
+                    offset=span.offset,
+                    causal=problem.causal,
+                    window=problem.window,
+                    mask=_cut(span_mask, slice(span.first, span.first + count), *bounds),
+                    bias=_cut(bias, slice(span.first, span.first + count), *bounds),
+                    return_lse=problem.return_lse,
+                    return_scores=problem.return_scores,
+                    **parameters,
+                ),
+                [(index, span) for index in indexes],
+            )
+
+    def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
+        """A tensor of several requests, one behind the other along a new first axis that is dropped for one."""
+        spec = members[0].problem.tensors[name]
+        size = spec.size
+        raw = self._allocate(size * len(members))
+        target = memoryview(raw.numpy())  # type: ignore[arg-type]
+        for place, member in enumerate(members):
+            target[place * size : (place + 1) * size] = member.payload(name)
+        tensor = self._upload(raw.view(TORCH[spec.dtype]))
+        return tensor.view(spec.shape if len(members) == 1 else (len(members), *spec.shape))
+
+    def _broadcast(self, members: Sequence[Request], name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Mask or bias of rank 4, with a first axis of 1 or of a sequence of each request."""
+        problem = members[0].problem
+        spec = problem.tensors.get(name)
+        if spec is None:
+            return None
+        shape = (1,) * (4 - len(spec.shape)) + spec.shape
+        tensor = self._tensor(members, name)
+        tensor = tensor != 0 if dtype == torch.bool else tensor.to(dtype)
+        tensor = tensor.view(len(members), *shape)
+        if len(members) > 1:
+            tensor = tensor.expand(-1, problem.batch, -1, -1, -1)
+        return tensor.reshape(-1, *shape[1:])
+
+    def _score(self, request: Request, dtype: torch.dtype) -> GeneralScore | AdditiveScore | None:
+        problem = request.problem
+        if problem.score is None:
+            return None
+
+        def parameter(name: str) -> torch.Tensor | None:
+            path = f"{problem.score}.{name}"
+            return self._tensor([request], path).to(dtype) if path in problem.tensors else None
+
+        weight = parameter("weight")
+        if weight is not None:
+            return GeneralScore(weight)
+        query_weight, key_weight = parameter("query_weight"), parameter("key_weight")
+        assert query_weight is not None
+        assert key_weight is not None
+        return AdditiveScore(query_weight, key_weight, parameter("bias"), parameter("output_weight"))
+
+
+def _stacks(requests: Sequence[Request]) -> list[list[int]]:
+    """The batch as lists of places: requests that can be one call, in the order in which they came."""
+    stacks: dict[object, list[int]] = {}
+    for index, request in enumerate(requests):
+        problem = request.problem
+        alone = (
+            problem.packed
+            or len(request.spans) > 1
+            or problem.score is not None
+            or "alibi_slopes" in problem.tensors
+            or "sinks" in problem.tensors
+        )
+        stacks.setdefault(index if alone else (id(problem), request.spans), []).append(index)
+    return list(stacks.values())
+
+
+def _heads_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """[N, H, L, D], packed, from a tensor of one request in its layout and rank, or of several behind each other."""
+    rank = problem.rank
+    if tensor.dim() > rank:
+        tensor = tensor.flatten(0, 1) if rank == 4 else tensor
+    elif rank < 4:
+        tensor = tensor.unsqueeze(0)
+    if rank == 2:
+        return tensor.unsqueeze(1)
+    return tensor.transpose(1, 2).contiguous() if problem.length_first else tensor
+
+
+def _cut(tensor: torch.Tensor | None, *bounds: slice) -> torch.Tensor | None:
+    """The part of a mask or bias of rank 4 for some sequences, queries and keys; broadcast axes stay as they are."""
+    if tensor is None:
+        return None
+    for axis, bound in zip((0, 2, 3), bounds, strict=True):
+        if tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, bound.start, bound.stop - bound.start)
+    return tensor

@@ -1,0 +1,127 @@
+"""What can go wrong with a request, as a small tree that knows its status code and its details.
+
+    RequestError
+    ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
+    ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
+    ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
+    ├── Cancelled            CANCELLED            ErrorInfo
+    ├── Draining             UNAVAILABLE          ErrorInfo
+    └── ComputationFailed    INTERNAL             ErrorInfo
+
+Messages speak of the request alone: no stack traces, no paths, nothing of other callers.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "attnserve"
+"""The domain of every ErrorInfo."""
+
+
+class RequestError(Exception):
+    """A request that gets an error for its reply. `reason` is a constant that a program can compare."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, reason: str, **metadata: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.metadata = metadata
+
+    def details(self) -> list[Message]:
+        """The google.rpc details that travel with the status."""
+        return [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
+
+    def status(self) -> status_pb2.Status:
+        """The google.rpc.Status of this error."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for detail in self.details():
+            status.details.add().Pack(detail)
+        return status
+
+
+class InvalidRequest(RequestError):
+    """A request that breaks the contract: which field, what was expected there and what was found."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, expected: str, found: object, reason: str = "INVALID_FIELD") -> None:
+        super().__init__(f"{field}: expected {expected}, found {found}", reason, field=field)
+        self.field = field
+        self.description = f"expected {expected}, found {found}"
+
+    def details(self) -> list[Message]:
+        """ErrorInfo, and BadRequest with the path of the field."""
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=self.field, description=self.description, reason=self.reason
+        )
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
+
+
+class Malformed(InvalidRequest):
+    """Bytes that are not the message they should be."""
+
+    def __init__(self, field: str, what: object) -> None:
+        super().__init__(field, "a serialised message", what, reason="MALFORMED_MESSAGE")
+
+
+class Overloaded(RequestError):
+    """A request that the server has no room for now."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, bound: str, limit: int, retry_delay: float) -> None:
+        super().__init__(
+            f"the server is full: {bound} is {limit}; retry in {retry_delay:.3f} s", "OVERLOADED", bound=bound
+        )
+        self.bound = bound
+        self.retry_delay = retry_delay
+
+    def details(self) -> list[Message]:
+        """ErrorInfo, and RetryInfo with the delay after which there should be room."""
+        delay = Duration()
+        delay.FromNanoseconds(round(self.retry_delay * 1e9))
+        return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+class DeadlineExceeded(RequestError):
+    """A request whose caller's time ran out before it ran."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def __init__(self) -> None:
+        super().__init__("the deadline passed before the request ran", "DEADLINE_EXCEEDED")
+
+
+class Cancelled(RequestError):
+    """A request whose caller no longer waits."""
+
+    code = grpc.StatusCode.CANCELLED
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled before it ran", "CANCELLED")
+
+
+class Draining(RequestError):
+    """A request that came while the server was ending."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self) -> None:
+        super().__init__("the server is draining; another one will answer", "DRAINING")
+
+
+class ComputationFailed(RequestError):
+    """A request whose computation failed on the device, alone and of its own accord."""
+
+    code = grpc.StatusCode.INTERNAL
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the computation failed: {what}", "COMPUTATION_FAILED")

@@ -1,0 +1,110 @@
+"""One call of a kernel: sequences of equal lengths on one device, in torch tensors; and what comes of it.
+
+N sequences (of one request or of several), Hq query heads, Hk key/value heads, Lq queries, S keys, D, Dk and Dv the
+widths of queries, keys and values. Heads come first. Section numbers are those of the contract in the proto comments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralScore:
+    """`scale * q W k` (Luong et al. 2015), W [D, Dk]."""
+
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdditiveScore:
+    """`scale * w tanh(Wq q + Wk k + b)` (Bahdanau et al. 2015), Wq [U, D], Wk [U, Dk], b [U] or None, w [U] or None."""
+
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    output_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Attention of N sequences that have everything in common but their elements.
+
+    query [N, Hq, Lq, D], key [N, Hk, S, Dk], value [N, Hk, S, Dv]; Hq a multiple of Hk. `score` None is the dot
+    product. Query i has position `offset + i`. `window` is (left, right), -1 open. `mask` (bool) and `bias` (of the
+    accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and `sinks` [Hq] are of the
+    accumulation dtype. The shapes are not checked here: they have been, when the request came in.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    score: GeneralScore | AdditiveScore | None = None
+    softcap: float = 0.0
+    offset: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    return_lse: bool = False
+    return_scores: Scores | None = None
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype of lse, bias and sums: float64 for float64 queries, else float32."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def sequences(self, start: int, stop: int) -> AttentionCall:
+        """The call for some of the sequences."""
+        return replace(
+            self,
+            query=self.query[start:stop],
+            key=self.key[start:stop],
+            value=self.value[start:stop],
+            mask=_part(self.mask, 0, start, stop),
+            bias=_part(self.bias, 0, start, stop),
+        )
+
+    def kv_heads(self, start: int, stop: int) -> AttentionCall:
+        """The call for some of the key/value heads and the query heads that read them."""
+        group = self.query.shape[1] // self.key.shape[1]
+        first, last = start * group, stop * group
+        return replace(
+            self,
+            query=self.query[:, first:last],
+            key=self.key[:, start:stop],
+            value=self.value[:, start:stop],
+            mask=_part(self.mask, 1, first, last),
+            bias=_part(self.bias, 1, first, last),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[first:last],
+            sinks=None if self.sinks is None else self.sinks[first:last],
+        )
+
+
+@dataclass(slots=True)
+class AttentionResult:
+    """output [N, Hq, Lq, Dv]; lse [N, Hq, Lq] and scores [N, Hq, Lq, S] if asked for; the name of the kernel that ran.
+
+    The dtype of output and scores is that of the queries, of lse the accumulation dtype. The layout in memory is
+    whatever the kernel left.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    scores: torch.Tensor | None
+    kernel: str
+
+
+def _part(tensor: torch.Tensor | None, axis: int, start: int, stop: int) -> torch.Tensor | None:
+    """A slice along an axis, or all of it where the axis is broadcast."""
+    if tensor is None or tensor.shape[axis] == 1:
+        return tensor
+    return tensor.narrow(axis, start, stop - start)

@@ -1,0 +1,174 @@
+"""Attention by torch's flash kernel for the CPU: dot-product scores with any mask and bias.
+
+The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
+with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
+excluded places through and swallows NaN in queries (such heads are done again by the math kernel), and its bits
+depend on the alignment of the rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one,
+always: parallelism is across calls).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import pad
+
+from attnserve_server.kernels import math
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.call import AttentionCall, AttentionResult
+
+NAME = "cpu_flash"
+ROW_ELEMENTS = 16
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def applies(call: AttentionCall) -> bool:
+    """Whether this kernel can compute a call."""
+    if call.query.device.type != "cpu" or call.score is not None or call.softcap > 0 or call.return_scores is not None:
+        return False
+    # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+    return call.alibi_slopes is None or call.mask is None
+
+
+def attend(call: AttentionCall) -> AttentionResult:
+    """Computes a call with Lq > 0 and S > 0."""
+    query_length, width = call.query.shape[2], call.value.shape[-1]
+    band, begin, end = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window).narrowed()
+    if begin == end:
+        return nothing_to_attend(call, NAME)
+    key, value = call.key[:, :, begin:end], call.value[:, :, begin:end]
+
+    exclusion = _exclusion(call, band, begin, end)
+    causal = band.is_lower_triangle and call.mask is None and not band.is_everything
+    bias, shift = _bias(call, band, begin, end)
+    if exclusion is not None:
+        bias = exclusion.new_zeros((), dtype=call.accumulation_dtype) if bias is None else bias
+        bias = bias.masked_fill(exclusion, -torch.inf)
+
+    finite = _is_finite(call.query, key, value, call.bias)
+    output, lse = _run(call.query, key, value, bias, causal, call.scale)
+    output = output[..., :width]
+    if shift is not None:
+        lse = lse + shift
+    if exclusion is not None:
+        empty = exclusion.all(-1).expand(lse.shape)
+        output = output.masked_fill(empty.unsqueeze(-1), 0)
+        lse = lse.masked_fill(empty, -torch.inf)
+    if call.sinks is not None:
+        output, lse = add_sinks(output, lse, call.sinks)
+
+    if not bool(finite.all()):
+        output, lse = output.contiguous(), lse.contiguous()
+        group = call.query.shape[1] // key.shape[1]
+        for n, head in torch.nonzero(~finite).tolist():
+            exact = math.attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=True))
+            output[n, head * group : (head + 1) * group] = exact.output[0]
+            lse[n, head * group : (head + 1) * group] = exact.lse[0]  # type: ignore[index]
+    return AttentionResult(output, lse if call.return_lse else None, None, NAME)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [N, Hq, Lq, >= Dv] and lse [N, Hq, Lq] of the kernel itself."""
+    (count, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], query.dtype
+    if length == 1 and dtype in (torch.float16, torch.bfloat16):
+        # One query a sequence reads every key once; in half precision the kernel is several times slower at that.
+        query, key, value = query.float(), key.float(), value.float()
+    widest = max(query.shape[-1], value.shape[-1])
+    width = -(-widest // ROW_ELEMENTS) * ROW_ELEMENTS
+    query, key, value = (
+        tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
+        for tensor in (query, key, value)
+    )
+    group = heads // kv_heads
+    folded = group > 1 and not causal and (bias is None or length == 1)
+    if folded:
+        # Query heads that share a key head become queries of that head, which the kernel reads once for all of them.
+        query = query.reshape(count, kv_heads, group * length, width)
+        if bias is not None and bias.dim() == 4 and bias.shape[1] > 1:
+            bias = bias.reshape(bias.shape[0], kv_heads, group, bias.shape[-1])
+    if bias is not None:
+        bias = bias.expand(count, query.shape[1], query.shape[2], key.shape[2])
+    output, lse = _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    if folded:
+        output = output.reshape(count, heads, length, width)
+        lse = lse.reshape(count, heads, length)
+    return output.to(dtype), lse
+
+
+def _exclusion(call: AttentionCall, band: Band, begin: int, end: int) -> torch.Tensor | None:
+    """Bool of rank 4, true where a key is excluded; None where the kernel needs no telling."""
+    if call.mask is None and (band.is_everything or band.is_lower_triangle):
+        return None
+    excluded = None
+    if not band.is_everything:
+        excluded = ~band.tensor(call.query.device)[None, None]
+    if call.mask is not None:
+        masked = ~(call.mask if call.mask.shape[-1] == 1 else call.mask[..., begin:end])
+        excluded = masked if excluded is None else excluded | masked
+    if excluded is None or excluded.shape[-1] == band.kv_length:
+        return excluded
+    return excluded.expand(*excluded.shape[:-1], band.kv_length)
+
+
+def _bias(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is added to the scores, of rank 4, and what must be added to the lse for it to be right."""
+    bias = call.bias
+    if bias is not None and bias.shape[-1] != 1:
+        bias = bias[..., begin:end]
+    if call.alibi_slopes is None:
+        return bias, None
+    # A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small
+    # biases; the softmax does not see the difference, and the lse is mended.
+    position = torch.arange(band.query_length).unsqueeze(1) + band.offset
+    distance = (position - torch.arange(band.kv_length)).abs()
+    if not band.is_everything:
+        distance = distance.masked_fill(~band.tensor(distance.device), distance.max() + 1)
+    nearest = distance.amin(-1, keepdim=True)
+    slopes = call.alibi_slopes[None, :, None, None]
+    alibi = -slopes * (distance - nearest)
+    shift = (-slopes * nearest).squeeze(-1)
+    return (alibi if bias is None else bias + alibi), shift
+
+
+def _is_finite(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Bool [N, Hk]: whether all that a key head of a sequence computes with is finite. False too, now and then, where
+    a sum of finite numbers overflows.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    count, kv_heads = key.shape[:2]
+    total = query.sum((2, 3), dtype=dtype).view(count, kv_heads, -1).sum(-1)
+    total = total + key.sum((2, 3), dtype=dtype) + value.sum((2, 3), dtype=dtype)
+    finite = torch.isfinite(total)
+    if bias is not None:
+        finite_bias = torch.isfinite(bias).flatten(2).all(2)
+        if finite_bias.shape[1] > 1:
+            finite_bias = finite_bias.view(-1, kv_heads, query.shape[1] // kv_heads).all(2)
+        finite = finite & finite_bias
+    return finite
+
+
+def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse with one more key a head, of score `sinks` [Hq] and value zero."""
+    sink = sinks[None, :, None].expand(lse.shape)
+    total = torch.logaddexp(lse, sink)
+    share = torch.exp(lse - total).masked_fill(total == -torch.inf, 0)
+    return (output * share.unsqueeze(-1)).to(output.dtype), total
+
+
+def nothing_to_attend(call: AttentionCall, kernel: str) -> AttentionResult:
+    """The result where no query reaches any key, or there is none."""
+    count, heads, length = call.query.shape[:3]
+    output = call.query.new_zeros(count, heads, length, call.value.shape[-1])
+    lse = torch.full((count, heads, length), -torch.inf, dtype=call.accumulation_dtype, device=call.query.device)
+    if call.sinks is not None:
+        lse = torch.maximum(lse, call.sinks[None, :, None])
+    return AttentionResult(output, lse if call.return_lse else None, None, kernel)

@@ -1,0 +1,166 @@
+"""Attention written out: every option, every value, on any device; the kernel that all others fall back on.
+
+Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
+comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore
+
+NAME = "math"
+BLOCK_ELEMENTS = 1 << 22
+"""The scores (or hidden units of the additive score) that one block of queries may have in all its heads."""
+
+
+def attend(call: AttentionCall) -> AttentionResult:
+    """Computes a call. Sequences are computed one by one: a sequence's bits do not depend on its company."""
+    results = [_attend_one(call.sequences(n, n + 1)) for n in range(call.query.shape[0])]
+    return AttentionResult(
+        output=torch.cat([output for output, _, _ in results]),
+        lse=torch.cat([lse for _, lse, _ in results]) if call.return_lse else None,
+        scores=torch.cat([scores for _, _, scores in results if scores is not None]) if call.return_scores else None,
+        kernel=NAME,
+    )
+
+
+def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Output, lse and scores of one sequence."""
+    query, key, value = call.query, call.key, call.value
+    exact = torch.float64 if query.device.type == "cpu" and query.dtype == torch.float32 else call.accumulation_dtype
+    (_, query_heads, query_length, _), (_, kv_heads, kv_length, _) = query.shape, key.shape
+    device, width = query.device, value.shape[-1]
+
+    output = torch.zeros(1, query_heads, query_length, width, dtype=query.dtype, device=device)
+    lse = torch.full((1, query_heads, query_length), -torch.inf, dtype=call.accumulation_dtype, device=device)
+    scores = None
+    if call.return_scores is not None:
+        scores = torch.empty(1, query_heads, query_length, kv_length, dtype=query.dtype, device=device)
+    if query_length == 0:
+        return output, lse, scores
+
+    key, value = _aligned(key, exact), _aligned(value, exact)
+    value_is_finite = bool(torch.isfinite(value).all())
+    score = _score_function(call, key, exact)
+    band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
+    allowed = None if band.is_everything else band.tensor(device)[None, None]
+    if call.mask is not None:
+        allowed = call.mask if allowed is None else allowed & call.mask
+
+    hidden = call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
+    rows = max(1, BLOCK_ELEMENTS // max(1, query_heads * kv_length * hidden))
+    for start in range(0, query_length, rows):
+        stop = min(start + rows, query_length)
+        s = score(_aligned(query[:, :, start:stop], exact))
+        if call.return_scores == "raw" and scores is not None:
+            scores[:, :, start:stop] = s
+        if call.softcap > 0:
+            s = call.softcap * torch.tanh(s / call.softcap)
+        if call.return_scores == "capped" and scores is not None:
+            scores[:, :, start:stop] = s
+        if call.bias is not None:
+            s = s + _rows(call.bias, start, stop)
+        if call.alibi_slopes is not None:
+            position = torch.arange(start, stop, device=device).unsqueeze(1) + call.offset
+            distance = (position - torch.arange(kv_length, device=device)).abs()
+            s = s - call.alibi_slopes.to(exact)[None, :, None, None] * distance
+        attended = None
+        if allowed is not None:
+            attended = _rows(allowed, start, stop).expand(s.shape)
+            s = s.masked_fill(~attended, -torch.inf)
+        if call.return_scores == "masked" and scores is not None:
+            scores[:, :, start:stop] = s
+        weights, block_lse = _softmax(s, call.sinks)
+        if call.return_scores == "weights" and scores is not None:
+            scores[:, :, start:stop] = weights
+        lse[:, :, start:stop] = block_lse
+        grouped = weights.reshape(1, kv_heads, -1, kv_length)
+        if value_is_finite:
+            block = grouped @ value
+        else:
+            block = _weigh_non_finite(grouped, value, attended)
+        output[:, :, start:stop] = block.reshape(1, query_heads, stop - start, width)
+    return output, lse, scores
+
+
+def _softmax(s: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and lse over the last axis; a row of nothing but -inf has weights 0 and lse -inf."""
+    if s.shape[-1] == 0:
+        top = torch.full(s.shape[:-1], -torch.inf, dtype=s.dtype, device=s.device).unsqueeze(-1)
+    else:
+        top = s.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(s.dtype)[None, :, None, None]
+        top = torch.maximum(top, sink)
+    shift = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(s - shift)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - shift)
+    lse = (shift + torch.log(total)).squeeze(-1)
+    return weights / total.masked_fill(total == 0, 1), lse
+
+
+def _weigh_non_finite(weights: torch.Tensor, value: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
+    """`weights @ value` where a value may be infinite or NaN, and an excluded one is skipped, not multiplied by 0.
+
+    weights [1, Hk, R, S], value [1, Hk, S, Dv], attended None or [1, Hq, Lq, S] of as many elements as weights.
+    """
+    finite = torch.isfinite(value).all(-1).all(1)[0]  # [S]: keys whose value is finite in every head
+    result = weights @ value.masked_fill(~finite[None, None, :, None], 0)
+    if attended is not None:
+        attended = attended.reshape(weights.shape)
+    for key in torch.nonzero(~finite).flatten().tolist():
+        contribution = weights[..., key, None] * value[:, :, None, key]
+        if attended is not None:
+            contribution = contribution.masked_fill(~attended[..., key, None], 0)
+        result = result + contribution
+    return result
+
+
+def _score_function(call: AttentionCall, key: torch.Tensor, exact: torch.dtype):  # type: ignore[no-untyped-def]
+    """The function from a block of queries [1, Hq, R, D] to its scores [1, Hq, R, S], scale included."""
+    kv_heads, kv_length = key.shape[1], key.shape[2]
+
+    def by_group(query: torch.Tensor) -> torch.Tensor:
+        return query.reshape(1, kv_heads, -1, query.shape[-1])
+
+    def dot(query: torch.Tensor) -> torch.Tensor:
+        return (by_group(query) @ key.mT).reshape(*query.shape[:3], kv_length) * call.scale
+
+    if call.score is None:
+        return dot
+    if isinstance(call.score, GeneralScore):
+        weight = call.score.weight.to(exact)
+        return lambda query: dot(query @ weight)
+
+    parameters = call.score
+    query_weight = parameters.query_weight.to(exact)
+    projected_key = key @ parameters.key_weight.to(exact).mT
+    if parameters.bias is not None:
+        projected_key = projected_key + parameters.bias.to(exact)
+    output_weight = None if parameters.output_weight is None else parameters.output_weight.to(exact)
+
+    def additive(query: torch.Tensor) -> torch.Tensor:
+        projected_query = by_group(query @ query_weight.mT)
+        hidden = torch.tanh(projected_query.unsqueeze(3) + projected_key.unsqueeze(2))
+        s = hidden.sum(-1) if output_weight is None else hidden @ output_weight
+        return s.reshape(*query.shape[:3], kv_length) * call.scale
+
+    return additive
+
+
+def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some rows of a tensor that broadcasts to [N, Hq, Lq, S]."""
+    return tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
+
+
+def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in a dtype, packed and at an address that does not depend on its place in a batch."""
+    converted = tensor.to(dtype)
+    if converted is tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return converted.contiguous()

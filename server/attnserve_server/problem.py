@@ -1,0 +1,329 @@
+"""A request's header, checked and in canonical form. Serialised header in, `Problem` out.
+
+Everything about a request but the contents of its tensors is in its header, and callers send the same header over and
+over: `problem_of` remembers what it made of the last ones, so that a request costs a look-up. What depends on contents
+(lengths and offsets) is checked in `request.py`.
+
+Notation as in the proto comments: B sequences, Hq query heads, Hk key/value heads, Lq queries, S keys, widths D, Dk,
+Dv.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes, _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.errors import InvalidRequest, Malformed
+
+MAX_POSITION = 1 << 40
+"""Offsets and windows beyond this are as good as infinite."""
+
+MAX_PRIORITY = 8
+
+ScoreStage: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+SCORE_STAGES: Mapping[int, ScoreStage | None] = {
+    pb.SCORE_STAGE_UNSPECIFIED: None,
+    pb.SCORE_STAGE_RAW: "raw",
+    pb.SCORE_STAGE_CAPPED: "capped",
+    pb.SCORE_STAGE_MASKED: "masked",
+    pb.SCORE_STAGE_WEIGHTS: "weights",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where a tensor's elements are among the payloads (-1 where it has none), and what they are."""
+
+    payload: int
+    dtype: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * _dtypes.NUMPY[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What to compute, but for the contents of the tensors.
+
+    `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
+    query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
+    the score by their paths. `group` is equal for problems that one batch can hold.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    dtype: int
+    rank: int
+    length_first: bool
+    packed: bool
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_length: int
+    kv_length: int
+    head_dim: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    causal: bool
+    bottom_right: bool
+    window: tuple[int, int]
+    score: str | None
+    return_lse: bool
+    return_scores: ScoreStage | None
+    priority: int
+    group: Hashable
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the positions of the queries make any difference."""
+        return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors
+
+    def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
+        """Floating-point operations for so many pairs of query and key, counted as multiplications and additions."""
+        score_width = self.key_dim
+        extra = 0
+        if self.score == "general":
+            extra = 2 * query_tokens * self.query_heads * self.head_dim * self.key_dim
+        elif self.score == "additive":
+            units = self.tensors["additive.query_weight"].shape[0]
+            score_width = 2 * units  # an addition, a tanh (counted as two) and a multiply-add for each hidden unit
+            extra = (
+                2 * units * (query_tokens * self.query_heads * self.head_dim + kv_tokens * self.kv_heads * self.key_dim)
+            )
+        return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
+
+
+@lru_cache(maxsize=4096)
+def problem_of(header: bytes) -> Problem:
+    """The problem that a serialised header (of `AttendRequest`, with tickets for payloads) states.
+
+    Raises InvalidRequest with the path of the field that breaks the contract.
+    """
+    try:
+        message = pb.AttendRequest.FromString(header)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    return _check(message)
+
+
+def _check(message: pb.AttendRequest) -> Problem:
+    tensors = {"query": _float_tensor(message, "query"), "key": _float_tensor(message, "key")}
+    tensors["value"] = _float_tensor(message, "value")
+    query, key, value = tensors["query"], tensors["key"], tensors["value"]
+    rank = len(query.shape)
+    if message.layout not in pb.Layout.values():
+        raise InvalidRequest("layout", "one of the layouts", message.layout)
+    packed = message.layout == pb.LAYOUT_PACKED
+    length_first = packed or message.layout == pb.LAYOUT_LENGTH_FIRST
+    if packed and rank != 3:
+        raise InvalidRequest("query.shape", "rank 3, [total, H, D], where packed", _shape(query))
+    if not 2 <= rank <= 4:
+        raise InvalidRequest("query.shape", "rank 2, 3 or 4", _shape(query))
+    for field, spec in (("key", key), ("value", value)):
+        if spec.dtype != query.dtype:
+            raise InvalidRequest(f"{field}.dtype", f"{_dtypes.name(query.dtype)} as in query", _dtypes.name(spec.dtype))
+        if len(spec.shape) != rank:
+            raise InvalidRequest(f"{field}.shape", f"rank {rank} as in query", _shape(spec))
+
+    (batch, query_heads, query_length, head_dim) = _axes(query.shape, length_first)
+    (key_batch, kv_heads, kv_length, key_dim) = _axes(key.shape, length_first)
+    (value_batch, value_heads, value_length, value_dim) = _axes(value.shape, length_first)
+    for field, spec, found in (("key", key, key_batch), ("value", value, value_batch)):
+        if found != batch:
+            raise InvalidRequest(f"{field}.shape", f"a batch of {batch} as in query", _shape(spec))
+    if value_heads != kv_heads:
+        raise InvalidRequest("value.shape", f"{kv_heads} heads as in key", _shape(value))
+    if value_length != kv_length:
+        raise InvalidRequest("value.shape", f"length {kv_length} as in key", _shape(value))
+    for field, spec, heads, width in (
+        ("query", query, query_heads, head_dim),
+        ("key", key, kv_heads, key_dim),
+        ("value", value, value_heads, value_dim),
+    ):
+        if heads < 1 or width < 1:
+            raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", _shape(spec))
+    if query_heads % kv_heads:
+        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of key", f"{query_heads} heads")
+
+    score = message.WhichOneof("score")
+    if score is None and key_dim != head_dim:
+        raise InvalidRequest("key.shape", f"the width {head_dim} of query, as the dot product needs", _shape(key))
+    if score == "general":
+        tensors["general.weight"] = _parameter(message, "general.weight", (head_dim, key_dim))
+    elif score == "additive":
+        query_weight = _float_tensor(message, "additive.query_weight")
+        if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
+            raise InvalidRequest("additive.query_weight.shape", f"[U, {head_dim}]", _shape(query_weight))
+        units = query_weight.shape[0]
+        tensors["additive.query_weight"] = _parameter(message, "additive.query_weight", (units, head_dim))
+        tensors["additive.key_weight"] = _parameter(message, "additive.key_weight", (units, key_dim))
+        for name in ("bias", "output_weight"):
+            if message.additive.HasField(name):
+                tensors[f"additive.{name}"] = _parameter(message, f"additive.{name}", (units,))
+
+    if packed:
+        batch = _batch_of_packed(message)
+    for name in ("alibi_slopes", "sinks"):
+        if message.HasField(name):
+            tensors[name] = _parameter(message, name, (query_heads,))
+    for name in ("query_lengths", "kv_lengths"):
+        if message.HasField(name):
+            tensors[name] = _int_tensor(message, name, ((batch,),))
+    if message.HasField("query_lengths") and not packed:
+        raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
+    if message.HasField("query_offset"):
+        tensors["query_offset"] = _int_tensor(message, "query_offset", ((batch,), (1,), ()))
+    if message.HasField("mask"):
+        tensors["mask"] = _spec(message, "mask")
+        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
+            raise InvalidRequest(
+                "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
+            )
+    if message.HasField("bias"):
+        tensors["bias"] = _float_tensor(message, "bias")
+    if not packed:
+        for name in ("mask", "bias"):
+            if name in tensors:
+                check_broadcast(name, tensors[name], (batch, query_heads, query_length, kv_length))
+
+    scale = message.scale if message.HasField("scale") else (head_dim**-0.5 if score is None else 1.0)
+    if not math.isfinite(scale):
+        raise InvalidRequest("scale", "a finite number", scale)
+    if not (math.isfinite(message.softcap) and message.softcap >= 0):
+        raise InvalidRequest("softcap", "a finite number from 0", message.softcap)
+    if message.alignment not in pb.Alignment.values():
+        raise InvalidRequest("alignment", "one of the alignments", message.alignment)
+    if message.return_scores not in SCORE_STAGES:
+        raise InvalidRequest("return_scores", "one of the stages", message.return_scores)
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise InvalidRequest("priority", f"from {-MAX_PRIORITY} to {MAX_PRIORITY}", message.priority)
+
+    window = _window(message)
+    return_scores = SCORE_STAGES[message.return_scores]
+    options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
+    optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
+    return Problem(
+        tensors=tensors,
+        dtype=query.dtype,
+        rank=rank,
+        length_first=length_first,
+        packed=packed,
+        batch=batch,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        query_length=query_length,
+        kv_length=kv_length,
+        head_dim=head_dim,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        scale=scale,
+        softcap=message.softcap,
+        causal=message.causal,
+        bottom_right=message.alignment == pb.ALIGNMENT_BOTTOM_RIGHT,
+        window=window,
+        score=score,
+        return_lse=message.return_lse,
+        return_scores=return_scores,
+        priority=message.priority,
+        group=(query.dtype, query_heads, kv_heads, head_dim, key_dim, value_dim, options, optional),
+    )
+
+
+def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int]) -> None:
+    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right."""
+    shape = spec.shape
+    if len(shape) > 4 or any(
+        length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target)}", _shape(spec))
+
+
+def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, int]:
+    """Batch, heads, length and width; what the rank lacks is 1."""
+    *outer, width = shape
+    if len(outer) == 1:
+        return 1, 1, outer[0], width
+    batch = outer[0] if len(outer) == 3 else 1
+    heads, length = (outer[-1], outer[-2]) if length_first else (outer[-2], outer[-1])
+    return batch, heads, length, width
+
+
+def _spec(message: pb.AttendRequest, path: str) -> TensorSpec:
+    """The tensor at a path, its dtype known and its payload as long as its shape says."""
+    owner = message
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if not owner.HasField(name):
+        raise InvalidRequest(path, "a tensor", "nothing")
+    tensor: tensor_pb2.Tensor = getattr(owner, name)
+    dtype = _dtypes.NUMPY.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
+    shape = tuple(tensor.shape)
+    if any(length < 0 for length in shape):
+        raise InvalidRequest(f"{path}.shape", "lengths that are not negative", list(shape))
+    payload, size = _wire.read_ticket(tensor.data)
+    expected = math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise InvalidRequest(f"{path}.data", f"{expected} bytes for {dtype.name} {list(shape)}", f"{size} bytes")
+    return TensorSpec(payload, tensor.dtype, shape)
+
+
+def _float_tensor(message: pb.AttendRequest, path: str) -> TensorSpec:
+    spec = _spec(message, path)
+    if spec.dtype not in _dtypes.FLOATING:
+        raise InvalidRequest(f"{path}.dtype", "a floating dtype", _dtypes.name(spec.dtype))
+    return spec
+
+
+def _parameter(message: pb.AttendRequest, path: str, shape: tuple[int, ...]) -> TensorSpec:
+    spec = _float_tensor(message, path)
+    if spec.shape != shape:
+        raise InvalidRequest(f"{path}.shape", str(list(shape)), _shape(spec))
+    return spec
+
+
+def _int_tensor(message: pb.AttendRequest, path: str, shapes: tuple[tuple[int, ...], ...]) -> TensorSpec:
+    spec = _spec(message, path)
+    if spec.dtype != tensor_pb2.DATA_TYPE_INT64:
+        raise InvalidRequest(f"{path}.dtype", "int64", _dtypes.name(spec.dtype))
+    if spec.shape not in shapes:
+        raise InvalidRequest(f"{path}.shape", " or ".join(str(list(shape)) for shape in shapes), _shape(spec))
+    return spec
+
+
+def _batch_of_packed(message: pb.AttendRequest) -> int:
+    for name in ("query_lengths", "kv_lengths"):
+        if not message.HasField(name):
+            raise InvalidRequest(name, "the lengths of the packed sequences", "nothing")
+    shape = tuple(message.query_lengths.shape)
+    if len(shape) != 1:
+        raise InvalidRequest("query_lengths.shape", "[B]", list(shape))
+    return shape[0]
+
+
+def _window(message: pb.AttendRequest) -> tuple[int, int]:
+    if not message.HasField("window"):
+        return -1, -1
+    for side in ("left", "right"):
+        if getattr(message.window, side) < -1:
+            raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
+    return min(message.window.left, MAX_POSITION), min(message.window.right, MAX_POSITION)
+
+
+def _shape(spec: TensorSpec) -> str:
+    return f"shape {list(spec.shape)}"

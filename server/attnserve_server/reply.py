@@ -1,0 +1,101 @@
+"""From results to bytes: the pieces of an encoded `AttendResponse`, payloads not copied.
+
+A serialised message followed by another is their merger, so a reply is the message of its timings followed by the
+message of its tensors, whose header is the same for all requests with the same problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.devices.device import RequestResult
+from attnserve_server.request import Request
+
+REPLY_ATTEND_FIELD = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
+REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
+REPLIES_FIELD = pb.AttendStreamResponse.REPLIES_FIELD_NUMBER
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long each phase of a request took, in seconds."""
+
+    decode: float
+    queue: float
+    staging: float
+    compute: float
+    encode: float
+
+
+def encode_attend_response(
+    request: Request, result: RequestResult, phases: Phases, batch_size: int
+) -> tuple[list[_wire.Buffer], int]:
+    """The pieces of the reply, and their length together."""
+    timings = pb.AttendResponse(
+        timings=pb.Timings(
+            decode_ns=round(phases.decode * 1e9),
+            queue_ns=round(phases.queue * 1e9),
+            staging_ns=round(phases.staging * 1e9),
+            compute_ns=round(phases.compute * 1e9),
+            encode_ns=round(phases.encode * 1e9),
+        ),
+        batch_size=batch_size,
+    ).SerializeToString()
+    payloads = [payload for payload in (result.output, result.lse, result.scores) if payload is not None]
+    problem = request.problem
+    header = _tensors_header(
+        problem.dtype,
+        problem.rank,
+        problem.length_first,
+        problem.packed,
+        (problem.batch, problem.query_heads, problem.query_length, problem.value_dim),
+        problem.return_lse,
+        request.longest[1] if problem.return_scores is not None else None,
+        tuple(map(len, payloads)),
+    )
+    pieces, size = _wire.join(pb.AttendResponse, header, payloads)
+    return [timings, *pieces], len(timings) + size
+
+
+@lru_cache(maxsize=1024)
+def _tensors_header(
+    dtype: int,
+    rank: int,
+    length_first: bool,
+    packed: bool,
+    axes: tuple[int, int, int, int],
+    with_lse: bool,
+    scores_length: int | None,
+    sizes: tuple[int, ...],
+) -> bytes:
+    """The header of the reply's tensors: output, then lse and scores if asked for."""
+    batch, heads, length, width = axes
+    outer = [heads, length] if packed or rank == 3 else [batch, heads, length] if rank == 4 else [length]
+    shape = [*outer, width]
+    if length_first and rank > 2:
+        shape[-3], shape[-2] = shape[-2], shape[-3]
+    message = pb.AttendResponse()
+    remaining = iter(enumerate(sizes))
+    message.output.CopyFrom(_tensor_header(dtype, shape, next(remaining)))
+    if with_lse:
+        lse_dtype = dtype if dtype == tensor_pb2.DATA_TYPE_FLOAT64 else tensor_pb2.DATA_TYPE_FLOAT32
+        message.lse.CopyFrom(_tensor_header(lse_dtype, outer, next(remaining)))
+    if scores_length is not None:
+        message.scores.CopyFrom(_tensor_header(dtype, [*outer, scores_length], next(remaining)))
+    return message.SerializeToString()
+
+
+def _tensor_header(dtype: int, shape: list[int], payload: tuple[int, int]) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(*payload))  # type: ignore[arg-type]
+
+
+def stream_reply(call_id: int, field: int, pieces: list[_wire.Buffer], size: int) -> tuple[list[_wire.Buffer], int]:
+    """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their length together."""
+    envelope = b"\x08" + _wire.varint(call_id) if call_id else b""
+    envelope += _wire.field_prefix(field, size)
+    prefix = _wire.field_prefix(REPLIES_FIELD, len(envelope) + size) + envelope
+    return [prefix, *pieces], len(prefix) + size

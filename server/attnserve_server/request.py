@@ -1,0 +1,157 @@
+"""One attention to compute: a problem, the contents of its tensors, and the sequences that they hold.
+
+What depends on contents is checked here: lengths, their sums, and offsets. Payloads stay where they were received.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes, _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.problem import MAX_POSITION, Problem, check_broadcast, problem_of
+
+
+class Span(NamedTuple):
+    """Sequences `first` to `first + sequences` of a request, which all have these lengths and this offset.
+
+    Where packed, `sequences` is 1 and the sequence's queries and keys begin at `query_start` and `kv_start`; elsewhere
+    those are 0. Keys from `kv_length` on do not exist for these sequences.
+    """
+
+    first: int
+    sequences: int
+    query_start: int
+    query_length: int
+    kv_start: int
+    kv_length: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Request:
+    """A problem with its payloads. `longest` are the Lq and S of a reply's scores."""
+
+    problem: Problem
+    payloads: list[memoryview]
+    spans: tuple[Span, ...]
+    longest: tuple[int, int]
+    query_tokens: int
+    flops: int
+    received_bytes: int
+    reply_bytes: int
+
+    def payload(self, name: str) -> memoryview:
+        """The elements of a tensor that the problem has."""
+        index = self.problem.tensors[name].payload
+        return self.payloads[index] if index >= 0 else memoryview(b"")
+
+
+def read_request(buffer: bytes, at: int = 0, end: int | None = None) -> Request:
+    """The request that a part of a buffer holds, serialised. Raises InvalidRequest."""
+    if end is None:
+        end = len(buffer)
+    try:
+        header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    problem = problem_of(header)
+    query_lengths = _integers(problem, payloads, "query_lengths")
+    kv_lengths = _integers(problem, payloads, "kv_lengths")
+    offsets = _integers(problem, payloads, "query_offset")
+    if kv_lengths is None and offsets is None:
+        longest = problem.query_length, problem.kv_length
+        offset = problem.kv_length - problem.query_length if problem.bottom_right and problem.needs_positions else 0
+        spans: tuple[Span, ...] = (Span(0, problem.batch, 0, longest[0], 0, longest[1], offset),)
+        pairs = problem.batch * longest[0] * longest[1]
+    else:
+        _check_lengths(problem, query_lengths, kv_lengths)
+        spans = _spans(problem, query_lengths, kv_lengths, offsets)
+        pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
+        longest = problem.query_length, problem.kv_length
+        if problem.packed:
+            longest = max(query_lengths or (0,), default=0), max(kv_lengths or (0,), default=0)
+            for name in ("mask", "bias"):
+                if name in problem.tensors:
+                    check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
+    rows = problem.query_length * (1 if problem.packed else problem.batch)
+    kv_rows = problem.kv_length * (1 if problem.packed else problem.batch)
+    return Request(
+        problem=problem,
+        payloads=payloads,
+        spans=spans,
+        longest=longest,
+        query_tokens=rows,
+        flops=problem.flops(pairs, rows, kv_rows),
+        received_bytes=end - at,
+        reply_bytes=_reply_bytes(problem, rows, longest[1]),
+    )
+
+
+def _reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
+    """The bytes of the reply's tensors, for so many rows of queries."""
+    itemsize = _dtypes.NUMPY[problem.dtype].itemsize
+    width = problem.value_dim * itemsize
+    if problem.return_lse:
+        width += max(4, itemsize)
+    if problem.return_scores is not None:
+        width += longest_kv * itemsize
+    return rows * problem.query_heads * width
+
+
+def _integers(problem: Problem, payloads: list[memoryview], name: str) -> tuple[int, ...] | None:
+    spec = problem.tensors.get(name)
+    if spec is None:
+        return None
+    if spec.payload < 0:
+        return ()
+    return struct.unpack(f"<{spec.size // 8}q", payloads[spec.payload])
+
+
+def _check_lengths(problem: Problem, query_lengths: tuple[int, ...] | None, kv_lengths: tuple[int, ...] | None) -> None:
+    for name, lengths, total in (
+        ("query_lengths", query_lengths, problem.query_length),
+        ("kv_lengths", kv_lengths, problem.kv_length),
+    ):
+        if lengths is None:
+            continue
+        for index, length in enumerate(lengths):
+            if not 0 <= length <= total:
+                raise InvalidRequest(f"{name}[{index}]", f"from 0 to {total}", length)
+        if problem.packed and sum(lengths) != total:
+            raise InvalidRequest(name, f"a sum of {total}, the total of the packed tensor", sum(lengths))
+
+
+def _spans(
+    problem: Problem,
+    query_lengths: tuple[int, ...] | None,
+    kv_lengths: tuple[int, ...] | None,
+    offsets: tuple[int, ...] | None,
+) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    query_start = kv_start = 0
+    for index in range(problem.batch):
+        query_length = problem.query_length if query_lengths is None else query_lengths[index]
+        kv_length = problem.kv_length if kv_lengths is None else kv_lengths[index]
+        offset = 0
+        if problem.needs_positions:
+            if offsets is not None:
+                offset = offsets[index if len(offsets) > 1 else 0]
+                if not -MAX_POSITION <= offset <= MAX_POSITION:
+                    raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
+            elif problem.bottom_right:
+                offset = kv_length - query_length
+        span = Span(index, 1, query_start, query_length, kv_start, kv_length, offset)
+        if problem.packed:
+            query_start += query_length
+            kv_start += kv_length
+        elif spans and spans[-1][2:] == span[2:]:
+            spans[-1] = spans[-1]._replace(sequences=spans[-1].sequences + 1)
+            continue
+        spans.append(span)
+    return tuple(spans)

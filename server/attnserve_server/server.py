@@ -1,0 +1,144 @@
+"""The parts put together: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import torch
+from grpc import aio
+from grpc_reflection.v1alpha import reflection
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server import __version__
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.config import Config, ListenError, StartError
+from attnserve_server.cpus import usable_cpus
+from attnserve_server.devices import Device, DeviceError, open_device
+from attnserve_server.engine import Engine, Entry
+from attnserve_server.health import Health
+from attnserve_server.http import HttpServer
+from attnserve_server.metrics import Metrics
+from attnserve_server.service import SERVICE_NAME, AttentionService
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (
+    tensor_pb2.DATA_TYPE_FLOAT32,
+    tensor_pb2.DATA_TYPE_FLOAT16,
+    tensor_pb2.DATA_TYPE_BFLOAT16,
+    tensor_pb2.DATA_TYPE_FLOAT64,
+)
+
+
+def run(config: Config) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start."""
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = Server(config)
+    try:
+        grpc_address, http_address = await server.start()
+        print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
+        await stopping.wait()
+        await server.drain()
+    finally:
+        await server.stop()
+
+
+class Server:
+    """One server: a device, an engine, a gRPC port and an HTTP port. Made on the event loop that it lives on."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        try:
+            self.device: Device = open_device(config.device, config.threads or usable_cpus(), config.inline_flops)
+        except DeviceError as error:
+            raise StartError(str(error)) from None
+        self.health = Health()
+        self.metrics = Metrics(__version__, torch.__version__, self.device.name)
+        queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
+        admission = Admission(config.max_requests, config.max_bytes, config.max_flops)
+        self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait)
+        self.metrics.watch(
+            queue_requests=lambda: queue.requests,
+            queue_bytes=lambda: queue.bytes,
+            in_flight_requests=lambda: admission.requests,
+            in_flight_bytes=lambda: admission.bytes,
+            device_memory=self.device.memory if self.device.memory() else None,
+        )
+        self._service = AttentionService(self.engine, self.metrics, self._info)
+        self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
+        self._grpc = aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            )
+        )
+
+    async def start(self) -> tuple[str, str]:
+        """Binds both ports, warms the device up and becomes ready; the addresses of gRPC and HTTP."""
+        http_address = await self._http.start()
+        self._service.register(self._grpc)
+        self.health.register(self._grpc)
+        if self._config.reflection:
+            reflection.enable_server_reflection(
+                (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._grpc
+            )
+        listen = self._config.listen
+        try:
+            port = self._grpc.add_insecure_port(listen)
+        except RuntimeError:
+            raise ListenError("listen", listen, "the address is taken or not ours") from None
+        await self._grpc.start()
+        await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
+        await self.health.set("serving")
+        return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
+
+    async def drain(self) -> None:
+        """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""
+        await self.health.set("draining")
+        logger.info("draining")
+        await asyncio.sleep(self._config.drain_delay)
+        if not await self.engine.drain(self._config.drain_grace):
+            logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
+        self._service.end_streams()
+
+    async def stop(self) -> None:
+        """Ends whatever is left."""
+        self.health.close()
+        await self._grpc.stop(1.0)
+        await self._http.stop()
+        self.engine.close()
+        self.device.close()
+
+    def _info(self) -> pb.ServerInfoResponse:
+        config = self._config
+        return pb.ServerInfoResponse(
+            version=__version__,
+            device=self.device.name,
+            device_name=self.device.description,
+            torch_version=torch.__version__,
+            threads=self.device.threads,
+            dtypes=DTYPES,
+            limits=pb.Limits(
+                max_message_bytes=config.max_message_bytes,
+                max_requests=config.max_requests,
+                max_bytes=config.max_bytes,
+                max_flops=config.max_flops,
+                max_batch_flops=config.max_batch_flops,
+                max_batch_requests=config.max_batch_requests,
+            ),
+            kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
+            features=["reflection"] if config.reflection else [],
+        )

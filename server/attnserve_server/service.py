@@ -1,0 +1,128 @@
+"""The RPCs of `AttentionService`: bytes in, bytes out.
+
+Messages are decoded and encoded here, inside the handlers, by the wire codec; gRPC sees bytes alone. An error of a
+unary call is the status of its RPC, an error of a call on a stream travels in its reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.errors import Overloaded, RequestError
+from attnserve_server.metrics import Metrics
+from attnserve_server.reply import encode_attend_response
+from attnserve_server.request import read_request
+from attnserve_server.stream import CallStream
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
+
+Context: TypeAlias = aio.ServicerContext[bytes, bytes]
+
+
+class AttentionService:
+    """The service on one engine. `info` gives the answer of ServerInfo."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, info: Callable[[], pb.ServerInfoResponse]) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._info = info
+        self._streams: set[CallStream] = set()
+
+    def register(self, server: aio.Server) -> None:
+        """Adds the service to a gRPC server that has not started."""
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Attend": grpc.unary_unary_rpc_method_handler(self._attend),
+            "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
+            "ServerInfo": grpc.unary_unary_rpc_method_handler(self._server_info),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def end_streams(self) -> None:
+        """Ends every stream when what is in flight on it has been answered."""
+        for stream in self._streams:
+            stream.end()
+
+    async def _attend(self, message: bytes, context: Context) -> bytes:
+        arrival = perf_counter()
+        self._metrics.received(len(message))
+        try:
+            reply = await self._answer(message, arrival, context.time_remaining())
+        except RequestError as error:
+            if isinstance(error, Overloaded):
+                self._metrics.rejected(error.bound)
+            self._metrics.finished("attend", error.code.name, perf_counter() - arrival)
+            await abort(context, error)
+            raise AssertionError("abort raises") from error
+        except asyncio.CancelledError:
+            self._metrics.finished("attend", "CANCELLED", perf_counter() - arrival)
+            raise
+        self._metrics.sent(len(reply))
+        self._metrics.finished("attend", "OK", perf_counter() - arrival)
+        return reply
+
+    async def _answer(self, message: bytes, arrival: float, timeout: float | None) -> bytes:
+        """The reply to a unary call. Raises RequestError."""
+        request = read_request(message)
+        outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
+
+        def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
+            if outcomes.done():  # its caller has gone
+                self._engine.release(entry)
+            else:
+                outcomes.set_result(outcome)
+
+        deadline = float("inf") if timeout is None else arrival + timeout
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival)
+        self._engine.submit(entry)
+        try:
+            outcome = await outcomes
+        except asyncio.CancelledError:
+            entry.cancelled = True
+            raise
+        try:
+            if isinstance(outcome, RequestError):
+                raise outcome
+            begin, phases = perf_counter(), outcome.phases
+            pieces, _ = encode_attend_response(entry.request, outcome.result, phases, outcome.batch_size)
+            reply_message = b"".join(pieces)
+            encode = phases.encode + perf_counter() - begin
+            self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
+            return reply_message
+        finally:
+            self._engine.release(entry)
+
+    async def _attend_stream(self, _: object, context: Context) -> None:
+        stream = CallStream(self._engine, self._metrics, context)
+        self._streams.add(stream)
+        self._metrics.stream_opened()
+        try:
+            await stream.serve()
+        except RequestError as error:
+            await abort(context, error)
+        finally:
+            self._streams.discard(stream)
+            self._metrics.stream_closed()
+
+    async def _server_info(self, message: bytes, context: Context) -> bytes:
+        try:
+            pb.ServerInfoRequest.FromString(message)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ServerInfoRequest")
+        return self._info().SerializeToString()
+
+
+async def abort(context: Context, error: RequestError) -> None:
+    """Ends an RPC with an error's status and details."""
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.status().SerializeToString())]
+    if isinstance(error, Overloaded):
+        metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_delay * 1000)))))
+    await context.abort(error.code, error.message, tuple(metadata))

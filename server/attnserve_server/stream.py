@@ -1,0 +1,236 @@
+"""One stream of calls: requests in flight by their ids, replies as they finish.
+
+A message read may hold many calls. A message written holds the replies that have become ready while the last one was
+on its way, up to a size that every client accepts; nothing waits for company. A caller that does not read its replies
+is not read from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.errors import Cancelled, DeadlineExceeded, InvalidRequest, Malformed, Overloaded, RequestError
+from attnserve_server.metrics import Metrics
+from attnserve_server.reply import REPLY_ATTEND_FIELD, REPLY_ERROR_FIELD, encode_attend_response, stream_reply
+from attnserve_server.request import read_request
+
+MAX_JOINED_BYTES: Final = 1 << 20
+"""Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
+
+MAX_UNSENT_BYTES: Final = 16 << 20
+"""Nothing is read from a caller that has left so many bytes of replies unread."""
+
+
+class Call(NamedTuple):
+    """A call on a stream: its id, how long its caller waits (seconds), and where its AttendRequest lies."""
+
+    id: int
+    timeout: float | None
+    attend: tuple[bytes, int, int] | None
+
+
+class Unsent(NamedTuple):
+    """A reply that is ready, and the entry whose admission ends when it has been sent."""
+
+    pieces: list[_wire.Buffer]
+    size: int
+    entry: Entry | None
+
+
+class CallStream:
+    """One AttendStream RPC."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, context: aio.ServicerContext[bytes, bytes]) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._context = context
+        self._in_flight: dict[int, Entry] = {}
+        self._outbox: deque[Unsent] = deque()
+        self._unsent_bytes = 0
+        self._ready = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._ended = False
+        self._gone = False
+
+    async def serve(self) -> None:
+        """Serves the stream to its end. Raises RequestError if the caller sends what is no message."""
+        writer = asyncio.create_task(self._write())
+        self._reader = asyncio.create_task(self._read())
+        if self._ended:
+            self._reader.cancel()
+        try:
+            done, _ = await asyncio.wait((self._reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if writer in done:
+                writer.result()  # it ends by itself only if it fails
+            if not self._reader.cancelled():
+                self._reader.result()
+            while self._in_flight or self._outbox or self._unsent_bytes:
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._gone = True
+            self._reader.cancel()
+            writer.cancel()
+            for entry in self._in_flight.values():
+                entry.cancelled = True
+            for unsent in self._outbox:
+                if unsent.entry is not None:
+                    self._engine.release(unsent.entry)
+
+    def end(self) -> None:
+        """Stops reading, as if the caller had no more calls to make."""
+        self._ended = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._context.read()
+            if not isinstance(message, bytes):  # EOF
+                return
+            arrival = perf_counter()
+            self._metrics.received(len(message))
+            self._receive(message, arrival)
+            while self._unsent_bytes > MAX_UNSENT_BYTES:
+                self._progress.clear()
+                await self._progress.wait()
+
+    def _receive(self, message: bytes, arrival: float) -> None:
+        try:
+            cancelled, calls = read_message(message)
+        except DecodeError as error:
+            raise Malformed("", error) from None
+        for call_id in cancelled:
+            if (entry := self._in_flight.get(call_id)) is not None:
+                entry.cancelled = True
+        begin = arrival
+        for call in calls:
+            try:
+                self._start(call, arrival, begin)
+            except RequestError as error:
+                self._answer_error(call.id, error, arrival, None)
+            begin = perf_counter()
+
+    def _start(self, call: Call, arrival: float, begin: float) -> None:
+        """Submits a call whose decoding began at `begin`. Raises RequestError."""
+        if call.id in self._in_flight:
+            raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
+        if call.attend is None:
+            raise InvalidRequest("operation", "one of the operations", "nothing")
+        deadline = float("inf")
+        if call.timeout is not None:
+            if call.timeout <= 0:
+                raise DeadlineExceeded
+            deadline = arrival + call.timeout
+        request = read_request(*call.attend)
+        call_id = call.id
+        entry = Entry(
+            request,
+            lambda entry, outcome: self._answer(call_id, entry, outcome),
+            arrival,
+            deadline,
+            perf_counter() - begin,
+        )
+        self._engine.submit(entry)
+        self._in_flight[call_id] = entry
+
+    def _answer(self, call_id: int, entry: Entry, outcome: Outcome | RequestError) -> None:
+        """Puts the reply to an admitted call into the outbox."""
+        if self._gone:
+            self._engine.release(entry)
+            self._metrics.finished("attend_stream", Cancelled.code.name, perf_counter() - entry.arrival)
+            return
+        del self._in_flight[call_id]
+        if isinstance(outcome, RequestError):
+            self._answer_error(call_id, outcome, entry.arrival, entry)
+            return
+        begin = perf_counter()
+        phases = outcome.phases
+        pieces, size = encode_attend_response(entry.request, outcome.result, phases, outcome.batch_size)
+        pieces, size = stream_reply(call_id, REPLY_ATTEND_FIELD, pieces, size)
+        end = perf_counter()
+        self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, phases.encode + end - begin)
+        self._metrics.finished("attend_stream", "OK", end - entry.arrival)
+        self._send(Unsent(pieces, size, entry))
+
+    def _answer_error(self, call_id: int, error: RequestError, arrival: float, entry: Entry | None) -> None:
+        if isinstance(error, Overloaded):
+            self._metrics.rejected(error.bound)
+        self._metrics.finished("attend_stream", error.code.name, perf_counter() - arrival)
+        status = error.status().SerializeToString()
+        pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
+        self._send(Unsent(pieces, size, entry))
+
+    def _send(self, unsent: Unsent) -> None:
+        self._outbox.append(unsent)
+        self._unsent_bytes += unsent.size
+        self._ready.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._outbox:
+                unsent = [self._outbox.popleft()]
+                size = unsent[0].size
+                while self._outbox and size + self._outbox[0].size <= MAX_JOINED_BYTES:
+                    unsent.append(self._outbox.popleft())
+                    size += unsent[-1].size
+                try:
+                    await self._context.write(b"".join(piece for reply in unsent for piece in reply.pieces))
+                    self._metrics.sent(size)
+                finally:
+                    self._unsent_bytes -= size
+                    for reply in unsent:
+                        if reply.entry is not None:
+                            self._engine.release(reply.entry)
+                    self._progress.set()
+
+
+def read_message(message: bytes) -> tuple[list[int], list[Call]]:
+    """The ids to cancel and the calls of an AttendStreamRequest. Raises DecodeError."""
+    cancelled: list[int] = []
+    calls: list[Call] = []
+    rest: list[bytes] = []
+    for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
+        if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
+            calls.append(_read_call(message, content, end))
+        else:
+            rest.append(message[start:end])
+    if rest:
+        cancelled += pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
+    return cancelled, calls
+
+
+def _read_call(message: bytes, at: int, end: int) -> Call:
+    """The call that lies in a part of a message. What is not its AttendRequest is left to protobuf."""
+    attends: list[tuple[int, int]] = []
+    rest: list[bytes] = []
+    for number, wire_type, start, content, behind in _wire.fields(message, at, end):
+        if number == pb.AttendStreamCall.ATTEND_FIELD_NUMBER and wire_type == 2:
+            attends.append((content, behind))
+        else:
+            rest.append(message[start:behind])
+    envelope = pb.AttendStreamCall.FromString(b"".join(rest))
+    timeout = None
+    if envelope.HasField("timeout"):
+        duration: Duration = envelope.timeout
+        timeout = duration.seconds + duration.nanos * 1e-9
+    if not attends:
+        return Call(envelope.id, timeout, None)
+    if len(attends) == 1:
+        return Call(envelope.id, timeout, (message, *attends[0]))
+    # A message field given several times is the merger of them all, which is what their bytes end to end mean.
+    merged = b"".join(message[begin:stop] for begin, stop in attends)
+    return Call(envelope.id, timeout, (merged, 0, len(merged)))
