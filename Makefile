@@ -1,0 +1,78 @@
+# Two commands are all that a new user needs: `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More arguments for pip, such as the address of a mirror.
+PIP_ARGS ?=
+# What pip installs first. By itself, because plain torch on Linux brings several GB of CUDA, which a machine without
+# a GPU can do without: give the index of the CPU builds here, as `torch==... --index-url ...`, for a small install.
+TORCH_INSTALL ?= torch
+# Arguments for the program behind a target: `make serve ARGS="--device cpu"`, `make test ARGS="-k wire"`.
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+INGREDIENTS := pyproject.toml constraints.txt
+GENERATED_BY := scripts/protos.py
+
+.DELETE_ON_ERROR:
+.PHONY: help demo serve test check format bench protos protos-baseline clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## start the service and embed sentences through it with a real model
+	$(BIN)/python examples/embed_sentences.py $(ARGS)
+
+serve: $(VENV)/.demo ## run the service until interrupted
+	$(BIN)/attnserve-server $(ARGS)
+
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents in step: seconds
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python $(GENERATED_BY) check
+
+format: $(VENV)/.dev ## rewrite the code in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## compare the service with the same torch calls in process
+	$(BIN)/python -m benchmarks $(ARGS)
+
+protos: $(VENV)/.dev ## generate the code of the protos
+	$(BIN)/python $(GENERATED_BY) generate
+
+protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it breaks nothing
+	$(BIN)/python $(GENERATED_BY) baseline
+
+clean: ## remove the virtual environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
+
+$(BIN)/python:
+	@found=; for candidate in $(PYTHON) python3.13 python3.12 python3.11; do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "attnserve needs Python 3.11 or newer; $(PYTHON) is not. Name one: make PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "$$found lacks the venv module (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; \
+	fi; \
+	echo "setting up $(VENV) with $$found"; "$$found" -m venv $(VENV)
+
+$(VENV)/.demo: $(INGREDIENTS) | $(BIN)/python
+	$(PIP) $(TORCH_INSTALL)
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
+	$(PIP) $(TORCH_INSTALL)
+	$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.demo $@

@@ -1,0 +1,128 @@
+"""What gets installed: the wheel's content, what the SDK drags along, and the one place where the version is."""
+
+import re
+import tomllib
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from importlib.metadata import requires
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+
+import attnserve._version
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("attnserve", "attnserve_server")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(directory))
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name))
+
+
+def required(metadata: Message, extra: str = "") -> set[str]:
+    """The names of the distributions that an installation with an extra, or with none, asks for directly."""
+    found = (Requirement(line) for line in metadata.get_all("Requires-Dist", []))
+    return {
+        requirement.name.lower().replace("_", "-")
+        for requirement in found
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    }
+
+
+def test_the_wheel_holds_every_module_of_both_packages_and_nothing_else(names: set[str]) -> None:
+    sources = [ROOT / "client" / "attnserve", ROOT / "server" / "attnserve_server"]
+    modules = {str(path.relative_to(source.parent)) for source in sources for path in source.rglob("*.py")}
+    assert modules
+    typed = {f"{package}/py.typed" for package in PACKAGES}
+    stubs = {str(path.relative_to(ROOT / "client")) for path in (ROOT / "client").rglob("*.pyi")}
+    assert stubs
+    assert modules | typed | stubs <= names
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
+
+
+def test_the_sdk_is_light(metadata: Message) -> None:
+    assert required(metadata) == {"grpcio", "grpcio-status", "ml-dtypes", "numpy", "protobuf"}
+    assert "torch" in required(metadata, "server")
+
+
+def test_dependencies_of_the_sdk_do_not_lead_to_torch(metadata: Message) -> None:
+    """Followed through what is installed here, as pip follows them."""
+    reached: set[str] = set()
+    ahead = required(metadata)
+    while ahead:
+        name = ahead.pop()
+        reached.add(name)
+        for line in requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                ahead |= {requirement.name.lower().replace("_", "-")} - reached
+    assert {"numpy", "googleapis-common-protos"} <= reached
+    assert not reached & {"torch", "transformers", "prometheus-client", "safetensors"}
+
+
+def test_the_version_is_written_once(metadata: Message) -> None:
+    version = attnserve._version.__version__
+    assert metadata["Version"] == version
+    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pattern = re.compile(rf"""__version__\s*=\s*["']{re.escape(version)}["']""")
+    sources = [path for folder in ("client", "server") for path in (ROOT / folder).rglob("*.py")]
+    places = [path for path in sources if pattern.search(path.read_text())]
+    assert places == [ROOT / "client" / "attnserve" / "_version.py"]
+
+
+def test_console_scripts_lead_somewhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        scripts = dict(re.findall(r"^(\S+) = (\S+)$", archive.read(name).decode(), re.MULTILINE))
+    assert scripts == {"attnserve": "attnserve._cli:main", "attnserve-server": "attnserve_server.__main__:main"}
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert f"def {function}(" in Path(spec.origin).read_text()
+
+
+def test_constraints_pin_every_dependency(metadata: Message) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if is_pin(line)]
+    assert all(re.fullmatch(r"==[^*,+]+", str(pin.specifier)) for pin in pins)
+    pinned = {pin.name.lower().replace("_", "-") for pin in pins}
+    extras = metadata.get_all("Provides-Extra", [])
+    direct = set().union(*(required(metadata, extra) for extra in ("", *extras))) - {"attnserve"}
+    assert {"torch", "numpy", "pytest"} <= direct
+    assert direct <= pinned
+
+
+def test_pins_lie_within_the_ranges(metadata: Message) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {pin.name.lower().replace("_", "-"): pin for pin in map(Requirement, filter(is_pin, lines))}
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        pin = pins.get(requirement.name.lower().replace("_", "-"))
+        if pin is not None:
+            version = str(pin.specifier).removeprefix("==")
+            assert requirement.specifier.contains(version), f"{pin} is not within {requirement}"
+
+
+def is_pin(line: str) -> bool:
+    return bool(line) and not line.startswith("#")
