@@ -72,19 +72,23 @@ def recognise(mask: torch.Tensor, query_offset: int, local_size: int | None) -> 
     candidates: list[tuple[bool, _Window | None]] = [(False, None), (True, None)]
     if local_size is not None:
         candidates += [(True, (local_size - 1, -1)), (False, (local_size, local_size))]
+    found = None
     for causal, window in candidates:
         shape = _shape(distance, causal, window)
         # If the mask is this shape and a choice of keys, the choice is what is attended at all.
         if torch.equal(shape & attended[:, None], allowed):
             lengths, keys = _key_choice(attended, shape.any(dim=0))
-            return MaskPattern(
+            pattern = MaskPattern(
                 causal=causal,
                 window=window,
                 query_offset=query_offset,
                 kv_lengths=None if lengths is None else lengths.expand(batch),
                 keys=None if keys is None else keys[:, None, None, :],
             )
-    return None
+            if keys is None:
+                return pattern
+            found = found or pattern
+    return found
 
 
 def _shape(distance: torch.Tensor, causal: bool, window: _Window | None) -> torch.Tensor:
