@@ -1,0 +1,55 @@
+"""attnserve: attention as a network service. This is its SDK.
+
+    from attnserve import Client
+
+    with Client("127.0.0.1:8001") as client:
+        result = client.attend(query, key, value, causal=True)     # NumPy in, NumPy out; torch in, torch out
+        result.output, result.lse, result.scores, result.timings
+
+`AsyncClient` is the same for asyncio, `merge_attention` puts together attentions over disjoint keys, and every error is
+an `AttnServeError`. Everything public is here.
+"""
+
+from attnserve._async_client import AsyncClient
+from attnserve._client import Client
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    RequestCancelledError,
+    ServerError,
+    UnavailableError,
+)
+from attnserve._info import Kernel, Limits, ServerInfo
+from attnserve._merge import MergedAttention, merge_attention
+from attnserve._request import AdditiveScore, AttendOptions, GeneralScore
+from attnserve._result import AttentionResult, Timings
+from attnserve._version import __version__
+
+__all__ = [
+    "AdditiveScore",
+    "AsyncClient",
+    "AttendOptions",
+    "AttentionResult",
+    "AttnServeError",
+    "Client",
+    "ClientClosedError",
+    "DeadlineExceededError",
+    "GeneralScore",
+    "InvalidRequestError",
+    "Kernel",
+    "Limits",
+    "MergedAttention",
+    "OverloadedError",
+    "ProtocolError",
+    "RequestCancelledError",
+    "ServerError",
+    "ServerInfo",
+    "Timings",
+    "UnavailableError",
+    "__version__",
+    "merge_attention",
+]

@@ -1,0 +1,150 @@
+"""What the caller has, as what travels, and back.
+
+In: NumPy arrays of any byte order and stride, torch tensors of any device, numbers and lists of them. Out: `Array`, a
+dtype of the wire, a shape and a view of the elements (packed, C-order, little-endian). Whatever is that already is not
+copied. Back: from a reply's tensor to an array of the caller's kind, in memory of its own.
+
+torch is never imported: who has a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from attnserve import _dtypes
+from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._wire import Buffer
+from attnserve.v1 import tensor_pb2 as pb
+
+_INT64: Final = np.dtype("<i8")
+_BFLOAT16: Final = _dtypes.NUMPY[pb.DATA_TYPE_BFLOAT16]
+
+
+class Array(NamedTuple):
+    """A tensor that is ready to travel."""
+
+    dtype: int
+    """A value of the protocol's `DataType`."""
+    shape: tuple[int, ...]
+    """The length of each axis."""
+    data: Buffer
+    """The elements: a view of the caller's memory where that was possible."""
+
+
+def torch_tensor(value: Any) -> Any | None:
+    """The value if it is a torch tensor, else None."""
+    torch = sys.modules.get("torch")
+    tensor_type = getattr(torch, "Tensor", None)  # None while another thread is still importing torch
+    return value if tensor_type is not None and isinstance(value, tensor_type) else None
+
+
+def floating(field: str, value: Any) -> Array:
+    """A floating tensor. Plain numbers and lists become float32. InvalidRequestError for any other dtype."""
+    array = _as_numpy(field, value)
+    if array.dtype not in _dtypes.WIRE:
+        array = _little_endian(array)
+    if not isinstance(value, np.ndarray | np.generic) and array.dtype.kind in "fiu" and _is_plain(value):
+        array = array.astype(np.float32)
+    dtype = _dtypes.WIRE.get(array.dtype)
+    if dtype not in _dtypes.FLOATING:
+        raise InvalidRequestError(
+            f"{field}: expected float32, float16, bfloat16 or float64, found {array.dtype}", field=field
+        )
+    assert dtype is not None
+    return _packed(dtype, array)
+
+
+def boolean(field: str, value: Any) -> Array:
+    """A boolean tensor, true means attend. Integers are accepted if they are all 0 or 1."""
+    array = _as_numpy(field, value)
+    if array.dtype.kind in "iu":
+        if array.size and not (array.min() >= 0 and array.max() <= 1):
+            raise InvalidRequestError(f"{field}: expected only 0 and 1 in an integer mask, found others", field=field)
+        array = array.astype(np.bool_)
+    elif array.dtype.kind != "b":
+        raise InvalidRequestError(
+            f"{field}: expected bool, true where a query attends a key, found {array.dtype}; "
+            "what is to be added to the scores is a bias",
+            field=field,
+        )
+    return _packed(pb.DATA_TYPE_BOOL, array)
+
+
+def integers(field: str, value: Any) -> Array:
+    """An int64 tensor, from an integer or integers."""
+    array = _as_numpy(field, value)
+    if array.dtype.kind not in "iu" and not (array.size == 0 and _is_plain(value)):
+        raise InvalidRequestError(f"{field}: expected integers, found {array.dtype}", field=field)
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidRequestError(f"{field}: expected 64-bit signed integers, found {array.max()}", field=field)
+    return _packed(pb.DATA_TYPE_INT64, array.astype(_INT64, copy=False))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of Python's own numbers and sequences, which have no dtype."""
+    return isinstance(value, int | float | list | tuple)
+
+
+def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
+    if type(value) is np.ndarray:
+        return value
+    try:
+        tensor = torch_tensor(value)
+        return np.asarray(value) if tensor is None else _torch_as_numpy(tensor)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        message = f"{field}: expected an array or a tensor, found {kind}: {error}"
+        raise InvalidRequestError(message, field=field) from error
+
+
+def _torch_as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    """A torch tensor's elements as NumPy sees them, without a copy where they are in memory and contiguous."""
+    torch = sys.modules["torch"]
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        array: np.ndarray[Any, Any] = tensor.view(torch.int16).numpy().view(_BFLOAT16)
+    else:
+        array = tensor.numpy()
+    return array
+
+
+def _little_endian(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
+
+
+def _packed(dtype: int, array: np.ndarray[Any, Any]) -> Array:
+    if not array.flags.c_contiguous:
+        array = array.copy(order="C")
+    # The buffer protocol knows no bfloat16.
+    return Array(dtype, array.shape, (array if dtype != pb.DATA_TYPE_BFLOAT16 else array.view(np.uint16)).data)
+
+
+def from_wire(field: str, dtype: int, shape: tuple[int, ...], data: Buffer) -> np.ndarray[Any, Any]:
+    """A reply's tensor as an array of its own, aligned and writable. ProtocolError if it contradicts itself."""
+    numpy_dtype = _dtypes.NUMPY.get(dtype)
+    if numpy_dtype is None:
+        raise ProtocolError(f"{field}: the server replied with dtype {_dtypes.name(dtype)}")
+    length = len(data)
+    if prod(shape) * numpy_dtype.itemsize != length or (shape and min(shape) < 0):
+        raise ProtocolError(f"{field}: the server replied with {length} bytes for {numpy_dtype} {list(shape)}")
+    # As bytes, because the payload has any alignment, and to own the memory: the payload lies among other replies.
+    try:
+        elements = np.empty(shape, numpy_dtype)
+    except ValueError as error:  # an empty array whose other axes are absurd
+        raise ProtocolError(f"{field}: the server replied with shape {list(shape)}") from error
+    elements.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+    return elements
+
+
+def to_torch(array: np.ndarray[Any, Any], device: Any) -> Any:
+    """An array as a torch tensor on a device; it shares the array's memory if that is the CPU."""
+    torch = sys.modules["torch"]
+    if array.dtype == _BFLOAT16:
+        result = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        result = torch.from_numpy(array)
+    return result.to(device)

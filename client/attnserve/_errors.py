@@ -1,0 +1,179 @@
+"""What can go wrong, as one tree, to be caught by meaning.
+
+    AttnServeError
+    ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where
+    ├── OverloadedError                             the server is full; `retry_delay` says when to come back
+    ├── DeadlineExceededError    (TimeoutError)     no reply within the timeout
+    ├── UnavailableError         (ConnectionError)  no server, or none that takes calls, after all retries
+    ├── RequestCancelledError                       the server gave the call up because somebody cancelled it
+    ├── ServerError                                 the server failed: a bug, memory, a method that it lacks
+    ├── ProtocolError                               the server's answer makes no sense
+    └── ClientClosedError                           the client was closed before the reply came
+
+In: a `google.rpc.Status`, as a stream's reply carries it, or a `grpc.RpcError`. Out: an error of the tree. Only codes
+and details decide which, never the text of a message.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+
+class AttnServeError(Exception):
+    """The root of the tree: everything that a call can fail with, beside a wrong use of Python."""
+
+    default_code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, code: grpc.StatusCode | None = None, details: tuple[Message, ...] = ()) -> None:
+        super().__init__(message)
+        self.code: Final = code if code is not None else self.default_code
+        """The status code that the call ended with, or the one that fits where no server was asked."""
+        self.details: Final = details
+        """The `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo."""
+
+    @property
+    def reason(self) -> str | None:
+        """The machine-readable reason (`google.rpc.ErrorInfo.reason`), if the server gave one."""
+        for detail in self.details:
+            if isinstance(detail, error_details_pb2.ErrorInfo):
+                return str(detail.reason) or None
+        return None
+
+
+class InvalidRequestError(AttnServeError, ValueError):
+    """The request breaks the contract; nothing was computed and sending it again is pointless."""
+
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        code: grpc.StatusCode | None = None,
+        details: tuple[Message, ...] = (),
+    ) -> None:
+        super().__init__(message, code=code, details=details)
+        self.field: Final = field
+        """The field that is wrong, such as ``key`` or ``window.left``; None if it is not one field."""
+
+
+class OverloadedError(AttnServeError):
+    """The server is full, or takes no message that large. The SDK does not retry: that would feed the overload."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    @property
+    def retry_delay(self) -> float | None:
+        """When to come back, in seconds from now; None if the server does not say."""
+        for detail in self.details:
+            if isinstance(detail, error_details_pb2.RetryInfo):
+                return float(detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9)
+        return None
+
+
+class DeadlineExceededError(AttnServeError, TimeoutError):
+    """The reply did not come within the call's timeout."""
+
+    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class UnavailableError(AttnServeError, ConnectionError):
+    """No server could be reached, or none that takes calls, although the call was retried."""
+
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class RequestCancelledError(AttnServeError):
+    """The server gave up the call because it was cancelled. Who cancels a future sees `CancelledError` instead."""
+
+    default_code = grpc.StatusCode.CANCELLED
+
+
+class ServerError(AttnServeError):
+    """The server failed to compute, or has no such method, or refuses this caller."""
+
+    default_code = grpc.StatusCode.INTERNAL
+
+
+class ProtocolError(AttnServeError):
+    """The server's answer makes no sense: not a message, or not a reply to what was asked."""
+
+    default_code = grpc.StatusCode.INTERNAL
+
+
+class ClientClosedError(AttnServeError):
+    """The client was closed before the reply came, or before the call was made."""
+
+    default_code = grpc.StatusCode.CANCELLED
+
+    def __init__(self, message: str = "the client is closed") -> None:
+        super().__init__(message)
+
+
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+_CLASSES: Final[dict[grpc.StatusCode, type[AttnServeError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: InvalidRequestError,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+}
+"""The class of each code; a code that is not here makes a ServerError."""
+
+_DETAILS: Final[tuple[type[Message], ...]] = (
+    error_details_pb2.BadRequest,
+    error_details_pb2.ErrorInfo,
+    error_details_pb2.RetryInfo,
+)
+
+
+def error_from_status(status: Status) -> AttnServeError:
+    """The error that a status describes; details that are unknown or malformed are left out."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.OK:
+        return ProtocolError("the server reports an error whose status is OK")
+    details: list[Message] = []
+    for packed in status.details:
+        for message_type in _DETAILS:
+            if packed.Is(message_type.DESCRIPTOR):
+                detail = message_type()
+                try:
+                    packed.Unpack(detail)
+                except DecodeError:
+                    continue
+                details.append(detail)
+    message = status.message or code.name
+    error_class = _CLASSES.get(code, ServerError)
+    if error_class is InvalidRequestError:
+        return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
+    return error_class(message, code=code, details=tuple(details))
+
+
+def _field(details: list[Message]) -> str | None:
+    for detail in details:
+        if isinstance(detail, error_details_pb2.BadRequest) and detail.field_violations:
+            return detail.field_violations[0].field or None
+    return None
+
+
+def status_from_rpc_error(error: grpc.RpcError) -> Status:
+    """The status that an RPC ended with, with its details where the server sent any (gRPC's rich error model)."""
+    try:
+        rich = rpc_status.from_call(error)  # ValueError: the details contradict the code, so they are not to be trusted
+    except (ValueError, DecodeError):
+        rich = None
+    if rich is not None:
+        return rich
+    return Status(code=error.code().value[0], message=error.details() or "")

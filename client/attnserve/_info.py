@@ -1,0 +1,90 @@
+"""What a server is: `ServerInfoResponse` as plain frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes
+from attnserve._errors import ProtocolError
+from attnserve.v1 import attention_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds within which a server accepts requests."""
+
+    max_message_bytes: int
+    """The longest message received, in bytes."""
+    max_requests: int
+    """The most requests admitted and not yet answered."""
+    max_bytes: int
+    """The most bytes of requests and replies admitted and not yet answered."""
+    max_flops: int
+    """The most floating-point operations admitted and not yet computed."""
+    max_batch_flops: int
+    """The floating-point operations that one batch may have; one request may have more, and then runs alone."""
+    max_batch_requests: int
+    """The most requests in one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A way in which a server computes attention."""
+
+    name: str
+    """Its name, as in the server's metrics."""
+    description: str
+    """What it is used for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is."""
+
+    version: str
+    """The version of the server."""
+    device: str
+    """The device that computes, such as ``cpu`` or ``cuda:0``."""
+    device_name: str
+    """What the device is, in its maker's words."""
+    torch_version: str
+    """The version of torch."""
+    threads: int
+    """The threads that compute, on a CPU; 0 on other devices."""
+    dtypes: tuple[str, ...]
+    """The dtypes that queries may have, such as ``bfloat16``."""
+    limits: Limits
+    """The bounds on requests."""
+    kernels: tuple[Kernel, ...]
+    """The kernels in use, in the order in which they are tried."""
+    features: tuple[str, ...]
+    """What is enabled, such as ``reflection``."""
+
+
+def decode_info(data: bytes) -> ServerInfo:
+    """A serialised `ServerInfoResponse`. ProtocolError if the bytes are none."""
+    try:
+        info = pb.ServerInfoResponse.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"the server sent what is not a ServerInfoResponse: {error}") from error
+    limits = info.limits
+    return ServerInfo(
+        version=info.version,
+        device=info.device,
+        device_name=info.device_name,
+        torch_version=info.torch_version,
+        threads=info.threads,
+        dtypes=tuple(_dtypes.name(dtype) for dtype in info.dtypes),
+        limits=Limits(
+            max_message_bytes=limits.max_message_bytes,
+            max_requests=limits.max_requests,
+            max_bytes=limits.max_bytes,
+            max_flops=limits.max_flops,
+            max_batch_flops=limits.max_batch_flops,
+            max_batch_requests=limits.max_batch_requests,
+        ),
+        kernels=tuple(Kernel(kernel.name, kernel.description) for kernel in info.kernels),
+        features=tuple(info.features),
+    )

@@ -1,0 +1,93 @@
+"""Attention over disjoint sets of keys, put together: what comes out is attention over all of them.
+
+In: outputs with their log-sum-exps, NumPy or torch. Out: one output and one log-sum-exp of the same kind. This is how
+keys that are too many for one request, or that live in several places, are attended.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnserve import _arrays
+from attnserve._request import Layout
+from attnserve._result import AttentionResult
+
+
+class MergedAttention(NamedTuple):
+    """An output and its log-sum-exp, which can be merged again."""
+
+    output: Any
+    """Of the shape, layout and dtype of the outputs that were merged."""
+    lse: Any
+    """Of the shape and dtype of the log-sum-exps that were merged."""
+
+
+def merge_attention(
+    results: Iterable[AttentionResult[Any] | tuple[Any, Any]], *, layout: Layout = "heads_first"
+) -> MergedAttention:
+    """Merges attentions of the same queries over disjoint sets of keys, exactly.
+
+    - `results`: one or more results that were asked for with ``return_lse=True``, or ``(output, lse)`` pairs; outputs
+      ``[B, Hq, Lq, Dv]`` in the given layout, lse ``[B, Hq, Lq]`` (``[Hq, total]`` where packed), of lower rank too.
+    - `layout`: the layout of the outputs.
+
+    With m the largest lse of a row and ``w_i = exp(lse_i - m)``: ``output = sum(w_i output_i) / sum(w_i)`` and
+    ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing anywhere gives 0 and -inf.
+    The softmax of each must have been over its own keys only: give sinks to at most one of them.
+
+    Raises ValueError if there is nothing to merge, an lse is missing, or shapes do not fit.
+    """
+    pairs = [_pair(result) for result in results]
+    if not pairs:
+        raise ValueError("results: expected one or more, found none")
+    outputs, lses = [output for output, _ in pairs], [lse for _, lse in pairs]
+    for output, lse in pairs:
+        if output.shape != outputs[0].shape or lse.shape != lses[0].shape:
+            raise ValueError(
+                f"results: expected outputs {tuple(outputs[0].shape)} with lse {tuple(lses[0].shape)}, "
+                f"found {tuple(output.shape)} with {tuple(lse.shape)}"
+            )
+    rows = tuple(outputs[0].shape[:-1])
+    crossed = layout != "heads_first" and len(rows) > 1
+    expected = (*rows[:-2], rows[-1], rows[-2]) if crossed else rows
+    if tuple(lses[0].shape) != expected:
+        raise ValueError(f"results: expected lse {expected} in layout {layout!r}, found {tuple(lses[0].shape)}")
+
+    is_torch = _arrays.torch_tensor(outputs[0]) is not None
+    xp: Any = sys.modules["torch"] if is_torch else np
+    wide = xp.float64 if outputs[0].dtype == xp.float64 or lses[0].dtype == xp.float64 else xp.float32
+
+    def cast(array: Any, dtype: Any) -> Any:
+        return array.to(dtype) if is_torch else array.astype(dtype, copy=False)
+
+    exponents = [cast(lse, wide) for lse in lses]
+    largest = reduce(xp.maximum, exponents)
+    nothing = largest == -xp.inf
+    largest = xp.where(nothing, xp.zeros_like(largest), largest)  # -inf - -inf is NaN
+    weights = [xp.exp(exponent - largest) for exponent in exponents]
+    total = sum(weights[1:], weights[0])
+    total = xp.where(nothing, xp.ones_like(total), total)
+    lse = xp.where(nothing, xp.full_like(largest, -xp.inf), largest + xp.log(total))
+
+    def along_rows(array: Any) -> Any:
+        return (array.swapaxes(-1, -2) if crossed else array)[..., None]
+
+    weighted = [along_rows(weight) * cast(output, wide) for weight, output in zip(weights, outputs, strict=True)]
+    output = sum(weighted[1:], weighted[0]) / along_rows(total)
+    return MergedAttention(cast(output, outputs[0].dtype), cast(lse, lses[0].dtype))
+
+
+def _pair(result: AttentionResult[Any] | tuple[Any, Any]) -> tuple[Any, Any]:
+    if isinstance(result, AttentionResult):
+        if result.lse is None:
+            raise ValueError("results: expected a result with its lse (return_lse=True), found one without")
+        return result.output, result.lse
+    output, lse = result
+    if _arrays.torch_tensor(output) is not None:
+        return output, lse
+    return np.asarray(output), np.asarray(lse)

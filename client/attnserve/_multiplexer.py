@@ -1,0 +1,259 @@
+"""Many calls on one stream: ids, what is in flight, what the next message holds, what happens when a stream breaks.
+
+No I/O, no clock, no locks: the clients bring messages, the time and the ends of streams; they take messages to send
+and outcomes to deliver. All times are seconds of one monotonic clock.
+
+    add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
+                    ▲                        │ broken(), or a reply UNAVAILABLE
+                    └──tick()── waiting ◀────┘ (retries: see _retry.py)
+
+A stream that is broken is followed by a new one. A stream with a reply UNAVAILABLE comes from a server that goes away:
+nothing more is sent on it, what it still owes is awaited, and a new stream takes the further calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Final, Generic, TypeAlias, TypeVar
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from attnserve import _retry
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    ProtocolError,
+    error_from_status,
+)
+from attnserve._result import Attended, Reply
+from attnserve._wire import Buffer, field_prefix, varint
+
+T = TypeVar("T")
+
+MESSAGE_BYTES: Final = 1 << 20
+"""What a message holds at most, unless a single call is larger: beyond it, joining calls saves nothing more."""
+
+# The fields of AttendStreamRequest and AttendStreamCall.
+_CANCEL: Final = 1
+_CALLS: Final = 2
+_ID: Final = varint(1 << 3)
+_TIMEOUT: Final = 2
+_ATTEND: Final = 15
+
+_UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
+_RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+class Call(Generic[T]):
+    """One call and where it stands."""
+
+    __slots__ = ("attempts", "deadline", "id", "owner", "pieces", "size", "stream", "timeout")
+
+    def __init__(self, owner: T, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None) -> None:
+        self.owner: Final = owner
+        """Whoever waits for the outcome; means nothing here."""
+        self.pieces: Final = pieces
+        """The serialised request, kept until the outcome: the call may have to be sent again."""
+        self.size: Final = size
+        """The length of the pieces together, in bytes."""
+        self.timeout: Final = timeout
+        self.deadline: Final = inf if timeout is None else now + timeout
+        """When nobody waits any more."""
+        self.id = 0
+        """What the call is named on the wire; 0 before it is added."""
+        self.stream = 0
+        """The stream on which the call was sent; 0 while it is not sent."""
+        self.attempts = 0
+        """How many attempts have failed."""
+
+
+Outcome: TypeAlias = tuple[Call[T], Attended | AttnServeError]
+
+
+class Multiplexer(Generic[T]):
+    """The calls of one stream, and of its successors when it breaks."""
+
+    def __init__(self, policy: _retry.RetryPolicy, *, message_bytes: int = MESSAGE_BYTES) -> None:
+        self._policy = policy
+        self._message_bytes = message_bytes
+        self._calls: dict[int, Call[T]] = {}
+        self._ready: deque[Call[T]] = deque()
+        self._waiting: list[tuple[float, Call[T]]] = []
+        self._cancelled: list[int] = []
+        self._last_id = 0
+        self._last_stream = 0
+        self._stream = 0
+        self.wakeup = inf
+        """When `tick` is due; it only ever comes nearer between ticks."""
+
+    def __len__(self) -> int:
+        """How many calls have no outcome yet."""
+        return len(self._calls)
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether there is something to send and no stream to send it on."""
+        return not self._stream and bool(self._ready)
+
+    def opened(self) -> int:
+        """Takes notice that a stream was opened. Returns its number, which names it from now on."""
+        self._last_stream += 1
+        self._stream = self._last_stream
+        return self._stream
+
+    def writes(self, stream: int) -> bool:
+        """Whether more may be sent on a stream; if not, its sending side is to be closed."""
+        return stream == self._stream
+
+    def add(self, call: Call[T]) -> None:
+        """Takes a call; it travels with the next message."""
+        self._last_id += 1
+        call.id = self._last_id
+        self._calls[call.id] = call
+        self._ready.append(call)
+        if call.deadline < self.wakeup:
+            self.wakeup = call.deadline
+
+    def cancel(self, call: Call[T]) -> bool:
+        """Forgets a call for which nobody waits. False if it already has its outcome."""
+        if self._calls.pop(call.id, None) is None:
+            return False
+        self._retract(call)
+        return True
+
+    def _retract(self, call: Call[T]) -> None:
+        """Has the server told that a call is no longer waited for, if it knows the call."""
+        if call.stream and call.stream == self._stream:
+            self._cancelled.append(call.id)
+
+    def next_message(self, stream: int, now: float) -> list[Buffer] | None:
+        """The pieces of the next message for a stream: all that is ready, up to a bound. None if there is nothing."""
+        if stream != self._stream or not (self._ready or self._cancelled):
+            return None
+        message: list[Buffer] = []
+        size = 0
+        if self._cancelled:
+            ids = b"".join(map(varint, self._cancelled))
+            message += (field_prefix(_CANCEL, len(ids)), ids)
+            self._cancelled.clear()
+            size = len(ids)
+        while self._ready:
+            call = self._ready[0]
+            if call.id in self._calls:
+                if message and size + call.size > self._message_bytes:
+                    break
+                envelope = _ID + varint(call.id)
+                if call.deadline != inf:
+                    timeout = _duration(call.deadline - now)
+                    envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
+                envelope += field_prefix(_ATTEND, call.size)
+                message.append(field_prefix(_CALLS, len(envelope) + call.size) + envelope)
+                message += call.pieces
+                size += call.size
+                call.stream = stream
+            self._ready.popleft()
+        return message or None
+
+    def resolve(self, stream: int, replies: Iterable[Reply], now: float) -> list[Outcome[T]]:
+        """Takes the replies of a message. Replies to calls that are not in flight on the stream are dropped: their
+        callers have gone.
+        """
+        outcomes: list[Outcome[T]] = []
+        for reply in replies:
+            call = self._calls.get(reply.id)
+            if call is None or call.stream != stream:
+                continue
+            result = reply.result
+            if isinstance(result, Status):
+                if result.code == _UNAVAILABLE:
+                    if stream == self._stream:
+                        self._leave_stream()
+                    self._try_again(call, result, now, outcomes)
+                    continue
+                result = error_from_status(result)
+            outcomes.append((self._calls.pop(reply.id), result))
+        return outcomes
+
+    def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
+        """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
+
+        A stream that ends with RESOURCE_EXHAUSTED has met a message that is too long. That must have been its longest
+        call, which alone fails; each such end removes a call, so that the others need no bound on their retries.
+        """
+        affected = [call for call in self._calls.values() if call.stream == stream]
+        outcomes: list[Outcome[T]] = []
+        if status.code == _RESOURCE_EXHAUSTED and affected:
+            longest = max(affected, key=lambda call: call.size)
+            outcomes.append((self._calls.pop(longest.id), error_from_status(status)))
+            affected.remove(longest)
+            for call in affected:
+                call.stream = 0
+            self._ready.extendleft(reversed(affected))
+        else:
+            if stream == self._stream:  # what was about to be sent on it shares its fate, or nothing would bound that
+                affected += [call for call in self._ready if call.id in self._calls]
+                self._ready.clear()
+            for call in affected:
+                if _retry.breaks_only_the_stream(status.code):
+                    self._try_again(call, status, now, outcomes)
+                else:
+                    outcomes.append((self._calls.pop(call.id), error_from_status(status)))
+        if stream == self._stream:
+            self._leave_stream()
+        return outcomes
+
+    def distrusted(self, stream: int, message: str) -> list[Outcome[T]]:
+        """Gives up a stream whose peer talks nonsense, and the calls on it: the next answer would be no better."""
+        if stream == self._stream:
+            self._leave_stream()
+        affected = [call for call in self._calls.values() if call.stream == stream]
+        return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
+
+    def tick(self, now: float) -> list[Outcome[T]]:
+        """Does what is due: calls that waited for a retry become ready, calls beyond their deadline fail."""
+        outcomes: list[Outcome[T]] = []
+        for call in [call for call in self._calls.values() if call.deadline <= now]:
+            del self._calls[call.id]
+            self._retract(call)
+            outcomes.append((call, DeadlineExceededError(f"no reply within {call.timeout:g} s")))
+        self._ready.extend(call for due, call in self._waiting if due <= now and call.id in self._calls)
+        self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
+        self.wakeup = min(
+            min((due for due, _ in self._waiting), default=inf),
+            min((call.deadline for call in self._calls.values()), default=inf),
+        )
+        return outcomes
+
+    def close(self) -> list[Outcome[T]]:
+        """Gives up all calls."""
+        outcomes: list[Outcome[T]] = [(call, ClientClosedError()) for call in self._calls.values()]
+        self._calls.clear()
+        self._ready.clear()
+        self._waiting.clear()
+        self._leave_stream()
+        return outcomes
+
+    def _leave_stream(self) -> None:
+        self._stream = 0
+        self._cancelled.clear()
+
+    def _try_again(self, call: Call[T], status: Status, now: float, outcomes: list[Outcome[T]]) -> None:
+        call.stream = 0
+        call.attempts += 1
+        delay = self._policy.delay(call.attempts, now, call.deadline)
+        if delay is None:
+            del self._calls[call.id]
+            outcomes.append((call, _retry.given_up(status, call.attempts)))
+            return
+        self._waiting.append((now + delay, call))
+        self.wakeup = min(self.wakeup, now + delay)
+
+
+def _duration(seconds: float) -> bytes:
+    """A serialised `google.protobuf.Duration`; one that is over is 0."""
+    whole, nanoseconds = divmod(max(0, int(seconds * 1e9)), 1_000_000_000)
+    return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")

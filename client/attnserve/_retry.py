@@ -1,0 +1,76 @@
+"""When a call is sent again, and after how long. The one place that decides it, for every transport.
+
+The rule: attention is pure, so that a call that may or may not have run can be sent again. It is, up to `retries`
+times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE) or when the stream that
+carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come again, and
+an overload, which retries would feed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from attnserve._errors import AttnServeError, UnavailableError, error_from_status
+
+_OF_THE_CONNECTION: Final = frozenset(
+    code.value[0]
+    for code in (
+        grpc.StatusCode.OK,  # the server ended the stream in good order, with calls unanswered
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.ABORTED,
+    )
+)
+
+
+def breaks_only_the_stream(code: int) -> bool:
+    """Whether a stream that ended with this status code may be followed by one that works: what servers and proxies
+    report when they go away.
+    """
+    return code in _OF_THE_CONNECTION
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with jitter, so that the callers of a server that went away do not return all at once."""
+
+    retries: int
+    """How often a call is sent again at most."""
+    first_delay: float = 0.1
+    """The longest that the first retry waits, in seconds; each further one waits up to twice as long."""
+    longest_delay: float = 5.0
+    """The longest that any retry waits, in seconds."""
+    random: Callable[[], float] = field(default=random.random, repr=False)
+    """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
+
+    def delay(self, attempts: int, now: float, deadline: float) -> float | None:
+        """How long to wait before the next attempt, in seconds, after so many; None to give up."""
+        if attempts > self.retries:
+            return None
+        longest = min(self.longest_delay, self.first_delay * 2.0 ** min(attempts - 1, 30))
+        delay = longest * (0.5 + 0.5 * self.random())
+        return delay if now + delay < deadline else None
+
+    def after(self, status: Status, attempts: int, now: float, deadline: float) -> float | AttnServeError:
+        """What follows a call that has failed so many times, now with a status: the delay before the next attempt, in
+        seconds, or the error to give up with.
+        """
+        if status.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+            return error_from_status(status)
+        delay = self.delay(attempts, now, deadline)
+        return given_up(status, attempts) if delay is None else delay
+
+
+def given_up(status: Status, attempts: int) -> AttnServeError:
+    """The error of a call that is not sent again, after so many attempts of which the last ended with a status."""
+    error = error_from_status(status) if status.code else UnavailableError("the server ended the stream")
+    tried = "" if attempts == 1 else f" (attempt {attempts})"
+    return UnavailableError(f"{error.code.name}: {error}{tried}", code=error.code, details=error.details)

@@ -1,0 +1,216 @@
+"""How calls travel from a client for asyncio: gRPC's asyncio channel, and the tasks around it.
+
+In: encoded calls, all from one event loop. Out: settled futures. An open stream has two tasks: one writes what is ready
+as soon as the last write is done, one reads replies. Deadlines and retries are a timer of the loop. Nothing is decided
+here; see `_multiplexer` and `_retry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import inf
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.rpc.status_pb2 import Status
+
+from attnserve._config import SERVICE
+from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, status_from_rpc_error
+from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._result import Attended, decode_replies
+from attnserve._retry import RetryPolicy
+from attnserve._wire import Buffer
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class CallFuture(asyncio.Future[T], Generic[R, T]):
+    """The result of a call, to come. Cancelling it has the server told."""
+
+    def __init__(self, finish: Callable[[R], T]) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self._finish = finish
+        self.withdraw: Callable[[], object] = bool
+        """Has the transport forget the call."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Gives up the call. False if it is too late."""
+        if not super().cancel(msg):
+            return False
+        self.withdraw()
+        return True
+
+    def settle(self, outcome: R | AttnServeError) -> None:
+        """Gives the future its result, or the error instead."""
+        if self.done():
+            return
+        if isinstance(outcome, AttnServeError):
+            self.set_exception(outcome)
+            return
+        try:
+            result = self._finish(outcome)
+        except Exception as error:  # whatever it is (no memory on the device, too), it is the caller's to see
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+StreamFuture: TypeAlias = CallFuture[Attended, Any]
+
+
+class StreamTransport:
+    """Calls over one stream at a time, any number in flight."""
+
+    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy) -> None:
+        self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._loop = asyncio.get_running_loop()
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy)
+        self._writable = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._watched = inf
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many calls are in flight."""
+        return len(self._multiplexer)
+
+    def submit(self, future: StreamFuture, pieces: list[Buffer], size: int, timeout: float | None) -> None:
+        """Sends a call. The future is settled when its outcome is there."""
+        if self._closed:
+            raise ClientClosedError
+        call = Call(future, pieces, size, time.monotonic(), timeout)
+        future.withdraw = partial(self._withdraw, call)
+        self._multiplexer.add(call)
+        self._advance()
+
+    async def close(self) -> None:
+        """Gives up all calls and ends the streams."""
+        self._closed = True
+        _settle(self._multiplexer.close())
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _withdraw(self, call: Call[StreamFuture]) -> None:
+        self._multiplexer.cancel(call)
+        self._writable.set()
+
+    def _advance(self) -> None:
+        """Has everything done that has become possible."""
+        if self._closed:
+            return
+        if self._multiplexer.wants_stream:
+            stream = self._multiplexer.opened()
+            rpc = self._attend_stream()
+            for task in (
+                self._loop.create_task(self._write(stream, rpc)),
+                self._loop.create_task(self._read(stream, rpc)),
+            ):
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        self._writable.set()
+        if self._multiplexer.wakeup < self._watched:
+            self._watched = self._multiplexer.wakeup
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(max(0.0, self._watched - time.monotonic()), self._tick)
+
+    async def _write(self, stream: int, rpc: Any) -> None:
+        """Sends the messages of a stream, as long as it is used."""
+        try:
+            while self._multiplexer.writes(stream):
+                message = self._multiplexer.next_message(stream, time.monotonic())
+                if message is None:
+                    self._writable.clear()
+                    await self._writable.wait()
+                else:
+                    await rpc.write(b"".join(message))
+            await rpc.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the stream has ended, and the reading task says why
+
+    async def _read(self, stream: int, rpc: Any) -> None:
+        """Takes replies until the stream ends, and then its end."""
+        status = Status()
+        try:
+            while (data := await rpc.read()) is not grpc.aio.EOF:
+                replies = decode_replies(data)
+                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                self._advance()
+                _settle(outcomes)
+        except grpc.RpcError as error:
+            status = status_from_rpc_error(error)
+        except ProtocolError as error:
+            _settle(self._multiplexer.distrusted(stream, str(error)))
+            rpc.cancel()
+        outcomes = self._multiplexer.broken(stream, status, time.monotonic())
+        self._advance()
+        _settle(outcomes)
+
+    def _tick(self) -> None:
+        """Does what is due, whatever the streams do."""
+        outcomes = self._multiplexer.tick(time.monotonic())
+        self._watched = inf
+        self._timer = None
+        self._advance()
+        _settle(outcomes)
+
+
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)
+
+
+class UnaryTransport:
+    """Calls that each travel by themselves."""
+
+    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy) -> None:
+        self._methods: dict[str, Any] = {
+            name: channel.unary_unary(SERVICE + name, None, None) for name in ("Attend", "ServerInfo")
+        }
+        self._policy = policy
+        self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
+        self._closed = False
+
+    def submit(self, future: CallFuture[bytes, Any], method: str, pieces: list[Buffer], timeout: float | None) -> None:
+        """Sends a call of a method. The future is settled when its outcome is there."""
+        if self._closed:
+            raise ClientClosedError
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        task = asyncio.get_running_loop().create_task(self._call(future, self._methods[method], pieces, deadline))
+        self._tasks[task] = future
+        future.withdraw = task.cancel
+        task.add_done_callback(self._tasks.pop)
+
+    async def close(self) -> None:
+        """Gives up all calls."""
+        self._closed = True
+        tasks = dict(self._tasks)
+        for task, future in tasks.items():
+            future.settle(ClientClosedError())
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _call(self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float) -> None:
+        attempts = 0
+        while True:
+            try:
+                remaining = None if deadline == inf else max(0.0, deadline - time.monotonic())
+                future.settle(await method(b"".join(pieces), timeout=remaining))
+                return
+            except grpc.RpcError as error:
+                attempts += 1
+                verdict = self._policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
+            if isinstance(verdict, AttnServeError):
+                future.settle(verdict)
+                return
+            await asyncio.sleep(verdict)

@@ -1,0 +1,267 @@
+"""How calls travel from a client for threads: gRPC's synchronous channel, and the threads around it.
+
+In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An open stream has two threads: gRPC's own,
+which takes messages from us as fast as the connection does, and one that reads replies. One more watches deadlines and
+retries, from the first call that has any. All are daemons. Nothing is decided here; see `_multiplexer` and `_retry`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from math import inf
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from attnserve._config import SERVICE
+from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, status_from_rpc_error
+from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._result import Attended, decode_replies
+from attnserve._retry import RetryPolicy
+from attnserve._wire import Buffer
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class CallFuture(Future[T], Generic[R, T]):
+    """The result of a call, to come. Cancelling it has the server told, if there is still time."""
+
+    def __init__(self, finish: Callable[[R], T]) -> None:
+        super().__init__()
+        self._finish = finish
+        self.withdraw: Callable[[], bool] = bool
+        """Has the transport forget the call; false if the call has its outcome already."""
+
+    def cancel(self) -> bool:
+        """Gives up the call. False if it is too late."""
+        if not super().cancel():
+            return False
+        if self.withdraw():
+            self.set_running_or_notify_cancel()  # for who waits for several futures
+        return True
+
+    def settle(self, outcome: R | AttnServeError) -> None:
+        """Gives the future its result, or the error instead. To be called once."""
+        if not self.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, AttnServeError):
+            self.set_exception(outcome)
+            return
+        try:
+            result = self._finish(outcome)
+        except Exception as error:  # whatever it is (no memory on the device, too), it is the caller's to see
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+StreamFuture: TypeAlias = CallFuture[Attended, Any]
+
+
+class StreamTransport:
+    """Calls over one stream at a time, any number in flight."""
+
+    def __init__(self, channel: grpc.Channel, policy: RetryPolicy) -> None:
+        self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._lock = threading.Lock()
+        self._writable = threading.Condition(self._lock)
+        self._timer = threading.Condition(self._lock)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy)
+        self._rpcs: dict[int, Any] = {}
+        self._watcher: threading.Thread | None = None
+        self._watched = inf
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many calls are in flight."""
+        return len(self._multiplexer)
+
+    def submit(self, future: StreamFuture, pieces: list[Buffer], size: int, timeout: float | None) -> None:
+        """Sends a call. The future is settled when its outcome is there."""
+        call = Call(future, pieces, size, time.monotonic(), timeout)
+        future.withdraw = partial(self._withdraw, call)
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError()
+            self._multiplexer.add(call)
+            self._advance()
+
+    def close(self) -> None:
+        """Gives up all calls and ends the streams."""
+        with self._lock:
+            self._closed = True
+            outcomes = self._multiplexer.close()
+            rpcs = list(self._rpcs.values())
+            self._writable.notify_all()
+            self._timer.notify_all()
+        for rpc in rpcs:
+            rpc.cancel()
+        _settle(outcomes)
+
+    def _withdraw(self, call: Call[StreamFuture]) -> bool:
+        with self._lock:
+            withdrawn = self._multiplexer.cancel(call)
+            self._writable.notify_all()
+        return withdrawn
+
+    def _advance(self) -> None:
+        """Has everything done that has become possible. With the lock held."""
+        if self._multiplexer.wants_stream and not self._closed:
+            stream = self._multiplexer.opened()
+            rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream))
+            threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True).start()
+        self._writable.notify_all()
+        if self._multiplexer.wakeup < self._watched:
+            self._watched = self._multiplexer.wakeup
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
+                self._watcher.start()
+            self._timer.notify()
+
+    def _messages(self, stream: int) -> Iterator[bytes]:
+        """The messages of a stream, as long as it is used. gRPC asks for the next when it has sent the last."""
+        while True:
+            with self._lock:
+                while (message := self._multiplexer.next_message(stream, time.monotonic())) is None:
+                    if not self._multiplexer.writes(stream):
+                        return
+                    self._writable.wait()
+            yield b"".join(message)
+
+    def _read(self, stream: int, rpc: Any) -> None:
+        """Takes replies until the stream ends, and then its end."""
+        status = Status()
+        outcomes: list[Outcome[StreamFuture]]
+        try:
+            for data in rpc:
+                replies = decode_replies(data)
+                with self._lock:
+                    outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                    self._advance()
+                _settle(outcomes)
+        except grpc.RpcError as error:
+            status = status_from_rpc_error(error)
+        except ProtocolError as error:
+            with self._lock:
+                outcomes = self._multiplexer.distrusted(stream, str(error))
+            rpc.cancel()
+            _settle(outcomes)
+        with self._lock:
+            outcomes = self._multiplexer.broken(stream, status, time.monotonic())
+            del self._rpcs[stream]
+            self._advance()
+        _settle(outcomes)
+
+    def _watch(self) -> None:
+        """Does what is due when it is due, whatever the streams do."""
+        while True:
+            with self._lock:
+                while not self._closed and (pause := self._multiplexer.wakeup - time.monotonic()) > 0:
+                    self._watched = self._multiplexer.wakeup
+                    self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
+                if self._closed:
+                    return
+                outcomes = self._multiplexer.tick(time.monotonic())
+                self._watched = self._multiplexer.wakeup
+                self._advance()
+            _settle(outcomes)
+
+
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    """Delivers outcomes. Without a lock: whoever waits may do anything next."""
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)
+
+
+class _UnaryCall:
+    """One call that travels by itself, through all its attempts."""
+
+    __slots__ = ("attempts", "deadline", "future", "method", "pieces", "rpc", "timer")
+
+    def __init__(self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float) -> None:
+        self.future: Final = future
+        self.method: Final = method
+        self.pieces: Final = pieces
+        self.deadline: Final = deadline
+        self.attempts = 0
+        self.rpc: Any = None
+        self.timer: threading.Timer | None = None
+
+
+class UnaryTransport:
+    """Calls that each travel by themselves."""
+
+    def __init__(self, channel: grpc.Channel, policy: RetryPolicy) -> None:
+        self._methods: dict[str, Any] = {
+            name: channel.unary_unary(SERVICE + name, None, None) for name in ("Attend", "ServerInfo")
+        }
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._calls: set[_UnaryCall] = set()
+        self._closed = False
+
+    def submit(self, future: CallFuture[bytes, Any], method: str, pieces: list[Buffer], timeout: float | None) -> None:
+        """Sends a call of a method. The future is settled when its outcome is there."""
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        call = _UnaryCall(future, self._methods[method], pieces, deadline)
+        future.withdraw = partial(self._withdraw, call)
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError()
+            self._calls.add(call)
+        self._send(call)
+
+    def close(self) -> None:
+        """Gives up all calls."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            self._finish(call, ClientClosedError())
+
+    def _send(self, call: _UnaryCall) -> None:
+        remaining = None if call.deadline == inf else max(0.0, call.deadline - time.monotonic())
+        with self._lock:
+            if call not in self._calls:
+                return
+            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining)
+        call.rpc.add_done_callback(partial(self._done, call))
+
+    def _done(self, call: _UnaryCall, rpc: Any) -> None:
+        if rpc.code() is grpc.StatusCode.OK:
+            self._finish(call, rpc.result())
+            return
+        call.attempts += 1
+        verdict = self._policy.after(status_from_rpc_error(rpc), call.attempts, time.monotonic(), call.deadline)
+        if isinstance(verdict, AttnServeError):
+            self._finish(call, verdict)
+            return
+        with self._lock:
+            if call in self._calls:
+                call.timer = threading.Timer(verdict, self._send, (call,))
+                call.timer.daemon = True
+                call.timer.start()
+
+    def _withdraw(self, call: _UnaryCall) -> bool:
+        with self._lock:
+            if call not in self._calls:
+                return False
+            self._calls.remove(call)
+        self._stop(call)
+        return True
+
+    def _finish(self, call: _UnaryCall, outcome: bytes | AttnServeError) -> None:
+        if self._withdraw(call):
+            call.future.settle(outcome)
+
+    def _stop(self, call: _UnaryCall) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.rpc is not None:
+            call.rpc.cancel()
