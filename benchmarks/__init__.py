@@ -1,0 +1,1 @@
+"""Benchmarks: the service against the same computation in process and against its transport without computation."""
