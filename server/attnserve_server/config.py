@@ -150,15 +150,15 @@ class Config:
     max_bytes: int = _setting(
         _size(), 2 * 2**30, "The most bytes of requests and their replies in flight; it bounds the server's memory."
     )
-    # Work admitted is waiting promised: this over the device's speed is the longest queue. 5e12 is some 50 s of two CPU
-    # cores at 1e11 a second, 5 s of a large CPU, and 12 ms of a data-centre GPU, a thousand of its batches. 2 GiB of
-    # requests are reached first where sequences are short (256 with 1024 tokens, 8 heads of 64, are 5e11), this where
-    # they are long (9 with 16384 tokens).
+    # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
+    # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
+    # into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach max_bytes
+    # long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so that this bounds long ones.
     max_flops: int = _setting(
         _flops(),
-        5 * 10**12,
-        "The most floating-point operations admitted and not yet computed. Over the device's speed it is the longest "
-        "wait: lower it where callers wait less.",
+        2 * 10**13,
+        "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
+        "device's speed it is the longest wait: lower it where callers wait less.",
     )
     max_batch_flops: int = _setting(
         _flops(),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import urllib.request
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +17,13 @@ from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from attnserve import Client
 from attnserve_server import metrics as declared
 from attnserve_server.histogram import Histogram
 from attnserve_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
 
 
 @pytest.fixture
@@ -183,3 +192,35 @@ def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], time
         assert read["h_bucket", "b", bound] == 0
     assert read["h_count", "a", None] == sum(counts)
     assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
+
+
+def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    query = np.ones((2, 3, 16), np.float32)
+    with Client(server.address) as client:
+        for _ in range(3):
+            assert client.attend(query, query, query).output.shape == query.shape
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/attnserve.v1.AttentionService/Attend")(b"", timeout=30)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    read = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in parse_text(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+    assert read["attnserve_requests_total", "OK", "attend_stream"] == 3
+    assert read["attnserve_requests_total", "INVALID_ARGUMENT", "attend"] == 1
+    assert read["attnserve_request_duration_seconds_count", "attend_stream"] == 3
+    for phase in declared.PHASES:
+        assert read["attnserve_request_phase_duration_seconds_count", phase] == 3
+    assert read["attnserve_batch_requests_sum",] == 3
+    assert read["attnserve_query_tokens_total",] == 9
+    assert read["attnserve_flops_total",] > 0
+    assert read["attnserve_received_bytes_total",] > 3 * 3 * query.nbytes
+    assert read["attnserve_sent_bytes_total",] > 3 * query.nbytes
+    assert sum(count for (name, *_), count in read.items() if name == "attnserve_kernel_calls_total") > 0
+    assert read["attnserve_in_flight_requests",] == read["attnserve_queue_bytes",] == 0
+    assert "_created" not in text
