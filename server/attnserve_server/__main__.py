@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in (*surroundings(), *config.describe()):
             print(line, flush=True)
         # Only now, because it loads torch: --help and a wrong setting answer at once.
-        from attnserve_server import server
+        from attnserve_server.server import run
 
-        server.run(config)
+        run(config)
     except StartError as error:
         print(f"attnserve-server: {error}", file=sys.stderr)
         return error.exit_status
