@@ -3,7 +3,8 @@
 float32 is within 2e-6 on unit-normal inputs, whose scores reach about 8; where scores or log-sum-exps are larger, their
 rounding errors are larger in proportion, and so is the bound. float64 likewise, with 1e-12. The output of a half
 precision is within twice the error of torch's own kernel in that dtype plus 1e-5; where torch lacks a feature (softcap,
-sinks, learned scores), its error without that feature counts, and never less than what rounding alone costs.
+sinks, learned scores), its error without that feature counts, and never less than what rounding alone costs. The
+log-sum-exp of half precisions is float32, but torch's kernel for them has an exponential that errs by 5e-5.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ UNIT_NORMAL_SCORES = 8.0
 """The largest score that unit-normal queries and keys reach."""
 
 _ABSOLUTE = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "float64": 1e-12}
+_LSE = {"float32": 2e-6, "float16": 1e-4, "bfloat16": 1e-4, "float64": 1e-12}
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float64": 2.0**-53}
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -38,7 +40,7 @@ def check(case: Case, result: Any, scores: str | None = None) -> None:
     magnitude = max(1.0, _largest(expected.masked[expected.attended]), _largest(case.options.get("sinks", ())))
     if result.lse is not None:
         assert result.lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
-        _check(result.lse, expected.lse, _ABSOLUTE[dtype.name] * magnitude, "lse")
+        _check(result.lse, expected.lse, _LSE[dtype.name] * magnitude, "lse")
     if scores is not None:
         wanted = getattr(expected, scores)
         assert result.scores.dtype == dtype

@@ -10,21 +10,27 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any legal request, small: every layout, rank, dtype and option, zero lengths and single elements included."""
-    layout = draw(st.sampled_from(["heads_first", "length_first", "packed"]))
-    rank = 3 if layout == "packed" else draw(st.sampled_from([4, 3, 2]))
+def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
+    """Any legal request, small: every layout, rank, dtype and option, zero lengths and single elements included.
+
+    Dense ones are as the kernels take them: of rank 4, heads first, no lengths, one offset.
+    """
+    layout = "heads_first" if dense else draw(st.sampled_from(["heads_first", "length_first", "packed"]))
+    rank = {"packed": 3}.get(layout) or (4 if dense else draw(st.sampled_from([4, 3, 2])))
     key_heads, group = (1, 1) if rank == 2 else (draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3])))
     heads = key_heads * group
     query_length, key_length = draw(_LENGTHS), draw(_LENGTHS)
     batch = 1 if rank < 4 and layout != "packed" else draw(st.integers(1, 4))
     query_lengths = kv_lengths = None
+
+    def one_each(integers: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+        return st.lists(integers, min_size=batch, max_size=batch).map(tuple)
+
     if layout == "packed":
-        query_lengths = tuple(draw(st.lists(_LENGTHS, min_size=batch, max_size=batch)))
-        kv_lengths = tuple(draw(st.lists(_LENGTHS, min_size=batch, max_size=batch)))
+        query_lengths, kv_lengths = draw(one_each(_LENGTHS)), draw(one_each(_LENGTHS))
         query_length, key_length = max(query_lengths), max(kv_lengths)
-    elif draw(st.booleans()):
-        kv_lengths = tuple(draw(st.lists(st.integers(0, key_length), min_size=batch, max_size=batch)))
+    elif not dense and draw(st.booleans()):
+        kv_lengths = draw(one_each(st.integers(0, key_length)))
     grid = (batch, heads, query_length, key_length)
     offsets = st.integers(-key_length - 2, key_length + 2)
     score = draw(st.sampled_from(["dot", "dot", "dot", "general", "additive"]))
@@ -44,7 +50,7 @@ def plans(draw: st.DrawFn) -> Plan:
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
         causal=draw(st.sampled_from([False, True, "top_left", "bottom_right"])),
-        query_offset=draw(st.one_of(st.none(), offsets, st.lists(offsets, min_size=batch, max_size=batch).map(tuple))),
+        query_offset=draw(st.one_of(st.none(), offsets, *([] if dense else [one_each(offsets)]))),
         window=draw(st.one_of(st.none(), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))),
         mask_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
         bias_shape=draw(st.one_of(st.none(), _broadcastable(grid))),

@@ -1,0 +1,245 @@
+"""The kernels themselves, without a service around them: against the oracle, and in the traps that torch lays.
+
+The traps: a kernel that kills the process at zero lengths, a log-sum-exp of 0 where nothing is attended, NaN that is
+swallowed or leaks, and bits that depend on where in memory a tensor lies and on what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import accuracy
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from bits import assert_same_bits, assert_same_results
+from cases import DTYPES, Case, Plan
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, attend
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """The array as a tensor of its own memory; bfloat16 too, of which torch's NumPy bridge knows nothing."""
+    array = np.array(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array(tensor: torch.Tensor) -> oracle.Array:
+    """The tensor as an array."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def call_of(case: Case, **returned: Any) -> AttentionCall:
+    """A case of rank 4, heads first, without lengths, as the kernels take it."""
+    options, score = case.options, case.options.get("score")
+    wide = torch.float64 if case.query.dtype == np.float64 else torch.float32
+
+    def parameter(name: str) -> torch.Tensor | None:
+        return tensor(options[name]).to(wide) if name in options else None
+
+    def of_rank_4(parameter: torch.Tensor | None) -> torch.Tensor | None:
+        return None if parameter is None else parameter[(None,) * (4 - parameter.dim())]
+
+    offset = options.get("query_offset")
+    if offset is None:
+        offset = case.key.shape[2] - case.query.shape[2] if options.get("causal") == "bottom_right" else 0
+    kernel_score: GeneralScore | AdditiveScore | None = None
+    if isinstance(score, oracle.General):
+        kernel_score = GeneralScore(tensor(score.weight))
+    elif isinstance(score, oracle.Additive):
+        optional = [None if p is None else tensor(p) for p in (score.bias, score.output_weight)]
+        kernel_score = AdditiveScore(tensor(score.query_weight), tensor(score.key_weight), *optional)
+    return AttentionCall(
+        query=tensor(case.query),
+        key=tensor(case.key),
+        value=tensor(case.value),
+        scale=options.get("scale", 1.0 if score is not None else case.query.shape[3] ** -0.5),
+        score=kernel_score,
+        softcap=options.get("softcap", 0.0),
+        offset=offset,
+        causal=bool(options.get("causal", False)),
+        window=options.get("window", (-1, -1)),
+        mask=of_rank_4(tensor(options["mask"]) if "mask" in options else None),
+        bias=of_rank_4(parameter("bias")),
+        alibi_slopes=parameter("alibi_slopes"),
+        sinks=parameter("sinks"),
+        **returned,
+    )
+
+
+def run(call: AttentionCall) -> Any:
+    """The result of a call in arrays."""
+    result = attend(call)
+    lse, scores = (None if part is None else array(part) for part in (result.lse, result.scores))
+    return SimpleNamespace(output=array(result.output), lse=lse, scores=scores, kernel=result.kernel)
+
+
+PLANS = strategies.plans(dense=True)
+RETURNS = {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, *oracle.STAGES])}
+
+
+@given(plan=PLANS, seed=strategies.SEEDS, returned=st.fixed_dictionaries(RETURNS))
+def test_random_calls(plan: Plan, seed: int, returned: dict[str, Any]) -> None:
+    case = plan.case(seed)
+    accuracy.check(case, run(call_of(case, **returned)), returned["return_scores"])
+
+
+@given(plan=PLANS, seed=strategies.SEEDS, returned=st.fixed_dictionaries(RETURNS))
+def test_a_stack_has_the_bits_of_each_sequence_alone(plan: Plan, seed: int, returned: dict[str, Any]) -> None:
+    case = replace(plan, batch=4, mask_shape=None, bias_shape=None).case(seed)
+    call = call_of(case, **returned)
+    together = run(call)
+    for n in range(4):
+        alone = run(replace(call, query=call.query[n : n + 1], key=call.key[n : n + 1], value=call.value[n : n + 1]))
+        for name in ("output", "lse", "scores"):
+            if getattr(alone, name) is not None:
+                assert_same_bits(getattr(alone, name), getattr(together, name)[n : n + 1], name)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"sinks": True}, {"softcap": 2.0}, {"score": "additive"}])
+def test_zero_lengths_do_not_kill_the_process(dtype: str, lengths: tuple[int, int], options: dict[str, Any]) -> None:
+    plan = Plan(dtype=dtype, query_length=lengths[0], key_length=lengths[1], **options)
+    case = plan.case(0)
+    accuracy.check(case, run(call_of(case, return_lse=True)))
+    accuracy.check(case, run(call_of(case, return_lse=True, return_scores="weights")), "weights")
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("how", ["mask", "causal", "window"])
+def test_rows_with_nothing_to_attend_have_an_lse_of_minus_infinity(dtype: str, how: str) -> None:
+    mask = np.ones((2, 1, 9, 7), dtype=bool)
+    mask[:, :, 3:5] = False
+    case = Plan(dtype=dtype, query_length=9, key_length=7).case(1)
+    excluding: dict[str, dict[str, Any]] = {
+        "mask": {"mask": mask},
+        "causal": {"causal": True, "query_offset": -3},
+        "window": {"window": (0, 0)},
+    }
+    case.options.update(excluding[how])
+    result = run(call_of(case, return_lse=True))
+    empty = ~case.expected.attended.any(-1)
+    assert empty.any()
+    assert not empty.all()
+    assert (result.lse[empty] == -np.inf).all()
+    assert (result.output[empty].astype(np.float64) == 0).all()
+    accuracy.check(case, result)
+
+
+@EVERY_DTYPE
+def test_a_nan_in_a_query_spoils_its_own_row_and_no_other(dtype: str) -> None:
+    case = Plan(dtype=dtype, causal=True, query_offset=-1).case(2)
+    case.query[:, :, [0, 3], 1] = np.nan  # row 0 has nothing to attend: what its query is does not matter
+    result = run(call_of(case, return_lse=True))
+    assert np.isnan(result.output[:, :, 3].astype(np.float64)).all()
+    assert np.isnan(result.lse[:, :, 3]).all()
+    assert (result.output[:, :, 0].astype(np.float64) == 0).all()
+    accuracy.check(case, result)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"alibi": True}, {"score": "general"}, {"score": "additive"}]
+)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_is_excluded_never_leaks(dtype: str, options: dict[str, Any], poison: float) -> None:
+    """The last key is NaN or infinite. Causal rows before it must not notice, and those that attend it must."""
+    case = Plan(dtype=dtype, causal=True, query_length=7, key_length=7, **options).case(3)
+    case.value[:, :, -1] = poison
+    result = run(call_of(case, return_lse=True))
+    assert np.isfinite(result.output[:, :, :-1].astype(np.float64)).all()
+    assert not np.isfinite(result.output[:, :, -1].astype(np.float64)).any()
+    accuracy.check(case, result)
+    case = Plan(dtype=dtype, causal=True, query_length=7, key_length=7, **options).case(3)
+    case.key[:, :, -1] = np.nan
+    result = run(call_of(case, return_lse=True))
+    assert np.isfinite(result.output[:, :, :-1].astype(np.float64)).all()
+    assert np.isnan(result.output[:, :, -1].astype(np.float64)).all()
+    accuracy.check(case, result)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("length", [1, 2, 5, 16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alibi": True}, {"softcap": 2.0}, {"group": 3}])
+def test_bits_do_not_depend_on_where_tensors_lie(dtype: str, length: int, options: dict[str, Any]) -> None:
+    plan = Plan(dtype=dtype, query_length=length, key_length=19, head_dim=20, key_dim=20, value_dim=20, **options)
+    call = call_of(plan.case(4), return_lse=True)
+
+    def moved(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+        room = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)
+        begin = (-room.data_ptr() // room.element_size()) % 16 + elements
+        place = room[begin : begin + tensor.numel()].view(tensor.shape)
+        return place.copy_(tensor)
+
+    expected = run(call)
+    for elements in (0, 1, 2, 3, 5, 8, 15):
+        query, key, value = (moved(part, elements) for part in (call.query, call.key, call.value))
+        assert_same_results(run(replace(call, query=query, key=key, value=value)), expected)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("length", [1, 2, 33])
+@pytest.mark.parametrize("options", [{}, {"group": 4}, {"softcap": 2.0}, {"score": "general"}])
+def test_bits_do_not_depend_on_strides(dtype: str, length: int, options: dict[str, Any]) -> None:
+    """Lengths first in memory, as a caller with that layout sends them."""
+    plan = Plan(dtype=dtype, query_length=length, key_length=40, **options)
+    call = call_of(plan.case(5), return_lse=True)
+    query, key, value = (
+        part.transpose(1, 2).contiguous().transpose(1, 2) for part in (call.query, call.key, call.value)
+    )
+    assert_same_results(run(replace(call, query=query, key=key, value=value)), run(call))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("length", "keys", "width", "value_width"), [(1, 130, 64, 64), (40, 40, 64, 64), (9, 33, 20, 48)]
+)
+@pytest.mark.parametrize("group", [1, 4])
+def test_against_torchs_own_attention(
+    dtype: str, length: int, keys: int, width: int, value_width: int, group: int
+) -> None:
+    """Of the sizes of real models; the yardstick is torch in float64 of the same numbers."""
+    plan = Plan(
+        dtype=dtype,
+        query_length=length,
+        key_length=keys,
+        head_dim=width,
+        key_dim=width,
+        value_dim=value_width,
+        group=group,
+    )
+    call = call_of(replace(plan, mask_shape=(2, 1, length, keys)).case(6), return_lse=True)
+
+    def torchs(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v = tensors
+        return scaled_dot_product_attention(q, k, v, attn_mask=call.mask, enable_gqa=True).double()
+
+    parts = call.query, call.key, call.value
+    exact = torchs(*(part.double() for part in parts))
+    error = (attend(call).output.double() - exact).abs().max().item()
+    theirs = (torchs(*parts) - exact).abs().max().item()
+    assert error <= {"float32": 2e-6, "float64": 1e-12}.get(dtype, 2 * theirs + 1e-5)
+
+
+@EVERY_DTYPE
+def test_long_sequences(dtype: str) -> None:
+    """Longer than the blocks that kernels work in, of a length that is a multiple of nothing."""
+    for options in ({"causal": True}, {"window": (30, 5)}, {"alibi": True, "sinks": True}):
+        plan = Plan(dtype=dtype, batch=1, group=2, key_heads=1, query_length=531, key_length=777, **options)
+        case = plan.case(7)
+        accuracy.check(case, run(call_of(case, return_lse=True)))
