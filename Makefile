@@ -16,7 +16,7 @@ INGREDIENTS := pyproject.toml constraints.txt
 GENERATED_BY := scripts/protos.py
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format bench protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,10 +35,14 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python $(GENERATED_BY) check
+	$(BIN)/python -m pytest --quiet tests/server/test_config.py -k documents
 
 format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev ## write the table of settings into the documents
+	$(BIN)/python -m attnserve_server.config README.md docs/configuration.md
 
 bench: $(VENV)/.dev ## compare the service with the same torch calls in process
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -68,11 +72,13 @@ $(BIN)/python:
 	echo "setting up $(VENV) with $$found"; "$$found" -m venv $(VENV)
 
 $(VENV)/.demo: $(INGREDIENTS) | $(BIN)/python
+	@echo "installing, once, which takes a few minutes"
 	$(PIP) $(TORCH_INSTALL)
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
+	@echo "installing, once, which takes a few minutes"
 	$(PIP) $(TORCH_INSTALL)
 	$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.demo $@
