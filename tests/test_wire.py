@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import unknown_fields, wrappers_pb2
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attnserve import _wire
@@ -35,6 +35,7 @@ WIRE_TYPES = {
     FieldDescriptor.TYPE_BYTES: LENGTH_DELIMITED,
     FieldDescriptor.TYPE_MESSAGE: LENGTH_DELIMITED,
 }
+more_examples = settings(max_examples=5 * settings().max_examples)  # they are quick
 message_types = st.sampled_from(MESSAGE_TYPES)
 contents = st.one_of(st.binary(max_size=6), st.binary(min_size=120, max_size=140))
 
@@ -208,11 +209,13 @@ def assert_same_meaning(message_type: type[Message], data: bytes) -> None:
             assert canonical(found) == canonical(expected)
 
 
+@more_examples
 @given(messages())
 def test_reads_what_stock_protobuf_writes(message: Message) -> None:
     assert_same_meaning(type(message), message.SerializeToString())
 
 
+@more_examples
 @given(encoded())
 @example((tensor_pb2.Tensor, b"\xfa\x80\x80\x80\x80\x00\x01x"))  # a tag of six bytes, which protobuf refuses
 @example((tensor_pb2.Tensor, b"\x7a\x81\x80\x80\x80\x80\x80\x80\x80\x80\x00x"))  # a length of ten, which it accepts
@@ -223,6 +226,7 @@ def test_reads_unusual_encodings_as_stock_protobuf_does(case: tuple[type[Message
     assert_same_meaning(*case)
 
 
+@more_examples
 @given(st.data())
 def test_truncations_and_mutations(data: st.DataObject) -> None:
     message_type, message = data.draw(encoded())
@@ -235,11 +239,13 @@ def test_truncations_and_mutations(data: st.DataObject) -> None:
     assert_same_meaning(message_type, bytes(whole[: data.draw(st.integers(0, len(whole)))]))
 
 
+@more_examples
 @given(message_types, st.binary(max_size=40))
 def test_random_bytes(message_type: type[Message], data: bytes) -> None:
     assert_same_meaning(message_type, data)
 
 
+@more_examples
 @given(messages(pb.AttendRequest), st.data())
 def test_what_is_remembered_changes_nothing(message: Message, data: st.DataObject) -> None:
     """A message that differs in one byte from one that `split` knows well is read as if nothing were known."""
@@ -253,6 +259,7 @@ def test_what_is_remembered_changes_nothing(message: Message, data: st.DataObjec
         assert_same_meaning(pb.AttendRequest, bytes(other))
 
 
+@more_examples
 @given(messages(), st.randoms(use_true_random=False))
 def test_writes_what_stock_protobuf_reads(message: Message, random: Any) -> None:
     """A sender's way: a header with tickets, written by protobuf in any order of payloads, joined with the payloads."""
