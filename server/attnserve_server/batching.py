@@ -82,6 +82,11 @@ class BatchQueue(Generic[E]):
         self.bytes += entry.received_bytes
         self.flops += entry.flops
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a batch could be filled, were everything that waits of one group."""
+        return self.flops >= self._max_flops or self.requests >= self._max_requests
+
     def oldest_arrival(self) -> float | None:
         """When the entry came that has waited longest; None if nothing waits."""
         return min((lane[0].arrival for lanes in self._lanes.values() for lane in lanes.values()), default=None)

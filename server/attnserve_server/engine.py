@@ -159,7 +159,7 @@ class Engine:
 
     def _remaining_wait(self, now: float) -> float:
         oldest = self._queue.oldest_arrival()
-        return 0.0 if oldest is None else oldest + self._max_wait - now
+        return 0.0 if oldest is None or self._queue.is_full else oldest + self._max_wait - now
 
     def _drop(self, batch: Batch[Entry]) -> None:
         for entries, reason, error in (

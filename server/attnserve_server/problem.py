@@ -1,8 +1,8 @@
 """A request's header, checked and in canonical form. Serialised header in, `Problem` out.
 
 Everything about a request but the contents of its tensors is in its header, and callers send the same header over and
-over: `problem_of` remembers what it made of the last ones, so that a request costs a look-up. What depends on contents
-(lengths and offsets) is checked in `request.py`.
+over: `request` remembers what came of the last ones, so that a request costs a look-up. What depends on contents
+(lengths and offsets) is checked there.
 
 Notation as in the proto comments: B sequences, Hq query heads, Hk key/value heads, Lq queries, S keys, widths D, Dk,
 Dv.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -25,6 +24,9 @@ from attnserve_server.errors import InvalidRequest, Malformed
 
 MAX_POSITION = 1 << 40
 """Offsets and windows beyond this are as good as infinite."""
+
+MAX_LENGTH = (1 << 31) - 1
+"""The longest axis of a tensor."""
 
 MAX_PRIORITY = 8
 
@@ -106,7 +108,6 @@ class Problem:
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
 
 
-@lru_cache(maxsize=4096)
 def problem_of(header: bytes) -> Problem:
     """The problem that a serialised header (of `AttendRequest`, with tickets for payloads) states.
 
@@ -274,8 +275,8 @@ def _spec(message: pb.AttendRequest, path: str) -> TensorSpec:
     if dtype is None:
         raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
     shape = tuple(tensor.shape)
-    if any(length < 0 for length in shape):
-        raise InvalidRequest(f"{path}.shape", "lengths that are not negative", list(shape))
+    if any(not 0 <= length <= MAX_LENGTH for length in shape):
+        raise InvalidRequest(f"{path}.shape", f"lengths from 0 to {MAX_LENGTH}", list(shape))
     payload, size = _wire.read_ticket(tensor.data)
     expected = math.prod(shape) * dtype.itemsize
     if size != expected:

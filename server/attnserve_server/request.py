@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -33,18 +34,50 @@ class Span(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True)
-class Request:
-    """A problem with its payloads. `longest` are the Lq and S of a reply's scores."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a request comes to once its lengths are known. `longest` are the Lq and S of a reply's scores."""
 
-    problem: Problem
-    payloads: list[memoryview]
     spans: tuple[Span, ...]
     longest: tuple[int, int]
     query_tokens: int
     flops: int
-    received_bytes: int
     reply_bytes: int
+
+
+@dataclass(slots=True)
+class Request:
+    """A problem with its payloads, and what it comes to."""
+
+    problem: Problem
+    payloads: list[memoryview]
+    extent: Extent
+    received_bytes: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The sequences."""
+        return self.extent.spans
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The Lq and S of a reply's scores."""
+        return self.extent.longest
+
+    @property
+    def query_tokens(self) -> int:
+        """Rows of queries, over all sequences."""
+        return self.extent.query_tokens
+
+    @property
+    def flops(self) -> int:
+        """What it costs to compute."""
+        return self.extent.flops
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of the reply's tensors."""
+        return self.extent.reply_bytes
 
     def payload(self, name: str) -> memoryview:
         """The elements of a tensor that the problem has."""
@@ -60,35 +93,43 @@ def read_request(buffer: bytes, at: int = 0, end: int | None = None) -> Request:
         header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
+    problem, extent = _known(header)
+    if extent is None:
+        extent = _extent(problem, payloads)
+    return Request(problem, payloads, extent, end - at)
+
+
+@lru_cache(maxsize=4096)
+def _known(header: bytes) -> tuple[Problem, Extent | None]:
+    """What follows from a header alone: the extent too, where no lengths or offsets are given."""
     problem = problem_of(header)
+    if problem.tensors.keys() & {"query_lengths", "kv_lengths", "query_offset"}:
+        return problem, None
+    return problem, _extent(problem, [])
+
+
+def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
+    """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
     query_lengths = _integers(problem, payloads, "query_lengths")
     kv_lengths = _integers(problem, payloads, "kv_lengths")
     offsets = _integers(problem, payloads, "query_offset")
-    if kv_lengths is None and offsets is None:
-        longest = problem.query_length, problem.kv_length
-        offset = problem.kv_length - problem.query_length if problem.bottom_right and problem.needs_positions else 0
-        spans: tuple[Span, ...] = (Span(0, problem.batch, 0, longest[0], 0, longest[1], offset),)
-        pairs = problem.batch * longest[0] * longest[1]
-    else:
-        _check_lengths(problem, query_lengths, kv_lengths)
-        spans = _spans(problem, query_lengths, kv_lengths, offsets)
-        pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
-        longest = problem.query_length, problem.kv_length
-        if problem.packed:
-            longest = max(query_lengths or (0,), default=0), max(kv_lengths or (0,), default=0)
-            for name in ("mask", "bias"):
-                if name in problem.tensors:
-                    check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
-    rows = problem.query_length * (1 if problem.packed else problem.batch)
-    kv_rows = problem.kv_length * (1 if problem.packed else problem.batch)
-    return Request(
-        problem=problem,
-        payloads=payloads,
+    _check_lengths(problem, query_lengths, kv_lengths)
+    longest = problem.query_length, problem.kv_length
+    sequences = problem.batch
+    if problem.packed:
+        sequences = 1
+        longest = max(query_lengths or (0,)), max(kv_lengths or (0,))
+        for name in ("mask", "bias"):
+            if name in problem.tensors:
+                check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
+    spans = _spans(problem, query_lengths, kv_lengths, offsets)
+    pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
+    rows = problem.query_length * sequences
+    return Extent(
         spans=spans,
         longest=longest,
         query_tokens=rows,
-        flops=problem.flops(pairs, rows, kv_rows),
-        received_bytes=end - at,
+        flops=problem.flops(pairs, rows, problem.kv_length * sequences),
         reply_bytes=_reply_bytes(problem, rows, longest[1]),
     )
 
@@ -133,19 +174,15 @@ def _spans(
     kv_lengths: tuple[int, ...] | None,
     offsets: tuple[int, ...] | None,
 ) -> tuple[Span, ...]:
+    if kv_lengths is None and (offsets is None or len(offsets) == 1):
+        offset = _offset(problem, offsets, 0, problem.query_length, problem.kv_length)
+        return (Span(0, problem.batch, 0, problem.query_length, 0, problem.kv_length, offset),)
     spans: list[Span] = []
     query_start = kv_start = 0
     for index in range(problem.batch):
         query_length = problem.query_length if query_lengths is None else query_lengths[index]
         kv_length = problem.kv_length if kv_lengths is None else kv_lengths[index]
-        offset = 0
-        if problem.needs_positions:
-            if offsets is not None:
-                offset = offsets[index if len(offsets) > 1 else 0]
-                if not -MAX_POSITION <= offset <= MAX_POSITION:
-                    raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
-            elif problem.bottom_right:
-                offset = kv_length - query_length
+        offset = _offset(problem, offsets, index, query_length, kv_length)
         span = Span(index, 1, query_start, query_length, kv_start, kv_length, offset)
         if problem.packed:
             query_start += query_length
@@ -155,3 +192,13 @@ def _spans(
             continue
         spans.append(span)
     return tuple(spans)
+
+
+def _offset(problem: Problem, offsets: tuple[int, ...] | None, index: int, query_length: int, kv_length: int) -> int:
+    """The position of a sequence's first query; 0 where positions make no difference."""
+    offset = kv_length - query_length if problem.bottom_right else 0
+    if offsets:
+        offset = offsets[index if len(offsets) > 1 else 0]
+        if not -MAX_POSITION <= offset <= MAX_POSITION:
+            raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
+    return offset if problem.needs_positions else 0

@@ -46,6 +46,10 @@ async def _serve(config: Config) -> None:
     server = Server(config)
     try:
         grpc_address, http_address = await server.start()
+        device = server.device
+        print(
+            f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
+        )
         print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
         await stopping.wait()
         await server.drain()

@@ -55,6 +55,10 @@ class Band:
         begin, end = self.reach()
         return Band(self.query_length, end - begin, self.offset - begin, self.left, self.right), begin, end
 
+    def queries(self, start: int, stop: int) -> Band:
+        """The band of some of the queries."""
+        return Band(stop - start, self.kv_length, self.offset + start, self.left, self.right)
+
     def tensor(self, device: torch.device) -> torch.Tensor:
         """Bool [Lq, S], true where the query reaches the key."""
         query = torch.arange(self.query_length, device=device).unsqueeze(1) + self.offset

@@ -73,6 +73,16 @@ class AttentionCall:
             bias=_part(self.bias, 0, start, stop),
         )
 
+    def queries(self, start: int, stop: int) -> AttentionCall:
+        """The call for some of the queries."""
+        return replace(
+            self,
+            query=self.query[:, :, start:stop],
+            offset=self.offset + start,
+            mask=_part(self.mask, 2, start, stop),
+            bias=_part(self.bias, 2, start, stop),
+        )
+
     def kv_heads(self, start: int, stop: int) -> AttentionCall:
         """The call for some of the key/value heads and the query heads that read them."""
         group = self.query.shape[1] // self.key.shape[1]

@@ -21,6 +21,13 @@ from attnserve_server.kernels.call import AttentionCall, AttentionResult
 NAME = "cpu_flash"
 ROW_ELEMENTS = 16
 
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""The elements of a mask or bias that is made for a block of queries."""
+WINDOW_BLOCK = 256
+"""The queries of a block where a window or offset excludes keys: fewer reach fewer keys, more run faster."""
+MIN_BLOCK = 16
+
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -33,7 +40,31 @@ def applies(call: AttentionCall) -> bool:
 
 
 def attend(call: AttentionCall) -> AttentionResult:
-    """Computes a call with Lq > 0 and S > 0."""
+    """Computes a call with Lq > 0 and S > 0.
+
+    Masks and biases are made for blocks of queries: memory stays bounded, and a window costs what it reaches.
+    """
+    query_length, kv_length = call.query.shape[2], call.key.shape[2]
+    band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
+    rows = query_length
+    if call.alibi_slopes is not None:
+        rows = max(MIN_BLOCK, MAX_BLOCK_ELEMENTS // (kv_length * call.query.shape[1]))
+    elif not (band.is_everything or band.is_lower_triangle):
+        rows = max(MIN_BLOCK, min(WINDOW_BLOCK, MAX_BLOCK_ELEMENTS // kv_length))
+    if rows >= query_length:
+        return _attend_block(call)
+    blocks = [
+        _attend_block(call.queries(start, min(start + rows, query_length))) for start in range(0, query_length, rows)
+    ]
+    return AttentionResult(
+        torch.cat([block.output for block in blocks], 2),
+        torch.cat([block.lse for block in blocks if block.lse is not None], 2) if call.return_lse else None,
+        None,
+        NAME,
+    )
+
+
+def _attend_block(call: AttentionCall) -> AttentionResult:
     query_length, width = call.query.shape[2], call.value.shape[-1]
     band, begin, end = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window).narrowed()
     if begin == end:

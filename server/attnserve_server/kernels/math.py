@@ -46,10 +46,6 @@ def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.
     value_is_finite = bool(torch.isfinite(value).all())
     score = _score_function(call, key, exact)
     band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
-    allowed = None if band.is_everything else band.tensor(device)[None, None]
-    if call.mask is not None:
-        allowed = call.mask if allowed is None else allowed & call.mask
-
     hidden = call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
     rows = max(1, BLOCK_ELEMENTS // max(1, query_heads * kv_length * hidden))
     for start in range(0, query_length, rows):
@@ -67,9 +63,9 @@ def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.
             position = torch.arange(start, stop, device=device).unsqueeze(1) + call.offset
             distance = (position - torch.arange(kv_length, device=device)).abs()
             s = s - call.alibi_slopes.to(exact)[None, :, None, None] * distance
-        attended = None
-        if allowed is not None:
-            attended = _rows(allowed, start, stop).expand(s.shape)
+        attended = _attended(call, band.queries(start, stop), start, stop)
+        if attended is not None:
+            attended = attended.expand(s.shape)
             s = s.masked_fill(~attended, -torch.inf)
         if call.return_scores == "masked" and scores is not None:
             scores[:, :, start:stop] = s
@@ -84,6 +80,15 @@ def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.
             block = _weigh_non_finite(grouped, value, attended)
         output[:, :, start:stop] = block.reshape(1, query_heads, stop - start, width)
     return output, lse, scores
+
+
+def _attended(call: AttentionCall, band: Band, start: int, stop: int) -> torch.Tensor | None:
+    """Bool that broadcasts to the scores of some queries, true where no mask excludes; None if nothing does."""
+    mask = None if call.mask is None else _rows(call.mask, start, stop)
+    if band.is_everything:
+        return mask
+    reached = band.tensor(call.query.device)[None, None]
+    return reached if mask is None else reached & mask
 
 
 def _softmax(s: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
