@@ -74,9 +74,9 @@ def table(workload: Workload, found: dict[str, dict[str, list[float]]]) -> Table
     result = Table(title=f"{workload.name}: {workload.description}", title_justify="left")
     for heading in (
         "",
-        "of torch",
-        "of transport",
-        "requests/s",
+        "/torch",
+        "/transport",
+        "req/s",
         "p50 µs",
         "p99 µs",
         "server µs",

@@ -10,6 +10,7 @@ always: parallelism is across calls).
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 
 import torch
 from torch.nn.functional import pad
@@ -78,7 +79,6 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         bias = exclusion.new_zeros((), dtype=call.accumulation_dtype) if bias is None else bias
         bias = bias.masked_fill(exclusion, -torch.inf)
 
-    finite = _is_finite(call.query, key, value, call.bias)
     output, lse = _run(call.query, key, value, bias, causal, call.scale)
     output = output[..., :width]
     if shift is not None:
@@ -90,10 +90,11 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks)
 
-    if not bool(finite.all()):
+    non_finite = _non_finite_heads(call.query, key, value, call.bias)
+    if non_finite:
         output, lse = output.contiguous(), lse.contiguous()
         group = call.query.shape[1] // key.shape[1]
-        for n, head in torch.nonzero(~finite).tolist():
+        for n, head in non_finite:
             exact = math.attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=True))
             output[n, head * group : (head + 1) * group] = exact.output[0]
             lse[n, head * group : (head + 1) * group] = exact.lse[0]  # type: ignore[index]
@@ -170,21 +171,26 @@ def _bias(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.
     return (alibi if bias is None else bias + alibi), shift
 
 
-def _is_finite(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Bool [N, Hk]: whether all that a key head of a sequence computes with is finite. False too, now and then, where
-    a sum of finite numbers overflows.
-    """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+def _non_finite_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> list[list[int]]:
+    """The [sequence, key head] whose queries, keys, values or biases are not all finite."""
+    # A sum is finite only if all that it adds up is. One that is not may have overflowed: then look closer.
+    total = query.sum() + key.sum() + value.sum()
+    if bias is not None:
+        total = total + bias.sum()
+    if isfinite(float(total)):
+        return []
     count, kv_heads = key.shape[:2]
-    total = query.sum((2, 3), dtype=dtype).view(count, kv_heads, -1).sum(-1)
-    total = total + key.sum((2, 3), dtype=dtype) + value.sum((2, 3), dtype=dtype)
-    finite = torch.isfinite(total)
+    finite = torch.isfinite(query).flatten(2).all(2).view(count, kv_heads, -1).all(2)
+    for tensor in (key, value):
+        finite &= torch.isfinite(tensor).flatten(2).all(2)
     if bias is not None:
         finite_bias = torch.isfinite(bias).flatten(2).all(2)
         if finite_bias.shape[1] > 1:
             finite_bias = finite_bias.view(-1, kv_heads, query.shape[1] // kv_heads).all(2)
         finite = finite & finite_bias
-    return finite
+    return torch.nonzero(~finite).tolist()
 
 
 def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
