@@ -73,7 +73,7 @@ def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.
         if call.return_scores == "weights" and scores is not None:
             scores[:, :, start:stop] = weights
         lse[:, :, start:stop] = block_lse
-        grouped = weights.reshape(1, kv_heads, -1, kv_length)
+        grouped = weights.reshape(1, kv_heads, query_heads // kv_heads * (stop - start), kv_length)
         if value_is_finite:
             block = grouped @ value
         else:
