@@ -18,6 +18,10 @@ from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.problem import MAX_POSITION, Problem, check_broadcast, problem_of
 
 
+MAX_KNOWN_HEADER = 1024
+"""A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
+
+
 class Span(NamedTuple):
     """Sequences `first` to `first + sequences` of a request, which all have these lengths and this offset.
 
@@ -93,19 +97,21 @@ def read_request(buffer: bytes, at: int = 0, end: int | None = None) -> Request:
         header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
-    problem, extent = _known(header)
+    problem, extent = _known(header) if len(header) <= MAX_KNOWN_HEADER else _follows(header)
     if extent is None:
         extent = _extent(problem, payloads)
     return Request(problem, payloads, extent, end - at)
 
 
-@lru_cache(maxsize=4096)
-def _known(header: bytes) -> tuple[Problem, Extent | None]:
+def _follows(header: bytes) -> tuple[Problem, Extent | None]:
     """What follows from a header alone: the extent too, where no lengths or offsets are given."""
     problem = problem_of(header)
     if problem.tensors.keys() & {"query_lengths", "kv_lengths", "query_offset"}:
         return problem, None
     return problem, _extent(problem, [])
+
+
+_known = lru_cache(maxsize=4096)(_follows)
 
 
 def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:

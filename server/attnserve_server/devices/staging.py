@@ -55,6 +55,8 @@ class Stager:
         """The calls for requests that share a problem; more than one of them only if each holds a single span."""
         members = [requests[index] for index in indexes]
         problem, spans = members[0].problem, members[0].spans
+        if not problem.batch:
+            return
         query, key, value = (_heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
         exact = torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
         mask = self._broadcast(members, "mask", torch.bool)
@@ -117,10 +119,10 @@ class Stager:
         shape = (1,) * (4 - len(spec.shape)) + spec.shape
         tensor = self._tensor(members, name)
         tensor = tensor != 0 if dtype == torch.bool else tensor.to(dtype)
-        tensor = tensor.view(len(members), *shape)
-        if len(members) > 1:
-            tensor = tensor.expand(-1, problem.batch, -1, -1, -1)
-        return tensor.reshape(-1, *shape[1:])
+        if len(members) == 1:
+            return tensor.view(shape)
+        tensor = tensor.view(len(members), *shape).expand(-1, problem.batch, -1, -1, -1)
+        return tensor.reshape(len(members) * problem.batch, *shape[1:])
 
     def _score(self, request: Request, dtype: torch.dtype) -> GeneralScore | AdditiveScore | None:
         problem = request.problem
