@@ -17,7 +17,6 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.problem import MAX_POSITION, Problem, check_broadcast, problem_of
 
-
 MAX_KNOWN_HEADER = 1024
 """A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
 
