@@ -1,0 +1,164 @@
+"""Arrays on their way out and back: dtypes, byte orders, strides, copies, torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve import InvalidRequestError, ProtocolError, _arrays, _dtypes
+from attnserve.v1 import tensor_pb2 as pb
+
+torch = pytest.importorskip("torch")
+
+FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
+TORCH_FLOATS = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
+
+
+def elements(array: _arrays.Array) -> np.ndarray[Any, Any]:
+    """What a receiver makes of an array."""
+    return np.frombuffer(b"".join([array.data]), _dtypes.NUMPY[array.dtype]).reshape(array.shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4)])
+def test_floats_travel_as_they_are(dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    sent = _arrays.floating("query", array)
+    assert (_dtypes.NUMPY[sent.dtype], sent.shape) == (array.dtype, shape)
+    np.testing.assert_array_equal(elements(sent), array)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_contiguous_arrays_are_not_copied(dtype: Any) -> None:
+    array = np.ones((2, 3, 4), dtype)
+    assert np.shares_memory(np.frombuffer(_arrays.floating("query", array).data, np.uint8), array.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_strided_arrays_are_packed(dtype: Any) -> None:
+    array = np.arange(48).reshape(2, 4, 6).astype(dtype)
+    for strided in (array.transpose(2, 0, 1), array[:, ::2], array[..., ::-1], np.broadcast_to(array[:1], array.shape)):
+        np.testing.assert_array_equal(elements(_arrays.floating("query", strided)), strided)
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_big_endian_floats_are_converted(dtype: str) -> None:
+    array = np.array([1.5, -2.25, 3e4], dtype)
+    np.testing.assert_array_equal(elements(_arrays.floating("query", array)), array)
+
+
+def test_plain_numbers_become_float32() -> None:
+    for value in (1, 0.5, [1, 2], [[0.5], [0.25]], (1.0, 2)):
+        sent = _arrays.floating("bias", value)
+        assert sent.dtype == pb.DATA_TYPE_FLOAT32
+        np.testing.assert_array_equal(elements(sent), np.array(value, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, np.uint8, "U3", object])
+def test_what_is_not_floating_is_refused(dtype: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="bias: expected float32") as caught:
+        _arrays.floating("bias", np.ones(3).astype(dtype))
+    assert caught.value.field == "bias"
+
+
+@pytest.mark.parametrize("value", [[[1.0], [1.0, 2.0]], [object()]])
+def test_what_is_no_array_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        _arrays.floating("key", value)
+    assert caught.value.field == "key"
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int64, np.uint64])
+def test_equal_masks_of_any_dtype_are_the_same_bytes(dtype: Any) -> None:
+    mask = np.array([[1, 0, 1], [0, 0, 1]], dtype)
+    sent = _arrays.boolean("mask", mask)
+    assert (sent.dtype, bytes(memoryview(sent.data).cast("B"))) == (pb.DATA_TYPE_BOOL, b"\1\0\1\0\0\1")
+    assert _arrays.boolean("mask", mask.tolist()) == sent
+    assert _arrays.boolean("mask", torch.tensor(mask.astype(np.int64))) == sent
+    assert _arrays.boolean("mask", torch.tensor(mask.astype(bool))) == sent
+
+
+@pytest.mark.parametrize("value", [np.array([0, 2]), np.array([-1, 0])])
+def test_integer_masks_hold_0_and_1_only(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="only 0 and 1"):
+        _arrays.boolean("mask", value)
+
+
+@pytest.mark.parametrize("value", [np.zeros(2, np.float32), [0.0, 1.0], torch.zeros(2), torch.zeros(2).bfloat16()])
+def test_a_float_mask_is_refused_and_bias_named(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="bias") as caught:
+        _arrays.boolean("mask", value)
+    assert caught.value.field == "mask"
+
+
+@pytest.mark.parametrize("value", [[3, 4], np.array([3, 4], np.uint8), np.array([3, 4], ">i2"), torch.tensor([3, 4])])
+def test_integers_become_int64(value: Any) -> None:
+    sent = _arrays.integers("kv_lengths", value)
+    assert sent.dtype == pb.DATA_TYPE_INT64
+    np.testing.assert_array_equal(elements(sent), [3, 4])
+
+
+@pytest.mark.parametrize("value", [[1.5], True, [True], np.array([2**63], np.uint64), "3", [2**70]])
+def test_what_is_not_int64_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        _arrays.integers("kv_lengths", value)
+    assert caught.value.field == "kv_lengths"
+
+
+@pytest.mark.parametrize("dtype", TORCH_FLOATS)
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3, 4)])
+def test_torch_there_and_back(dtype: Any, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+    sent = _arrays.floating("query", tensor)
+    array = _arrays.from_wire("output", sent.dtype, sent.shape, b"".join([sent.data]))
+    back = _arrays.to_torch(array, tensor.device)
+    assert back.dtype is dtype
+    assert torch.equal(back, tensor.detach())
+
+
+@pytest.mark.parametrize("dtype", TORCH_FLOATS)
+def test_torch_tensors_are_not_copied_where_contiguous(dtype: Any) -> None:
+    tensor = torch.ones(2, 3, dtype=dtype)
+    data = np.frombuffer(_arrays.floating("query", tensor).data, np.uint8)
+    assert data.ctypes.data == tensor.data_ptr()
+    np.testing.assert_array_equal(elements(_arrays.floating("query", tensor.T)), np.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex64)]
+)
+def test_torch_tensors_that_cannot_travel_are_refused(tensor: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        _arrays.floating("query", tensor)
+    assert caught.value.field == "query"
+
+
+@given(st.integers(0, 7), st.sampled_from([(), (5,), (2, 3), (0, 4)]), st.sampled_from(FLOATS))
+def test_replies_become_arrays_of_their_own(offset: int, shape: tuple[int, ...], dtype: Any) -> None:
+    expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    buffer = bytes(offset) + expected.tobytes()
+    array = _arrays.from_wire("output", _dtypes.WIRE[expected.dtype], shape, memoryview(buffer)[offset:])
+    np.testing.assert_array_equal(array, expected)
+    assert array.flags.writeable
+    assert array.flags.aligned
+    assert array.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "length"),
+    [
+        (pb.DATA_TYPE_FLOAT32, (2, 2), 15),
+        (pb.DATA_TYPE_FLOAT32, (-1, -4), 16),
+        (pb.DATA_TYPE_FLOAT32, (0, 2**62, 2**62), 0),
+        (0, (4,), 16),
+        (99, (4,), 16),
+    ],
+)
+def test_replies_that_contradict_themselves_are_told(dtype: int, shape: tuple[int, ...], length: int) -> None:
+    with pytest.raises(ProtocolError, match="output"):
+        _arrays.from_wire("output", dtype, shape, bytes(length))

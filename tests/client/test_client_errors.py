@@ -1,0 +1,91 @@
+"""The error tree: which status becomes which error, and what can be read off it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2 as rpc
+from google.rpc.status_pb2 import Status
+
+import attnserve
+from attnserve._errors import error_from_status
+
+
+def status(code: grpc.StatusCode, *details: Any) -> Status:
+    result = Status(code=code.value[0], message="key: expected this, found that")
+    for detail in details:
+        result.details.add().Pack(detail)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "builtin"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, attnserve.InvalidRequestError, ValueError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, attnserve.OverloadedError, Exception),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, attnserve.DeadlineExceededError, TimeoutError),
+        (grpc.StatusCode.UNAVAILABLE, attnserve.UnavailableError, ConnectionError),
+        (grpc.StatusCode.CANCELLED, attnserve.RequestCancelledError, Exception),
+        (grpc.StatusCode.INTERNAL, attnserve.ServerError, Exception),
+        (grpc.StatusCode.UNKNOWN, attnserve.ServerError, Exception),
+        (grpc.StatusCode.UNIMPLEMENTED, attnserve.ServerError, Exception),
+    ],
+)
+def test_each_code_has_its_error(code: grpc.StatusCode, error: type[Exception], builtin: type[Exception]) -> None:
+    made = error_from_status(status(code))
+    assert type(made) is error
+    assert isinstance(made, attnserve.AttnServeError)
+    assert isinstance(made, builtin)
+    assert made.code is code
+    assert str(made) == "key: expected this, found that"
+
+
+def test_an_unknown_code_is_the_servers_error() -> None:
+    assert type(error_from_status(Status(code=77))) is attnserve.ServerError
+
+
+def test_an_error_that_is_ok_is_nonsense() -> None:
+    assert type(error_from_status(Status(code=0))) is attnserve.ProtocolError
+
+
+def test_the_field_of_an_invalid_request() -> None:
+    bad = rpc.BadRequest()
+    bad.field_violations.add(field="key", description="expected this")
+    error = error_from_status(status(grpc.StatusCode.INVALID_ARGUMENT, bad, rpc.ErrorInfo(reason="SHAPE")))
+    assert isinstance(error, attnserve.InvalidRequestError)
+    assert (error.field, error.reason) == ("key", "SHAPE")
+    assert error.details == (bad, rpc.ErrorInfo(reason="SHAPE"))
+
+
+def test_the_delay_of_an_overload() -> None:
+    retry = rpc.RetryInfo()
+    retry.retry_delay.FromMilliseconds(250)
+    error = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry))
+    assert isinstance(error, attnserve.OverloadedError)
+    assert error.retry_delay == 0.25
+    silent = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED))
+    assert isinstance(silent, attnserve.OverloadedError)
+    assert silent.retry_delay is None
+
+
+def test_details_that_are_unknown_or_broken_do_no_harm() -> None:
+    broken = Status(code=3, message="bad")
+    broken.details.add(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff\xff")
+    broken.details.add(type_url="type.googleapis.com/google.rpc.Nothing", value=b"\1")
+    broken.details.append(any_pb2.Any())
+    error = error_from_status(broken)
+    assert isinstance(error, attnserve.InvalidRequestError)
+    assert (error.field, error.details, error.reason) == (None, (), None)
+
+
+def test_every_error_is_public_and_documented() -> None:
+    classes = {attnserve.AttnServeError, *attnserve.AttnServeError.__subclasses__()}
+    for error in classes:
+        assert getattr(attnserve, error.__name__) is error
+        assert error.__name__ in attnserve.__all__
+        assert error.__doc__
+    for error in classes - {attnserve.AttnServeError}:
+        assert error("text").code is error.default_code

@@ -1,0 +1,341 @@
+"""The multiplexer without I/O: what travels when, who gets which outcome, what is sent again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.status_pb2 import Status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve import (
+    ClientClosedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    ServerError,
+    UnavailableError,
+)
+from attnserve._multiplexer import Call, Multiplexer
+from attnserve._result import Attended, Reply
+from attnserve._retry import RetryPolicy
+from attnserve.v1 import attention_pb2 as pb
+
+POLICY = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 1.0)
+DONE = Attended(pb.AttendResponse(), [])
+
+
+def status(code: grpc.StatusCode) -> Status:
+    return Status(code=code.value[0], message="because")
+
+
+def call(
+    name: Any, *, priority: int = 1, padding: int = 0, now: float = 0.0, timeout: float | None = None
+) -> Call[Any]:
+    request = pb.AttendRequest(priority=priority)
+    request.query.data = bytes(padding)
+    data = request.SerializeToString()
+    return Call(name, [data[:1], data[1:]], len(data), now, timeout)
+
+
+def message(multiplexer: Multiplexer[Any], stream: int, now: float = 0.0) -> pb.AttendStreamRequest | None:
+    pieces = multiplexer.next_message(stream, now)
+    return None if pieces is None else pb.AttendStreamRequest.FromString(b"".join(pieces))
+
+
+@pytest.fixture
+def multiplexer() -> Multiplexer[Any]:
+    return Multiplexer(POLICY)
+
+
+def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
+    assert not multiplexer.wants_stream
+    first, second = call("a", priority=3), call("b", priority=-4, timeout=2.5)
+    multiplexer.add(first)
+    multiplexer.add(second)
+    assert multiplexer.wants_stream
+    stream = multiplexer.opened()
+    assert not multiplexer.wants_stream
+    sent = message(multiplexer, stream, now=0.25)
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [first.id, second.id]
+    assert [c.attend.priority for c in sent.calls] == [3, -4]
+    assert not sent.calls[0].HasField("timeout")
+    assert sent.calls[1].timeout.ToTimedelta().total_seconds() == 2.25
+    assert message(multiplexer, stream) is None
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
+def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: float) -> None:
+    multiplexer.add(call("a", timeout=timeout))
+    sent = message(multiplexer, multiplexer.opened())
+    assert sent is not None
+    assert sent.calls[0].HasField("timeout")
+    assert sent.calls[0].timeout.seconds + sent.calls[0].timeout.nanos / 1e9 == pytest.approx(timeout, abs=2e-9)
+
+
+def test_a_message_is_bounded_unless_one_call_is_larger() -> None:
+    multiplexer: Multiplexer[Any] = Multiplexer(POLICY, message_bytes=1000)
+    for padding in (300, 300, 300, 5000, 10):
+        multiplexer.add(call(padding, padding=padding))
+    stream = multiplexer.opened()
+    lengths = []
+    while (sent := message(multiplexer, stream)) is not None:
+        lengths.append([len(c.attend.query.data) for c in sent.calls])
+    assert lengths == [[300, 300, 300], [5000], [10]]
+
+
+def test_replies_in_any_order_reach_their_calls(multiplexer: Multiplexer[Any]) -> None:
+    calls = [call(name) for name in "abc"]
+    for each in calls:
+        multiplexer.add(each)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    invalid = Reply(calls[0].id, status(grpc.StatusCode.INVALID_ARGUMENT))
+    outcomes = multiplexer.resolve(stream, [Reply(calls[2].id, DONE), invalid], 0.0)
+    assert [c.owner for c, _ in outcomes] == ["c", "a"]
+    assert outcomes[0][1] is DONE
+    assert isinstance(outcomes[1][1], InvalidRequestError)
+    assert len(multiplexer) == 1
+    assert multiplexer.resolve(stream, [Reply(calls[2].id, DONE), Reply(10**12, DONE)], 0.0) == []
+    assert multiplexer.resolve(stream + 1, [Reply(calls[1].id, DONE)], 0.0) == []
+    assert multiplexer.resolve(stream, [Reply(calls[1].id, DONE)], 0.0) == [(calls[1], DONE)]
+
+
+def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer[Any]) -> None:
+    first, second = call("a"), call("b")
+    multiplexer.add(first)
+    multiplexer.add(second)
+    assert multiplexer.cancel(first)
+    assert not multiplexer.cancel(first)
+    sent = message(multiplexer, multiplexer.opened())
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [second.id]
+    assert not sent.cancel
+
+
+def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
+    first, second, third = call("a"), call("b"), call("c")
+    multiplexer.add(first)
+    multiplexer.add(second)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    assert multiplexer.cancel(first)
+    multiplexer.add(third)
+    sent = message(multiplexer, stream)
+    assert sent is not None
+    assert (list(sent.cancel), [c.id for c in sent.calls]) == ([first.id], [third.id])
+    assert multiplexer.resolve(stream, [Reply(first.id, DONE)], 0.0) == []
+    assert multiplexer.cancel(second)
+    sent = message(multiplexer, stream)
+    assert sent is not None
+    assert (list(sent.cancel), len(sent.calls)) == ([second.id], 0)
+
+
+def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[Any]) -> None:
+    short, long, never = call("short", timeout=1.0), call("long", timeout=5.0), call("never")
+    for each in (long, short, never):
+        multiplexer.add(each)
+    assert multiplexer.wakeup == 1.0
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    assert multiplexer.tick(0.5) == []
+    ((expired, error),) = multiplexer.tick(1.0)
+    assert expired is short
+    assert isinstance(error, DeadlineExceededError)
+    assert multiplexer.wakeup == 5.0
+    sent = message(multiplexer, stream)
+    assert sent is not None
+    assert list(sent.cancel) == [short.id]
+    assert [c.owner for c, _ in multiplexer.tick(9.0)] == ["long"]
+    assert multiplexer.wakeup == float("inf")
+    assert len(multiplexer) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.OK,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+    ],
+)
+def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
+    first = call("a", priority=5)
+    multiplexer.add(first)
+    now, delays = 0.0, []
+    for _ in range(POLICY.retries):
+        stream = multiplexer.opened()
+        sent = message(multiplexer, stream, now)
+        assert sent is not None
+        assert sent.calls[0].attend.priority == 5
+        assert multiplexer.broken(stream, status(code), now) == []
+        assert not multiplexer.wants_stream
+        delays.append(multiplexer.wakeup - now)
+        now = multiplexer.wakeup
+        assert multiplexer.tick(now) == []
+        assert multiplexer.wants_stream
+    assert delays == pytest.approx([0.1, 0.2, 0.4])
+    stream = multiplexer.opened()
+    message(multiplexer, stream, now)
+    ((given_up, error),) = multiplexer.broken(stream, status(code), now)
+    assert given_up is first
+    assert isinstance(error, UnavailableError)
+    assert len(multiplexer) == 0
+
+
+def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multiplexer[Any]) -> None:
+    """Otherwise a stream that breaks before anything is sent would be opened again for ever, at once."""
+    multiplexer.add(call("a"))
+    now = 0.0
+    for _ in range(POLICY.retries):
+        assert multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now) == []
+        assert multiplexer.wakeup > now
+        now = multiplexer.wakeup
+        multiplexer.tick(now)
+    ((_, error),) = multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now)
+    assert isinstance(error, UnavailableError)
+
+
+def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:
+    multiplexer.add(call("a", timeout=0.05))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    ((_, error),) = multiplexer.broken(stream, status(grpc.StatusCode.UNAVAILABLE), 0.0)
+    assert isinstance(error, UnavailableError)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
+    multiplexer.add(call("a"))
+    multiplexer.add(call("b"))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    outcomes = multiplexer.broken(stream, status(code), 0.0)
+    assert [c.owner for c, _ in outcomes] == ["a", "b"]
+    assert all(isinstance(error, ServerError) and error.code is code for _, error in outcomes)
+
+
+def test_a_message_that_is_too_long_fails_only_its_call(multiplexer: Multiplexer[Any]) -> None:
+    for padding in (10, 5000, 20):
+        multiplexer.add(call(padding, padding=padding))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    ((failed, error),) = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
+    assert failed.owner == 5000
+    assert isinstance(error, OverloadedError)
+    assert multiplexer.wants_stream
+    sent = message(multiplexer, multiplexer.opened())
+    assert sent is not None
+    assert [len(c.attend.query.data) for c in sent.calls] == [10, 20]
+
+
+def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:
+    refused, owed, new = call("refused"), call("owed"), call("new")
+    multiplexer.add(refused)
+    multiplexer.add(owed)
+    old = multiplexer.opened()
+    message(multiplexer, old)
+    assert multiplexer.resolve(old, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
+    assert not multiplexer.writes(old)
+    multiplexer.add(new)
+    assert multiplexer.wants_stream
+    young = multiplexer.opened()
+    sent = message(multiplexer, young)
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [new.id]
+    assert multiplexer.resolve(old, [Reply(owed.id, DONE)], 0.0) == [(owed, DONE)]
+    assert multiplexer.broken(old, Status(), 0.0) == []
+    assert multiplexer.writes(young)
+    multiplexer.tick(0.1)
+    sent = message(multiplexer, young, 0.1)
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [refused.id]
+
+
+def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[Any]) -> None:
+    on_it, behind_it = call("a"), call("b")
+    multiplexer.add(on_it)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.add(behind_it)
+    ((failed, error),) = multiplexer.distrusted(stream, "nonsense")
+    assert failed is on_it
+    assert isinstance(error, ProtocolError)
+    assert multiplexer.wants_stream
+
+
+def test_closing_fails_what_is_left(multiplexer: Multiplexer[Any]) -> None:
+    multiplexer.add(call("sent"))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.add(call("ready"))
+    outcomes = multiplexer.close()
+    assert [c.owner for c, _ in outcomes] == ["sent", "ready"]
+    assert all(isinstance(error, ClientClosedError) for _, error in outcomes)
+    assert not multiplexer.wants_stream
+    assert not multiplexer.writes(stream)
+
+
+@given(st.data())
+def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
+    """Any sequence of events: no call has two outcomes, none is lost, none gets the reply to another."""
+    multiplexer: Multiplexer[int] = Multiplexer(RetryPolicy(2, random=lambda: 0.0), message_bytes=64)
+    settled: dict[int, Any] = {}
+    withdrawn: set[int] = set()
+    calls: dict[int, Call[int]] = {}
+    on_wire: dict[int, dict[int, int]] = {}  # stream -> id -> the priority that was sent with it
+    now, stream = 0.0, 0
+
+    def settle(outcomes: list[Any]) -> None:
+        for each, outcome in outcomes:
+            assert each.owner not in settled
+            assert each.owner not in withdrawn
+            if isinstance(outcome, Attended):
+                assert outcome.response.batch_size == each.owner
+            settled[each.owner] = outcome
+
+    actions = st.sampled_from(["add", "add", "send", "send", "reply", "reply", "refuse", "break", "cancel", "wait"])
+    for action in data.draw(st.lists(actions, max_size=60)):
+        if multiplexer.wants_stream:
+            stream = multiplexer.opened()
+            on_wire[stream] = {}
+        if action == "add":
+            number = len(calls) + 1
+            timeout = data.draw(st.sampled_from([None, 0.05, 10.0]))
+            calls[number] = call(
+                number, priority=number, padding=data.draw(st.integers(0, 80)), now=now, timeout=timeout
+            )
+            multiplexer.add(calls[number])
+        elif action == "send" and stream:
+            sent = message(multiplexer, stream, now)
+            on_wire[stream].update({c.id: c.attend.priority for c in sent.calls} if sent else {})
+        elif action in ("reply", "refuse"):
+            waiting = [(s, i) for s, ids in on_wire.items() for i in ids]
+            if waiting:
+                where, which = data.draw(st.sampled_from(waiting))
+                done = Attended(pb.AttendResponse(batch_size=on_wire[where].pop(which)), [])
+                result = done if action == "reply" else status(grpc.StatusCode.UNAVAILABLE)
+                settle(multiplexer.resolve(where, [Reply(which, result)], now))
+        elif action == "break" and on_wire:
+            where = data.draw(st.sampled_from(sorted(on_wire)))
+            code = data.draw(st.sampled_from(["OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"]))
+            del on_wire[where]
+            settle(multiplexer.broken(where, status(grpc.StatusCode[code]), now))
+            stream = stream if stream in on_wire else 0
+        elif action == "cancel" and calls:
+            number = data.draw(st.sampled_from(sorted(calls)))
+            if multiplexer.cancel(calls[number]):
+                assert number not in settled
+                withdrawn.add(number)
+        elif action == "wait":
+            now += data.draw(st.sampled_from([0.01, 0.1, 1.0]))
+            settle(multiplexer.tick(now))
+    settle(multiplexer.close())
+    assert settled.keys() | withdrawn == calls.keys()
+    assert not settled.keys() & withdrawn

@@ -1,0 +1,150 @@
+"""The arguments of `attend` as a message that stock protobuf reads."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attnserve import AdditiveScore, AttendOptions, GeneralScore, InvalidRequestError
+from attnserve._request import encode_attend
+from attnserve.v1 import attention_pb2 as pb
+
+QUERY = np.random.default_rng(0).standard_normal((1, 2, 3, 4)).astype(np.float32)
+
+
+def request(**options: Any) -> pb.AttendRequest:
+    call = encode_attend(QUERY, QUERY, QUERY, **options)
+    data = b"".join(call.pieces)
+    assert len(data) == call.size
+    return pb.AttendRequest.FromString(data)
+
+
+def test_the_least() -> None:
+    message = request()
+    for tensor in (message.query, message.key, message.value):
+        assert (tensor.dtype, list(tensor.shape), tensor.data) == (1, [1, 2, 3, 4], QUERY.tobytes())
+    present = {descriptor.name for descriptor, _ in message.ListFields()}
+    assert present == {"query", "key", "value", "layout"}
+    assert message.layout == pb.LAYOUT_HEADS_FIRST
+
+
+def test_everything() -> None:
+    weights = np.ones((5, 4), ml_dtypes.bfloat16)
+    message = request(
+        causal="bottom_right",
+        query_offset=-2,
+        window=(3, -1),
+        mask=np.ones((3, 3), bool),
+        bias=[[0.5]],
+        alibi_slopes=[0.5, 0.25],
+        sinks=np.zeros(2, np.float64),
+        kv_lengths=3,
+        query_lengths=[3],
+        scale=0.0,
+        softcap=30,
+        score=AdditiveScore(weights, weights, bias=[0, 1, 2, 3, 4]),
+        layout="length_first",
+        return_lse=True,
+        return_scores="masked",
+        priority=-3,
+        timeout=1.0,
+    )
+    assert (message.causal, message.alignment) == (True, pb.ALIGNMENT_BOTTOM_RIGHT)
+    assert (list(message.query_offset.shape), message.query_offset.data) == ([], np.int64(-2).tobytes())
+    assert (message.window.left, message.window.right) == (3, -1)
+    assert message.mask.dtype == 5
+    assert list(message.bias.shape) == [1, 1]
+    assert (message.alibi_slopes.dtype, message.sinks.dtype) == (1, 4)
+    assert (list(message.kv_lengths.shape), message.kv_lengths.data) == ([1], np.int64(3).tobytes())
+    assert list(message.query_lengths.shape) == [1]
+    assert message.HasField("scale")
+    assert (message.scale, message.softcap) == (0.0, 30.0)
+    assert (message.additive.query_weight.dtype, message.additive.bias.dtype) == (3, 1)
+    assert message.additive.HasField("bias")
+    assert not message.additive.HasField("output_weight")
+    assert message.layout == pb.LAYOUT_LENGTH_FIRST
+    assert (message.return_lse, message.return_scores, message.priority) == (True, pb.SCORE_STAGE_MASKED, -3)
+
+
+@pytest.mark.parametrize(
+    ("causal", "expected"),
+    [
+        (False, (False, pb.ALIGNMENT_UNSPECIFIED)),
+        (np.False_, (False, pb.ALIGNMENT_UNSPECIFIED)),
+        (True, (True, pb.ALIGNMENT_TOP_LEFT)),
+        ("top_left", (True, pb.ALIGNMENT_TOP_LEFT)),
+        ("bottom_right", (True, pb.ALIGNMENT_BOTTOM_RIGHT)),
+    ],
+)
+def test_causal(causal: Any, expected: tuple[bool, int]) -> None:
+    message = request(causal=causal)
+    assert (message.causal, message.alignment) == expected
+
+
+def test_the_window_of_nothing_is_not_no_window() -> None:
+    assert request(window=(0, 0)).HasField("window")
+    assert not request(window=None).HasField("window")
+
+
+def test_the_general_score() -> None:
+    message = request(score=GeneralScore(np.eye(4)))
+    assert message.WhichOneof("score") == "general"
+    assert message.general.weight.data == np.eye(4).tobytes()
+
+
+def test_equal_headers_carry_their_own_contents() -> None:
+    for number in range(3):
+        array = np.full((2, 2), number, np.float32)
+        message = pb.AttendRequest.FromString(b"".join(encode_attend(array, array + 1, array + 2).pieces))
+        for offset, tensor in enumerate((message.query, message.key, message.value)):
+            assert tensor.data == np.full((2, 2), number + offset, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"causal": "bottom_left"}, "causal"),
+        ({"causal": None}, "causal"),
+        ({"layout": "rows"}, "layout"),
+        ({"return_scores": ["raw"]}, "return_scores"),
+        ({"window": 3}, "window"),
+        ({"window": (1, 2, 3)}, "window"),
+        ({"window": (1.5, 2)}, "window.left"),
+        ({"window": (1, 2**63)}, "window.right"),
+        ({"scale": "big"}, "scale"),
+        ({"softcap": [1]}, "softcap"),
+        ({"priority": 1.0}, "priority"),
+        ({"priority": 2**31}, "priority"),
+        ({"score": "cosine"}, "score"),
+        ({"score": QUERY}, "score"),
+        ({"score": GeneralScore(np.eye(4, dtype=int))}, "general.weight"),
+        ({"mask": np.ones(3, np.float32)}, "mask"),
+        ({"bias": np.ones(3, int)}, "bias"),
+        ({"kv_lengths": [1.0]}, "kv_lengths"),
+        ({"query_offset": "1"}, "query_offset"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+    ],
+)
+def test_what_no_server_would_take_names_its_field(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        request(**options)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: expected")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_timeout_of_a_call_wins_over_the_clients() -> None:
+    def timeout(**options: Any) -> float | None:
+        return encode_attend(QUERY, QUERY, QUERY, default_timeout=60.0, **options).timeout
+
+    assert (timeout(), timeout(timeout=1), timeout(timeout=None), timeout(timeout=0)) == (60.0, 1.0, None, 0.0)
+
+
+def test_the_typed_options_are_the_arguments() -> None:
+    arguments = set(encode_attend.__kwdefaults__) - {"default_timeout"}
+    assert set(get_type_hints(AttendOptions)) == arguments
