@@ -21,6 +21,8 @@ from attnserve_server.kernels.call import AttentionCall, AttentionResult
 
 NAME = "cpu_flash"
 ROW_ELEMENTS = 16
+VECTOR_ELEMENTS = 32
+"""A multiple of what torch computes at once on any CPU."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """The elements of a mask or bias that is made for a block of queries."""
@@ -194,11 +196,19 @@ def _non_finite_heads(
 
 
 def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse with one more key a head, of score `sinks` [Hq] and value zero."""
-    sink = sinks[None, :, None].expand(lse.shape)
-    total = torch.logaddexp(lse, sink)
-    share = torch.exp(lse - total).masked_fill(total == -torch.inf, 0)
-    return (output * share.unsqueeze(-1)).to(output.dtype), total
+    """Output and lse with one more key a head, of score `sinks` [Hq] and value zero.
+
+    Transcendental functions give other bits in a vector than at the ragged end of an array, so that an element's bits
+    would depend on its place. Rows are padded to whole vectors.
+    """
+    length = lse.shape[2]
+    rows = pad(lse, (0, -length % VECTOR_ELEMENTS))
+    sink = sinks[None, :, None]
+    total = torch.logaddexp(rows, sink)
+    share = torch.exp(rows - total)[..., :length]
+    total = total[..., :length]
+    # Of neither keys nor sink anything is left to share.
+    return (output * share.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).to(output.dtype), total
 
 
 def nothing_to_attend(call: AttentionCall, kernel: str) -> AttentionResult:
