@@ -13,7 +13,6 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
 INGREDIENTS := pyproject.toml constraints.txt
-GENERATED_BY := scripts/protos.py
 
 .DELETE_ON_ERROR:
 .PHONY: help demo serve test check format docs bench protos protos-baseline clean
@@ -34,7 +33,7 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python $(GENERATED_BY) check
+	$(BIN)/python scripts/protos.py check
 	$(BIN)/python -m pytest --quiet tests/server/test_config.py -k documents
 
 format: $(VENV)/.dev ## rewrite the code in the one format
@@ -48,10 +47,10 @@ bench: $(VENV)/.dev ## compare the service with the same torch calls in process
 	$(BIN)/python -m benchmarks $(ARGS)
 
 protos: $(VENV)/.dev ## generate the code of the protos
-	$(BIN)/python $(GENERATED_BY) generate
+	$(BIN)/python scripts/protos.py generate
 
 protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it breaks nothing
-	$(BIN)/python $(GENERATED_BY) baseline
+	$(BIN)/python scripts/protos.py baseline
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
