@@ -6,6 +6,7 @@ swallowed or leaks, and bits that depend on where in memory a tensor lies and on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, attend
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """One thread a call, as the CPU device has it: with more, the bits of torch's own kernels depend on the company."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def tensor(array: Any) -> torch.Tensor:
