@@ -63,8 +63,8 @@ def register(client: Client, name: str = "attnserve") -> None:
         return _attend(client, module, query, key, value, attention_mask, **arguments)
 
     # A compiled model leaves its graph here: a call over the network is nothing that can be traced.
-    AttentionInterface.register(name, torch.compiler.disable(attention))
-    AttentionMaskInterface.register(name, torch.compiler.disable(attention_mask))
+    AttentionInterface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(name, torch.compiler.disable(attention_mask))  # type: ignore[no-untyped-call]
 
 
 def attention_mask(**arguments: Any) -> torch.Tensor | None:

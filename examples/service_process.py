@@ -1,0 +1,75 @@
+"""The service as a process of its own, on free ports of this machine, for as long as it is needed.
+
+In: nothing but an interpreter that has `attnserve[server]`. Out: a `Service` that says where it listens.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+STARTUP_S = 120.0
+"""How long the service may take until it serves: most of it is the import of torch."""
+SHUTDOWN_S = 30.0
+
+
+class ServiceError(Exception):
+    """The service did not become ready, or did not end well."""
+
+
+class Service:
+    """`python -m attnserve_server`, started at once; `with` waits until it serves, and ends it.
+
+        with Service() as service:
+            Client(service.address)
+
+    Both raise ServiceError.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "attnserve_server", *listen, "--log-level", "warning"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        # A process that hangs is killed, which ends its output and so the loop.
+        watchdog = threading.Timer(STARTUP_S, self._process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                name, _, value = line.strip().partition(": ")
+                if name == "ready":
+                    addresses = dict(pair.split("=", 1) for pair in value.split())
+                    self.address, self.http_address = addresses["grpc"], addresses["http"]
+                    self.startup_s = time.perf_counter() - self._started
+                    return self
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            watchdog.cancel()
+        raise ServiceError(f"the service ended before it was ready, with status {self._process.wait()}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self.exit_status = self._process.wait(SHUTDOWN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self.exit_status = self._process.wait()
+        if self.exit_status and error is None:
+            raise ServiceError(f"the service ended with status {self.exit_status}")
