@@ -51,7 +51,7 @@ _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 class Call(Generic[T]):
     """One call and where it stands."""
 
-    __slots__ = ("attempts", "deadline", "id", "owner", "pieces", "size", "stream", "timeout")
+    __slots__ = ("attempts", "deadline", "id", "message_size", "owner", "pieces", "size", "stream", "timeout")
 
     def __init__(self, owner: T, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None) -> None:
         self.owner: Final = owner
@@ -67,6 +67,8 @@ class Call(Generic[T]):
         """What the call is named on the wire; 0 before it is added."""
         self.stream = 0
         """The stream on which the call was sent; 0 while it is not sent."""
+        self.message_size = 0
+        """The sizes together of the calls in the message with which it was sent."""
         self.attempts = 0
         """How many attempts have failed."""
 
@@ -135,16 +137,16 @@ class Multiplexer(Generic[T]):
         if stream != self._stream or not (self._ready or self._cancelled):
             return None
         message: list[Buffer] = []
+        calls: list[Call[T]] = []
         size = 0
         if self._cancelled:
             ids = b"".join(map(varint, self._cancelled))
             message += (field_prefix(_CANCEL, len(ids)), ids)
             self._cancelled.clear()
-            size = len(ids)
         while self._ready:
             call = self._ready[0]
             if call.id in self._calls:
-                if message and size + call.size > self._message_bytes:
+                if calls and size + call.size > self._message_bytes:
                     break
                 envelope = _ID + varint(call.id)
                 if call.deadline != inf:
@@ -155,7 +157,10 @@ class Multiplexer(Generic[T]):
                 message += call.pieces
                 size += call.size
                 call.stream = stream
+                calls.append(call)
             self._ready.popleft()
+        for call in calls:
+            call.message_size = size
         return message or None
 
     def resolve(self, stream: int, replies: Iterable[Reply], now: float) -> list[Outcome[T]]:
@@ -181,15 +186,19 @@ class Multiplexer(Generic[T]):
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
 
-        A stream that ends with RESOURCE_EXHAUSTED has met a message that is too long. That must have been its longest
-        call, which alone fails; each such end removes a call, so that the others need no bound on their retries.
+        A stream that ends with RESOURCE_EXHAUSTED has met a message that is too long, so its longest one was. If that
+        was one call, it fails and the others are sent again; if it was several, messages are shorter from now on.
+        Either leads on, so that this needs no bound on retries.
         """
         affected = [call for call in self._calls.values() if call.stream == stream]
         outcomes: list[Outcome[T]] = []
         if status.code == _RESOURCE_EXHAUSTED and affected:
-            longest = max(affected, key=lambda call: call.size)
-            outcomes.append((self._calls.pop(longest.id), error_from_status(status)))
-            affected.remove(longest)
+            longest = max(affected, key=lambda call: call.message_size)
+            if longest.size < longest.message_size:
+                self._message_bytes = longest.message_size // 2
+            else:
+                outcomes.append((self._calls.pop(longest.id), error_from_status(status)))
+                affected.remove(longest)
             for call in affected:
                 call.stream = 0
             self._ready.extendleft(reversed(affected))

@@ -221,18 +221,26 @@ def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer
     assert all(isinstance(error, ServerError) and error.code is code for _, error in outcomes)
 
 
-def test_a_message_that_is_too_long_fails_only_its_call(multiplexer: Multiplexer[Any]) -> None:
-    for padding in (10, 5000, 20):
+@pytest.mark.parametrize("limit", [100, 1000, 10_000])
+def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Multiplexer[Any], limit: int) -> None:
+    """A server that ends the stream at any message over its limit still answers every call that is within it."""
+    for padding in (10, 3000, 20, 20, 900, 7000, 30, 800):
         multiplexer.add(call(padding, padding=padding))
-    stream = multiplexer.opened()
-    message(multiplexer, stream)
-    ((failed, error),) = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
-    assert failed.owner == 5000
-    assert isinstance(error, OverloadedError)
-    assert multiplexer.wants_stream
-    sent = message(multiplexer, multiplexer.opened())
-    assert sent is not None
-    assert [len(c.attend.query.data) for c in sent.calls] == [10, 20]
+    answered, failed = [], []
+    while len(multiplexer):
+        stream = multiplexer.opened()
+        while (pieces := multiplexer.next_message(stream, 0.0)) is not None:
+            data = b"".join(pieces)
+            if len(data) > limit:
+                outcomes = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
+                assert all(isinstance(error, OverloadedError) for _, error in outcomes)
+                failed += [c.owner for c, _ in outcomes]
+                break
+            replies = [Reply(c.id, DONE) for c in pb.AttendStreamRequest.FromString(data).calls]
+            answered += [c.owner for c, _ in multiplexer.resolve(stream, replies, 0.0)]
+    assert sorted(answered + failed) == [10, 20, 20, 30, 800, 900, 3000, 7000]
+    assert all(padding > limit - 100 for padding in failed)
+    assert all(padding < limit for padding in answered)
 
 
 def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:

@@ -1,0 +1,245 @@
+"""Both clients against the real server: kinds of arrays, errors, threads, reconnecting, the shell command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attnserve import (
+    AsyncClient,
+    AttentionResult,
+    Client,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServerInfo,
+    _cli,
+    merge_attention,
+)
+
+torch = pytest.importorskip("torch")
+
+
+def expected(query: Any, key: Any, value: Any) -> Any:
+    """Plain attention in float64."""
+    query, key, value = (np.asarray(array, np.float64) for array in (query, key, value))
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ value
+
+
+def triple(seed: int, *shape: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape or (1, 2, 5, 8)).astype(np.float32) for _ in range(3)]
+
+
+@pytest.fixture(params=["stream", "unary"])
+def either(request: pytest.FixtureRequest, server: Any) -> Iterator[Client]:
+    """A client of each transport."""
+    with Client(server.address, transport=request.param) as client:
+        yield client
+
+
+def test_everything_comes_back(either: Client) -> None:
+    query, key, value = triple(0)
+    result = either.attend(query, key, value, return_lse=True, return_scores="weights")
+    assert isinstance(result, AttentionResult)
+    np.testing.assert_allclose(result.output, expected(query, key, value), atol=2e-6)
+    assert result.lse is not None
+    assert (result.lse.shape, result.lse.dtype) == ((1, 2, 5), np.float32)
+    assert result.scores is not None
+    np.testing.assert_allclose(result.scores.sum(-1), np.ones((1, 2, 5)), atol=1e-6)
+    assert result.batch_size >= 1
+    timings = result.timings
+    phases = [timings.decode, timings.queue, timings.staging, timings.compute, timings.encode]
+    assert min(phases) >= 0
+    assert 0 < sum(phases) <= timings.total
+    result.output[:] = 0  # the caller's own memory
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_numpy_dtypes(client: Client, dtype: Any) -> None:
+    arrays = [array.astype(dtype) for array in triple(1)]
+    output = client.attend(*arrays).output
+    assert output.dtype == dtype
+    tolerance = 2e-6 if np.dtype(dtype).itemsize >= 4 else 2e-2
+    np.testing.assert_allclose(output.astype(np.float64), expected(*arrays), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_torch_gives_the_bits_of_numpy(client: Client, dtype: Any) -> None:
+    tensors = [torch.from_numpy(array).to(dtype) for array in triple(2)]
+    result = client.attend(*tensors, return_lse=True)
+    assert isinstance(result.output, torch.Tensor)
+    assert (result.output.dtype, result.output.device) == (dtype, tensors[0].device)
+    to_numpy = {torch.bfloat16: ml_dtypes.bfloat16}.get(dtype)
+    arrays = [t.float().numpy().astype(to_numpy) if to_numpy else t.numpy() for t in tensors]
+    same = client.attend(*arrays, return_lse=True)
+    np.testing.assert_array_equal(result.output.double().numpy(), same.output.astype(np.float64))
+    assert isinstance(result.lse, torch.Tensor)
+    np.testing.assert_array_equal(result.lse.numpy(), same.lse)
+
+
+def test_strides_and_byte_orders_change_nothing(client: Client) -> None:
+    query, key, value = triple(3)
+    output = client.attend(query, key, value).output
+    strided = [
+        np.asfortranarray(query),
+        key.astype(">f4"),
+        torch.from_numpy(value).transpose(1, 2).contiguous().transpose(1, 2),
+    ]
+    np.testing.assert_array_equal(client.attend(*strided).output, output)
+
+
+def test_masks_of_any_dtype_mean_the_same(client: Client) -> None:
+    arrays = triple(4)
+    mask = np.tril(np.ones((5, 5), bool))
+    causal = client.attend(*arrays, causal=True).output
+    for same in (
+        mask,
+        mask.astype(np.int64),
+        mask.tolist(),
+        torch.from_numpy(mask),
+        torch.from_numpy(mask.astype("u1")),
+    ):
+        np.testing.assert_array_equal(
+            client.attend(*arrays, mask=same).output, client.attend(*arrays, mask=mask).output
+        )
+    np.testing.assert_allclose(client.attend(*arrays, mask=mask).output, causal, atol=1e-6)
+
+
+def test_the_server_names_the_field(either: Client) -> None:
+    query, key, value = triple(5)
+    with pytest.raises(InvalidRequestError) as caught:
+        either.attend(query, key[..., :3], value)
+    assert caught.value.field is not None
+    assert caught.value.field.startswith("key")
+    with pytest.raises(InvalidRequestError) as caught:
+        either.attend(query, key, value, priority=9)
+    assert caught.value.field == "priority"
+    np.testing.assert_allclose(either.attend(query, key, value).output, expected(query, key, value), atol=2e-6)
+
+
+def test_parts_of_the_keys_merge(client: Client) -> None:
+    query, key, value = triple(6)
+    whole = client.attend(query, key, value, return_lse=True)
+    halves = [
+        client.attend(query, key[:, :, part], value[:, :, part], return_lse=True) for part in (slice(2), slice(2, 5))
+    ]
+    merged = merge_attention(halves)
+    np.testing.assert_allclose(merged.output, whole.output, atol=2e-6)
+    np.testing.assert_allclose(merged.lse, whole.lse, atol=2e-6)
+
+
+def test_many_threads_share_a_client_and_each_gets_its_own(either: Client) -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(15):
+                length, heads = (int(number) for number in rng.integers(1, 9, 2))
+                arrays = triple(int(rng.integers(10**9)), 1, heads, length, 8)
+                if rng.random() < 0.2:
+                    either.submit(*arrays).cancel()
+                np.testing.assert_allclose(either.attend(*arrays).output, expected(*arrays), atol=2e-6)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_one_thread_keeps_many_in_flight(either: Client) -> None:
+    problems = [triple(seed, 1, 2, seed % 7 + 1, 8) for seed in range(100)]
+    futures = [either.submit(*arrays) for arrays in problems]
+    for arrays, future in zip(problems, futures, strict=True):
+        np.testing.assert_allclose(future.result(timeout=60).output, expected(*arrays), atol=2e-6)
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_asyncio(server: Any, transport: Any) -> None:
+    problems = [triple(seed, 1, 2, seed % 7 + 1, 8) for seed in range(60)]
+    async with AsyncClient(server.address, transport=transport) as client:
+        results = await asyncio.gather(*(client.attend(*arrays) for arrays in problems))
+        for arrays, result in zip(problems, results, strict=True):
+            np.testing.assert_allclose(result.output, expected(*arrays), atol=2e-6)
+        with pytest.raises(InvalidRequestError, match="key"):
+            await client.attend(problems[0][0], problems[0][1][..., :3], problems[0][2])
+        assert (await client.server_info()).device
+
+
+def test_a_timeout_of_nothing(either: Client) -> None:
+    with pytest.raises(DeadlineExceededError):
+        either.attend(*triple(7), timeout=0)
+
+
+def test_a_message_longer_than_the_server_takes(start_server: Callable[..., Any]) -> None:
+    """It fails alone, with the calls beside it unharmed, and as an error of that call."""
+    address = start_server("--max-message-bytes", "1MiB").address
+    with Client(address) as client:
+        before, after = triple(8), triple(9)
+        futures = [client.submit(*before), client.submit(*triple(10, 1, 8, 256, 64)), client.submit(*after)]
+        np.testing.assert_allclose(futures[0].result().output, expected(*before), atol=2e-6)
+        assert futures[1].exception() is not None
+        np.testing.assert_allclose(futures[2].result().output, expected(*after), atol=2e-6)
+
+
+def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
+    """The same client, the same address, another server: what is called in between waits for it or says so."""
+    first = start_server()
+    arrays = triple(11)
+    with Client(first.address, retries=12) as client:
+        output = client.attend(*arrays).output
+        assert first.stop() == 0
+        future = client.submit(*arrays)  # while nobody is there
+        start_server("--listen", first.address)
+        np.testing.assert_array_equal(future.result(timeout=60).output, output)
+
+
+def test_server_info(client: Client, server: Any) -> None:
+    info = client.server_info()
+    assert isinstance(info, ServerInfo)
+    assert info.device
+    assert {"float32", "float16", "bfloat16", "float64"} >= set(info.dtypes) > {"float32"}
+    assert info.limits.max_message_bytes > 0
+    assert info.kernels
+    assert all(kernel.name and kernel.description for kernel in info.kernels)
+
+
+def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    info = client.server_info()
+    assert _cli.main(["info", server.address]) == 0
+    text = capsys.readouterr().out
+    assert info.version in text
+    assert info.device in text
+    assert _cli.main(["info", server.address, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["limits"]["max_requests"] == info.limits.max_requests
+    assert [kernel["name"] for kernel in printed["kernels"]] == [kernel.name for kernel in info.kernels]
+
+
+def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["info", "unix:/nowhere/at/all", "--timeout", "5"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("attnserve: unix:/nowhere/at/all: ")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"]])
+def test_the_command_refuses_what_makes_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: attnserve" in capsys.readouterr().err
