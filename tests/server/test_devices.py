@@ -1,0 +1,331 @@
+"""Devices: a request's bits do not depend on its company or on threads, and what comes back is what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import messages
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices import DeviceError, RequestResult, open_device
+from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.request import Request
+
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+STAGES = {
+    pb.SCORE_STAGE_RAW: "raw",
+    pb.SCORE_STAGE_CAPPED: "capped",
+    pb.SCORE_STAGE_MASKED: "masked",
+    pb.SCORE_STAGE_WEIGHTS: "weights",
+}
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[dict[int, CpuDevice]]:
+    """Devices of one thread and of two; torch's own threads are set back."""
+    before = torch.get_num_threads()
+    opened = {threads: CpuDevice(threads, 0) for threads in (1, 2)}
+    yield opened
+    for device in opened.values():
+        device.close()
+    torch.set_num_threads(before)
+
+
+def contents(result: RequestResult) -> tuple[bytes | None, ...]:
+    return tuple(None if part is None else bytes(part) for part in (result.output, result.lse, result.scores))
+
+
+def assert_company_changes_nothing(devices: dict[int, CpuDevice], requests: list[Request]) -> None:
+    """Alone and together, with one thread and with two: the same bits, of the promised length."""
+    alone = [contents(devices[1].run([request]).results[0]) for request in requests]
+    for threads, device in devices.items():
+        for order in (requests, requests[::-1]):
+            together = [contents(result) for result in device.run(order).results]
+            expected = alone if order is requests else alone[::-1]
+            for place, (one, other) in enumerate(zip(together, expected, strict=True)):
+                assert one == other, (threads, place, order[place].problem)
+        for request, bits in zip(requests, alone, strict=True):
+            assert contents(device.run([request]).results[0]) == bits, (threads, request.problem)
+    for request, bits in zip(requests, alone, strict=True):
+        assert sum(len(part) for part in bits if part is not None) == request.reply_bytes
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 33])
+def test_stacks_equal_single_runs(devices: dict[int, CpuDevice], dtype: Any, causal: bool, length: int) -> None:
+    batch = [
+        messages.random_attend(
+            seed, length, kv_length=2 * length + 1, heads=4, kv_heads=2, dtype=dtype, causal=causal, return_lse=True
+        )
+        for seed in range(7)
+    ]
+    assert_company_changes_nothing(devices, [messages.read(message) for message in batch])
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("lengths", [[350], [120] * 3, [118, 119, 120], list(range(110, 116))], ids=str)
+def test_work_that_is_divided_equals_work_that_is_not(
+    devices: dict[int, CpuDevice], dtype: Any, lengths: list[int]
+) -> None:
+    """Alone, each but the first is too small to be divided among threads; together they are not."""
+    batch = [
+        messages.read(messages.random_attend(seed, length, heads=4, kv_heads=2, width=64, dtype=dtype, return_lse=True))
+        for seed, length in enumerate(lengths)
+    ]
+    assert sum(request.flops for request in batch) > SPLIT_FLOPS
+    assert len(batch) == 1 or max(request.flops for request in batch) < SPLIT_FLOPS
+    assert_company_changes_nothing(devices, batch)
+
+
+def test_divided_work_is_right(devices: dict[int, CpuDevice]) -> None:
+    message = messages.random_attend(0, 300, batch=2, heads=4, kv_heads=2, width=48, causal=True, return_lse=True)
+    request = messages.read(message)
+    assert request.flops > SPLIT_FLOPS
+    assert_matches_oracle(devices[2], message, causal=True)
+
+
+def assert_matches_oracle(device: CpuDevice, message: pb.AttendRequest, **options: Any) -> None:
+    request = messages.read(message)
+    result = device.run([request]).results[0]
+    arrays = (messages.array(getattr(message, name)) for name in ("query", "key", "value"))
+    expected = oracle.attend(*arrays, **options)
+    if message.return_scores:
+        wanted = getattr(expected, STAGES[message.return_scores])
+        assert result.scores is not None
+        np.testing.assert_allclose(
+            np.frombuffer(result.scores, np.float32).reshape(wanted.shape), wanted, rtol=0, atol=4e-6
+        )
+    np.testing.assert_allclose(
+        np.frombuffer(result.output, np.float32).reshape(expected.output.shape), expected.output, rtol=0, atol=2e-6
+    )
+    if message.return_lse:
+        assert result.lse is not None
+        np.testing.assert_allclose(
+            np.frombuffer(result.lse, np.float32).reshape(expected.lse.shape), expected.lse, rtol=0, atol=4e-6
+        )
+
+
+def packed(seed: int, query_lengths: list[int], kv_lengths: list[int], **fields: Any) -> pb.AttendRequest:
+    rng = np.random.default_rng(seed)
+    dtype = fields.pop("dtype", np.float32)
+
+    def normal(total: int, heads: int) -> messages.Array:
+        return rng.standard_normal((total, heads, 8)).astype(dtype)
+
+    return messages.attend(
+        normal(sum(query_lengths), 4),
+        normal(sum(kv_lengths), 2),
+        normal(sum(kv_lengths), 2),
+        layout=pb.LAYOUT_PACKED,
+        query_lengths=np.array(query_lengths, np.int64),
+        kv_lengths=np.array(kv_lengths, np.int64),
+        **fields,
+    )
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, pb.SCORE_STAGE_WEIGHTS])
+def test_packed_requests_lengths_and_plain_ones_together(devices: dict[int, CpuDevice], dtype: Any, stage: int) -> None:
+    common: dict[str, Any] = {"dtype": dtype, "causal": True, "return_lse": True, "return_scores": stage}
+    shape: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2}
+    batch = [
+        packed(0, [3, 0, 5], [4, 2, 5], **common),
+        messages.random_attend(1, 4, kv_lengths=np.array([4, 0, 2]), **shape, **common),
+        messages.random_attend(2, 4, **shape, **common),
+        packed(3, [5], [5], **common),
+        messages.random_attend(4, 4, **shape, **common),
+        messages.random_attend(5, 4, kv_lengths=np.array([2, 2, 2]), **shape, **common),
+        packed(6, [], [], **common),
+    ]
+    requests = [messages.read(message) for message in batch]
+    assert len({request.problem.group for request in requests}) == 1
+    assert_company_changes_nothing(devices, requests)
+
+
+def test_requests_with_nan_and_infinities_among_finite_ones(devices: dict[int, CpuDevice]) -> None:
+    batch = [messages.random_attend(seed, 5, heads=4, kv_heads=2, return_lse=True) for seed in range(6)]
+    for place, value in ((1, np.nan), (3, np.inf), (4, -np.inf)):
+        for name in ("query", "key", "value")[place % 3 :]:
+            poisoned = messages.array(getattr(batch[place], name)).copy()
+            poisoned[0, 1, 2, 3] = value
+            getattr(batch[place], name).CopyFrom(messages.tensor(poisoned))
+    requests = [messages.read(message) for message in batch]
+    assert_company_changes_nothing(devices, requests)
+    for place in (0, 2, 5):
+        assert_matches_oracle(devices[1], batch[place])
+    nan_rows = [np.isnan(np.frombuffer(result.output, np.float32)).any() for result in devices[1].run(requests).results]
+    assert nan_rows == [False, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
+@pytest.mark.parametrize("kv_lengths", [(5, 5), (5, 2), (0, 3), (2, 2), (0, 0)])
+def test_scores_with_lengths(devices: dict[int, CpuDevice], stage: int, kv_lengths: tuple[int, int]) -> None:
+    """Raw and capped scores exist for all keys, masked ones and weights are -inf and 0 beyond a sequence's own."""
+    lengths = np.array(kv_lengths)
+    message = messages.random_attend(
+        0, 3, kv_length=5, batch=2, return_scores=stage, softcap=2.0, kv_lengths=lengths, return_lse=True
+    )
+    assert_matches_oracle(devices[1], message, softcap=2.0, kv_lengths=lengths)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
+def test_scores_of_packed_sequences(devices: dict[int, CpuDevice], stage: int) -> None:
+    message = packed(0, [3, 1, 2], [2, 5, 0], return_scores=stage, return_lse=True)
+    assert_matches_oracle(
+        devices[1], message, layout="packed", query_lengths=np.array([3, 1, 2]), kv_lengths=np.array([2, 5, 0])
+    )
+
+
+@pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
+@pytest.mark.parametrize(
+    ("batch", "length", "kv_length"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0), (1, 1, 0), (3, 0, 0)]
+)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_zero_sizes(
+    devices: dict[int, CpuDevice], batch: int, length: int, kv_length: int, stage: int, with_mask: bool
+) -> None:
+    fields: dict[str, Any] = {"return_lse": True, "return_scores": stage, "causal": True}
+    if with_mask:
+        fields["mask"] = np.ones((batch, 1, length, kv_length), bool)
+    requests = [
+        messages.read(messages.random_attend(seed, length, kv_length=kv_length, batch=batch, **fields))
+        for seed in range(3)
+    ]
+    for count in (1, 3):
+        for result in devices[2].run(requests[:count]).results:
+            output, lse, scores = contents(result)
+            rows = batch * 2 * length
+            assert output == bytes(rows * 8 * 4)
+            assert lse == np.full(rows, -np.inf, np.float32).tobytes()
+            assert scores == (b"" if stage else None)
+
+
+def test_sinks_without_keys(devices: dict[int, CpuDevice]) -> None:
+    """A sink is all that there is to attend: the log-sum-exp is its own."""
+    sinks = np.array([0.5, -3.0], np.float32)
+    request = messages.read(messages.random_attend(0, 2, kv_length=0, sinks=sinks, return_lse=True))
+    output, lse, _ = contents(devices[1].run([request]).results[0])
+    assert output == bytes(2 * 2 * 8 * 4)
+    assert lse == np.repeat(sinks, 2).tobytes()
+
+
+@pytest.mark.parametrize("byte", [1, 2, 128, 255])
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_mask_byte_but_0_is_true(devices: dict[int, CpuDevice], byte: int, count: int) -> None:
+    mask = np.random.default_rng(0).random((2, 4, 4)) < 0.5
+    usual, unusual = (messages.random_attend(1, 4, mask=mask) for _ in range(2))
+    unusual.mask.data = bytes(byte * given for given in usual.mask.data)
+    expected = contents(devices[1].run([messages.read(usual)]).results[0])
+    results = devices[1].run([messages.read(unusual)] * count).results
+    assert [contents(result) for result in results] == [expected] * count
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 1), (2, 1, 4), (1, 3, 4), (2, 1, 1, 4), (2, 2, 3, 4)])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_stacked_masks_and_biases_of_every_broadcast(
+    devices: dict[int, CpuDevice], name: str, shape: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    batch = []
+    for seed in range(4):
+        given = rng.random(shape) < 0.6 if name == "mask" else rng.standard_normal(shape).astype(np.float32)
+        batch.append(messages.random_attend(seed, 3, kv_length=4, batch=2, **{name: np.asarray(given)}))
+    requests = [messages.read(message) for message in batch]
+    assert_company_changes_nothing(devices, requests)
+    for message in batch:
+        assert_matches_oracle(devices[1], message, **{name: messages.array(getattr(message, name))})
+
+
+@pytest.mark.parametrize("layout", [pb.LAYOUT_HEADS_FIRST, pb.LAYOUT_LENGTH_FIRST])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_stacks_in_every_layout_and_rank(devices: dict[int, CpuDevice], layout: int, rank: int) -> None:
+    shape = {2: (5, 8), 3: (4, 5, 8), 4: (2, 4, 5, 8)}[rank]
+    rng = np.random.default_rng(0)
+    batch = [
+        messages.attend(
+            *(rng.standard_normal(shape).astype(np.float32) for _ in range(3)), layout=layout, return_lse=True
+        )
+        for _ in range(3)
+    ]
+    assert_company_changes_nothing(devices, [messages.read(message) for message in batch])
+    name = "length_first" if layout == pb.LAYOUT_LENGTH_FIRST else "heads_first"
+    for message in batch:
+        assert_matches_oracle(devices[1], message, layout=name)
+
+
+requests = st.builds(
+    lambda seed, **fields: (seed, fields),
+    st.integers(0, 99),
+    length=st.integers(0, 4),
+    kv_length=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    priority=st.integers(-1, 1),
+    lengths=st.booleans(),
+)
+
+
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+    stage=st.sampled_from([pb.SCORE_STAGE_UNSPECIFIED, pb.SCORE_STAGE_RAW, pb.SCORE_STAGE_WEIGHTS]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    sinks=st.booleans(),
+    drawn=st.lists(requests, min_size=2, max_size=6),
+)
+def test_random_company(
+    devices: dict[int, CpuDevice],
+    dtype: Any,
+    causal: bool,
+    stage: int,
+    softcap: float,
+    sinks: bool,
+    drawn: list[tuple[int, dict[str, Any]]],
+) -> None:
+    batch = []
+    for seed, given_fields in drawn:
+        fields = dict(given_fields, dtype=dtype, causal=causal, return_scores=stage, softcap=softcap, return_lse=True)
+        if fields.pop("lengths"):
+            fields["kv_lengths"] = np.random.default_rng(seed).integers(0, fields["kv_length"] + 1, fields["batch"])
+        if sinks:
+            fields["sinks"] = np.random.default_rng(seed).standard_normal(2).astype(np.float32)
+        batch.append(messages.read(messages.random_attend(seed, **fields)))
+    assert_company_changes_nothing(devices, batch)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_run_on_one_thread_each_whatever_torch_was_told(devices: dict[int, CpuDevice], threads: int) -> None:
+    pool = devices[threads]._pool
+    assert (pool is None) == (threads == 1)
+    assert torch.get_num_threads() == 1
+    if pool is not None:
+        assert {pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
+
+
+def test_what_a_device_says_of_itself(devices: dict[int, CpuDevice]) -> None:
+    device = devices[2]
+    device.warm_up()
+    assert (device.name, device.threads, device.memory()) == ("cpu", 2, {})
+    assert device.description
+    names = [name for name, _ in device.kernels()]
+    assert names == ["cpu_flash", "math"]
+    batch = device.run([messages.read(messages.random_attend(seed)) for seed in range(2)])
+    assert dict(batch.kernel_calls) == {"cpu_flash": 1}  # two requests, one call
+    assert min(batch.staging, batch.compute, batch.fetch) > 0
+    assert batch.padding == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device() -> None:
+    with pytest.raises(DeviceError, match="'cuda:7' is not to be had"):
+        open_device("cuda:7", 1, 0)

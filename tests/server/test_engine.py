@@ -1,0 +1,452 @@
+"""The life of a request: batches that form while the device is busy, and devices that fail.
+
+Devices are real ones that a test can hold up (with events, never with time) and make fail for chosen requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import messages
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.devices import BatchResult
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.errors import (
+    Cancelled,
+    ComputationFailed,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
+from attnserve_server.metrics import Metrics
+from attnserve_server.request import Request
+
+INLINE, BESIDE = 10**15, -1
+"""Inline FLOPs with which every batch runs on the loop, and with which none does."""
+PATIENCE_S = 30.0
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("torch_threads")]
+
+
+class HeldDevice(CpuDevice):
+    """A CPU that computes nothing while it is held, notes what it was given, and fails where a test wants it to."""
+
+    def __init__(self, inline_flops: int) -> None:
+        super().__init__(1, inline_flops)
+        self.batches: list[list[Request]] = []
+        self.threads_seen: set[str] = set()
+        self.guilty: list[bytes] = []
+        self.largest_batch: int | None = None
+        self.entered = threading.Semaphore(0)
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def run(self, requests: Sequence[Request]) -> BatchResult:
+        self.batches.append(list(requests))
+        self.threads_seen.add(threading.current_thread().name)
+        self.entered.release()
+        assert self.may_run.wait(PATIENCE_S)
+        if any(bytes(request.payload("query")) in self.guilty for request in requests):
+            raise RuntimeError("a message of the device's own, with /a/path in it")
+        if self.largest_batch is not None and len(requests) > self.largest_batch:
+            raise MemoryError
+        return super().run(requests)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(batch) for batch in self.batches]
+
+    async def until_entered(self) -> None:
+        """Waits until a batch has come to the device; call it once for each."""
+        assert await asyncio.get_running_loop().run_in_executor(None, lambda: self.entered.acquire(timeout=PATIENCE_S))
+
+
+class Bench:
+    """An engine on a device, and the callers' side of it."""
+
+    def __init__(
+        self,
+        device: CpuDevice,
+        *,
+        max_wait: float = 0.0,
+        max_requests: int = 1000,
+        max_batch_requests: int = 64,
+        max_batch_flops: int = 10**12,
+    ) -> None:
+        self.device = device
+        self.admission = Admission(max_requests, 10**12, 10**15)
+        self.metrics = Metrics("0", "0", "cpu")
+        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1)
+        self.engine = Engine(device, self.queue, self.admission, self.metrics, max_wait)
+        self.replies: dict[Entry, list[Outcome | RequestError]] = {}
+        self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
+
+    def submit(self, message: pb.AttendRequest, deadline: float = math.inf) -> Entry:
+        request, now = messages.read(message), perf_counter()
+        entry = Entry(request, self._reply, now, deadline, 1e-6)
+        self.engine.submit(entry)
+        self.replies[entry] = []
+        self._futures[entry] = asyncio.get_running_loop().create_future()
+        return entry
+
+    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        self.replies[entry].append(outcome)
+        self.engine.release(entry)
+        if len(self.replies[entry]) == 1:
+            self._futures[entry].set_result(outcome)
+
+    async def outcome(self, entry: Entry) -> Outcome | RequestError:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._futures[entry]
+
+    async def outcomes(self, entries: Sequence[Entry]) -> list[Outcome | RequestError]:
+        """What came of each, when all have been answered; each once, and nothing may be left anywhere."""
+        outcomes = [await self.outcome(entry) for entry in entries]
+        assert await self.engine.drain(PATIENCE_S)
+        assert all(len(replies) == 1 for replies in self.replies.values())
+        assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
+        assert (self.queue.requests, self.queue.bytes, self.queue.flops) == (0, 0, 0)
+        return outcomes
+
+    def count(self, name: str, **labels: str) -> float:
+        value = self.metrics.registry.get_sample_value(name, labels)
+        assert value is not None
+        return value
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """A device sets torch's threads for the whole process: set them back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def output(outcome: Outcome | RequestError, message: pb.AttendRequest) -> messages.Array:
+    assert isinstance(outcome, Outcome), outcome
+    query = messages.array(message.query)
+    return np.frombuffer(outcome.result.output, query.dtype).reshape(query.shape)
+
+
+def assert_right(outcome: Outcome | RequestError, message: pb.AttendRequest) -> None:
+    """The outcome is that of the message and of no other."""
+    arrays = (messages.array(getattr(message, name)) for name in ("query", "key", "value"))
+    expected = oracle.attend(*arrays, causal=message.causal)
+    np.testing.assert_allclose(output(outcome, message), expected.output, rtol=0, atol=2e-6)
+
+
+async def hold(bench: Bench, device: HeldDevice) -> Entry:
+    """Makes the device busy with a request that does not end until `may_run` is set."""
+    device.may_run.clear()
+    entry = bench.submit(messages.random_attend(10**6))
+    await device.until_entered()
+    return entry
+
+
+@pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
+async def test_an_idle_device_starts_at_once(inline_flops: int) -> None:
+    device = HeldDevice(inline_flops)
+    bench = Bench(device)
+    message = messages.random_attend(0)
+    (outcome,) = await bench.outcomes([bench.submit(message)])
+    assert_right(outcome, message)
+    assert isinstance(outcome, Outcome)
+    assert outcome.batch_size == 1
+    assert device.sizes == [1]
+
+
+async def test_the_thread_is_chosen_by_cost() -> None:
+    message = messages.random_attend(0)
+    cost = messages.read(message).flops
+    for inline_flops, thread in ((cost, "MainThread"), (cost - 1, "attnserve-device_0")):
+        device = HeldDevice(inline_flops)
+        bench = Bench(device)
+        await bench.outcomes([bench.submit(message)])
+        assert device.threads_seen == {thread}
+        bench.engine.close()
+
+
+async def test_the_bits_do_not_depend_on_the_thread() -> None:
+    batch = [messages.random_attend(seed, 9, kv_length=17, causal=True, return_lse=True) for seed in range(5)]
+    results = []
+    for inline_flops in (INLINE, BESIDE):
+        bench = Bench(HeldDevice(inline_flops))
+        outcomes = await bench.outcomes([bench.submit(message) for message in batch])
+        results.append(
+            [(bytes(o.result.output), bytes(o.result.lse or b"")) for o in outcomes if isinstance(o, Outcome)]
+        )
+    assert len(results[0]) == len(batch)
+    assert results[0] == results[1]
+
+
+async def test_what_comes_in_one_turn_of_the_loop_is_one_batch() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(5)]
+    outcomes = await bench.outcomes([bench.submit(message) for message in batch])
+    assert device.sizes == [5]
+    for outcome, message in zip(outcomes, batch, strict=True):
+        assert_right(outcome, message)
+        assert isinstance(outcome, Outcome)
+        assert outcome.batch_size == 5
+
+
+async def test_a_batch_forms_while_the_device_is_busy() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    batch = [messages.random_attend(seed) for seed in range(7)]
+    entries = []
+    for message in batch:
+        entries.append(bench.submit(message))
+        await asyncio.sleep(0)  # a turn of the loop for each
+    assert bench.queue.requests == 7
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, *entries])
+    assert device.sizes == [1, 7]
+    for outcome, message in zip(outcomes[1:], batch, strict=True):
+        assert_right(outcome, message)
+
+
+async def test_what_cannot_run_together_runs_apart_and_answers_reach_their_callers() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_batch_requests=6)
+    first = await hold(bench, device)
+    batch = [
+        messages.random_attend(seed, 1 + seed % 4, kv_length=1 + seed % 3, heads=1 + seed % 2, causal=seed % 5 == 0)
+        for seed in range(48)
+    ]
+    entries = [bench.submit(message) for message in batch]
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, *entries])
+    for outcome, message in zip(outcomes[1:], batch, strict=True):
+        assert_right(outcome, message)
+    assert all(len({request.problem.group for request in batch}) == 1 for batch in device.batches)
+    assert max(device.sizes) == 6
+    assert len(device.sizes) < 20
+
+
+async def test_a_batch_is_bounded_by_cost() -> None:
+    device = HeldDevice(BESIDE)
+    message = messages.random_attend(0)
+    bench = Bench(device, max_batch_flops=2 * messages.read(message).flops)
+    await bench.outcomes([bench.submit(message) for _ in range(5)])
+    assert device.sizes == [2, 2, 1]
+
+
+async def test_higher_priorities_run_first() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_batch_requests=1)
+    first = await hold(bench, device)
+    priorities = [0, -8, 8, 3]
+    entries = [bench.submit(messages.random_attend(seed, priority=given)) for seed, given in enumerate(priorities)]
+    device.may_run.set()
+    await bench.outcomes([first, *entries])
+    assert [batch[0].problem.priority for batch in device.batches[1:]] == [8, 3, 0, -8]
+
+
+@pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
+async def test_only_the_guilty_fail(inline_flops: int, caplog: pytest.LogCaptureFixture) -> None:
+    device = HeldDevice(inline_flops)
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(6)]
+    device.guilty = [batch[2].query.data, batch[5].query.data]
+    entries = [bench.submit(message) for message in batch]
+    outcomes = await bench.outcomes(entries)
+    for place, (outcome, message) in enumerate(zip(outcomes, batch, strict=True)):
+        if place in (2, 5):
+            assert isinstance(outcome, ComputationFailed)
+            assert "RuntimeError" in outcome.message
+            assert "/a/path" not in outcome.message
+            assert outcome.code.name == "INTERNAL"
+        else:
+            assert_right(outcome, message)
+            assert isinstance(outcome, Outcome)
+            assert outcome.batch_size == 1
+    assert device.sizes == [6, 1, 1, 1, 1, 1, 1]
+    assert "a batch of 6 failed" in caplog.text
+
+
+async def test_a_request_that_fails_alone_is_not_tried_twice(caplog: pytest.LogCaptureFixture) -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    message = messages.random_attend(0)
+    device.guilty = [message.query.data]
+    (outcome,) = await bench.outcomes([bench.submit(message)])
+    assert isinstance(outcome, ComputationFailed)
+    assert device.sizes == [1]
+    assert "/a/path" in caplog.text  # the log, unlike the caller, is told everything
+
+
+async def test_a_batch_that_is_too_much_for_the_device_runs_one_by_one() -> None:
+    device = HeldDevice(BESIDE)
+    device.largest_batch = 1
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(4)]
+    outcomes = await bench.outcomes([bench.submit(message) for message in batch])
+    for outcome, message in zip(outcomes, batch, strict=True):
+        assert_right(outcome, message)
+
+
+async def test_a_failure_does_not_stop_the_engine() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    bad, good = messages.random_attend(0), messages.random_attend(1)
+    device.guilty = [bad.query.data]
+    assert isinstance(await bench.outcome(bench.submit(bad)), ComputationFailed)
+    (outcome,) = await bench.outcomes([bench.submit(good)])
+    assert_right(outcome, good)
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_never_run() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    late = bench.submit(messages.random_attend(1), deadline=perf_counter())
+    in_time = bench.submit(messages.random_attend(2), deadline=perf_counter() + PATIENCE_S)
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, late, in_time])
+    assert isinstance(outcomes[1], DeadlineExceeded)
+    assert isinstance(outcomes[2], Outcome)
+    assert [request for batch in device.batches for request in batch] == [first.request, in_time.request]
+    assert bench.count("attnserve_cancelled_requests_total", reason="deadline") == 1
+
+
+async def test_what_is_cancelled_in_the_queue_is_never_run() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    gone, waits = bench.submit(messages.random_attend(1)), bench.submit(messages.random_attend(2))
+    gone.cancelled = True
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, gone, waits])
+    assert isinstance(outcomes[1], Cancelled)
+    assert isinstance(outcomes[2], Outcome)
+    assert [request for batch in device.batches for request in batch] == [first.request, waits.request]
+    assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 1
+
+
+async def test_what_is_cancelled_while_it_runs_is_answered_once() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    first.cancelled = True
+    device.may_run.set()
+    (outcome,) = await bench.outcomes([first])
+    assert isinstance(outcome, Outcome)
+
+
+async def test_drain_refuses_what_comes_and_waits_for_what_is_there() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    queued = bench.submit(messages.random_attend(1))
+    drained = asyncio.create_task(bench.engine.drain(PATIENCE_S))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining) as caught:
+        bench.submit(messages.random_attend(2))
+    assert caught.value.code.name == "UNAVAILABLE"
+    assert bench.count("attnserve_rejected_requests_total", reason="draining") == 1
+    assert not drained.done()
+    device.may_run.set()
+    assert await drained
+    assert all(isinstance(outcome, Outcome) for outcome in await bench.outcomes([first, queued]))
+
+
+async def test_drain_ends_with_its_grace() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    assert not await bench.engine.drain(0.01)
+    device.may_run.set()
+    assert isinstance((await bench.outcomes([first]))[0], Outcome)
+
+
+async def test_drain_of_an_idle_engine_is_immediate() -> None:
+    assert await Bench(HeldDevice(INLINE)).engine.drain(PATIENCE_S)
+
+
+async def test_what_is_refused_leaves_nothing_behind() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_requests=2)
+    first = await hold(bench, device)
+    queued = bench.submit(messages.random_attend(1))
+    with pytest.raises(Overloaded) as caught:
+        bench.submit(messages.random_attend(2))
+    assert caught.value.bound == "requests"
+    assert (bench.admission.requests, bench.queue.requests) == (2, 1)
+    device.may_run.set()
+    await bench.outcomes([first, queued])
+
+
+async def test_a_request_larger_than_the_server_is_the_callers_mistake() -> None:
+    bench = Bench(HeldDevice(INLINE))
+    bench.engine._admission._max_bytes = 100
+    with pytest.raises(InvalidRequest) as caught:
+        bench.submit(messages.random_attend(0, 100))
+    assert caught.value.reason == "LIMIT_EXCEEDED"
+    assert bench.queue.requests == 0
+
+
+async def test_max_wait_waits_for_company() -> None:
+    device = HeldDevice(INLINE)
+    max_wait = 0.05
+    bench = Bench(device, max_wait=max_wait)
+    entries = [bench.submit(messages.random_attend(0))]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert device.sizes == []
+    entries.append(bench.submit(messages.random_attend(1)))
+    outcomes = await bench.outcomes(entries)
+    assert device.sizes == [2]
+    assert isinstance(outcomes[0], Outcome)
+    assert outcomes[0].phases.queue >= max_wait * 0.99
+
+
+async def test_a_full_batch_waits_for_nobody() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device, max_wait=10 * PATIENCE_S, max_batch_requests=2)
+    await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(2)])
+    assert device.sizes == [2]
+
+
+async def test_phases_add_up_to_the_time_that_passed() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    begin = perf_counter()
+    first = await hold(bench, device)
+    queued = bench.submit(messages.random_attend(1))
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, queued])
+    passed = perf_counter() - begin
+    for outcome in outcomes:
+        assert isinstance(outcome, Outcome)
+        phases = outcome.phases
+        assert phases.decode == 1e-6
+        assert min(phases.queue, phases.staging, phases.compute, phases.encode) > 0
+        assert phases.queue + phases.staging + phases.compute + phases.encode <= passed
+
+
+async def test_metrics_of_batches() -> None:
+    bench = Bench(HeldDevice(INLINE))
+    batch = [messages.random_attend(seed, 3, batch=2) for seed in range(4)]
+    await bench.outcomes([bench.submit(message) for message in batch])
+    assert bench.count("attnserve_batch_requests_count") == 1
+    assert bench.count("attnserve_batch_requests_sum") == 4
+    assert bench.count("attnserve_query_tokens_total") == 4 * 2 * 3
+    assert bench.count("attnserve_flops_total") == 4 * messages.read(batch[0]).flops
+    assert bench.count("attnserve_kernel_calls_total", kernel="cpu_flash") == 1
