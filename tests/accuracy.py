@@ -76,7 +76,9 @@ def torch_error(case: Case) -> float:
     options = {name: value for name, value in case.options.items() if name not in ("softcap", "sinks")}
     query, key, value = (np.nan_to_num(array.astype(np.float64), posinf=0, neginf=0) for array in _tensors(case))
     expected = oracle.attend(query, key, value, **options)
-    added = np.where(expected.attended, expected.masked - expected.raw, -np.inf)
+    added = np.full(expected.raw.shape, -np.inf)
+    seen = expected.attended
+    added[seen] = expected.masked[seen] - expected.capped[seen]
     scale = options.get("scale", 1 / np.sqrt(query.shape[-1]))
     layout, largest = options.get("layout", "heads_first"), 0.0
     for part in _sequences(case, layout, (query, key, value), added):

@@ -79,6 +79,26 @@ def test_bits_do_not_depend_on_company_of_the_same_kind(client: Client, kind: st
 
 
 @EVERY_DTYPE
+def test_bits_do_not_depend_on_heavy_company(client: Client, dtype: str) -> None:
+    """Heavy requests that fit into the same batch, in whose company work may be divided among threads; and requests
+    with a NaN, which may be computed another way: wholly or in part, but always the same part.
+    """
+    plan = Plan(dtype=dtype, key_heads=4, head_dim=64, key_dim=64, value_dim=64, causal=True, batch=1)
+    heavy = [replace(plan, query_length=length, key_length=length).case(0) for length in (400, 300)]
+    light = [plan.case(seed) for seed in range(8)] + [replace(plan, query_length=1).case(seed) for seed in range(8)]
+    for head, case in enumerate(light):
+        case.value[:, head % 4, -1] = np.nan
+        case.key[:, (head + 1) % 4, 2] = np.inf if head % 2 else 1
+    alone = [case.attend(client, return_lse=True) for case in light]
+    futures = []
+    for n, case in enumerate(light):
+        heavy[n % 2].submit(client)
+        futures.append(case.submit(client, return_lse=True))
+    for future, expected in zip(futures, alone, strict=True):
+        assert_same_results(future.result(), expected)
+
+
+@EVERY_DTYPE
 def test_bits_do_not_depend_on_the_place_in_a_request(client: Client, dtype: str) -> None:
     """A batch, the same sequences packed among others, and each alone: one result."""
     plan = Plan(dtype=dtype, batch=5, query_length=3, key_length=9, causal="bottom_right", alibi=True)

@@ -70,6 +70,15 @@ def test_huge_positions(client: Client, options: dict[str, Any], dtype: str) -> 
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 7), "sinks": True}, {"score": "general"}])
+def test_long_sequences(client: Client, options: dict[str, Any], dtype: str) -> None:
+    """Of megabytes, which arrive in pieces, are divided among threads and computed block by block."""
+    sizes = {"query_length": 533, "key_length": 701, "head_dim": 64, "key_dim": 64, "value_dim": 64}
+    case = Plan(dtype=dtype, key_heads=2, group=2, **sizes, **options).case(2)
+    accuracy.check(case, case.attend(client, return_lse=True))
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize("factor", [1e-4, 30.0])
 def test_large_and_small_queries(client: Client, factor: float, dtype: str) -> None:
     """Scores in the hundreds, whose exponentials overflow unless the largest is taken away first; and tiny ones."""

@@ -163,6 +163,15 @@ def test_a_nan_in_a_query_spoils_its_own_row_and_no_other(dtype: str) -> None:
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "key_length": 5}, {"mask_shape": (5, 7)}])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.5, 1e-45, 1e-310])
+def test_masks_survive_any_scale(dtype: str, scale: float, options: dict[str, Any]) -> None:
+    """Minus infinity that is scaled after it has been put there becomes NaN, or plus infinity."""
+    case = Plan(dtype=dtype, scale=scale, **options).case(3)
+    accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 3.0}, {"alibi": True}, {"score": "general"}, {"score": "additive"}]
 )

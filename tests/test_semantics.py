@@ -34,6 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "causal": {"causal": True},
     "causal, more queries than keys": {"causal": True, "query_length": 9},
+    "causal, no scale": {"causal": True, "scale": 0.0, "query_length": 7},
+    "causal, negative scale": {"causal": True, "scale": -0.5, "query_length": 7},
     "bottom right": {"causal": "bottom_right"},
     "bottom right, more queries than keys": {"causal": "bottom_right", "query_length": 9},
     "bottom right of lengths": {"causal": "bottom_right", "kv_lengths": (3, 7)},
