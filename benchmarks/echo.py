@@ -42,7 +42,7 @@ async def serve(name: str) -> None:
         writer = asyncio.create_task(write())
         try:
             while isinstance(message := await context.read(), bytes):
-                due.extend(call.id for call in read_message(message)[1])
+                due.extend(call.id for call in read_message(message, 4096)[1])
                 ready.set()
         finally:
             writer.cancel()

@@ -78,7 +78,7 @@ class Server:
             in_flight_bytes=lambda: admission.bytes,
             device_memory=self.device.memory if self.device.memory() else None,
         )
-        self._service = AttentionService(self.engine, self.metrics, self._info)
+        self._service = AttentionService(self.engine, self.metrics, config.max_message_calls, self._info)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
         self._grpc = aio.server(
             options=(
@@ -142,6 +142,7 @@ class Server:
                 max_flops=config.max_flops,
                 max_batch_flops=config.max_batch_flops,
                 max_batch_requests=config.max_batch_requests,
+                max_message_calls=config.max_message_calls,
             ),
             kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
             features=["reflection"] if config.reflection else [],

@@ -31,9 +31,12 @@ Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 class AttentionService:
     """The service on one engine. `info` gives the answer of ServerInfo."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, info: Callable[[], pb.ServerInfoResponse]) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, max_message_calls: int, info: Callable[[], pb.ServerInfoResponse]
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._max_message_calls = max_message_calls
         self._info = info
         self._streams: set[CallStream] = set()
 
@@ -101,7 +104,7 @@ class AttentionService:
             self._engine.release(entry)
 
     async def _attend_stream(self, _: object, context: Context) -> None:
-        stream = CallStream(self._engine, self._metrics, context)
+        stream = CallStream(self._engine, self._metrics, context, self._max_message_calls)
         self._streams.add(stream)
         self._metrics.stream_opened()
         try:

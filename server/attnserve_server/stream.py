@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -31,6 +32,10 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left so many bytes of replies unread."""
 
 
+MAX_ID_BYTES: Final = 10
+"""The longest varint."""
+
+
 class Call(NamedTuple):
     """A call on a stream: its id, how long its caller waits (seconds), and where its AttendRequest lies."""
 
@@ -50,10 +55,13 @@ class Unsent(NamedTuple):
 class CallStream:
     """One AttendStream RPC."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, context: aio.ServicerContext[bytes, bytes]) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, context: aio.ServicerContext[bytes, bytes], max_message_calls: int
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._context = context
+        self._max_message_calls = max_message_calls
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
@@ -108,7 +116,7 @@ class CallStream:
 
     def _receive(self, message: bytes, arrival: float) -> None:
         try:
-            cancelled, calls = read_message(message)
+            cancelled, calls = read_message(message, self._max_message_calls)
         except DecodeError as error:
             raise Malformed("", error) from None
         for call_id in cancelled:
@@ -198,18 +206,25 @@ class CallStream:
                     self._progress.set()
 
 
-def read_message(message: bytes) -> tuple[list[int], list[Call]]:
-    """The ids to cancel and the calls of an AttendStreamRequest. Raises DecodeError."""
-    cancelled: list[int] = []
+def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
+    """The ids to cancel and the calls of an AttendStreamRequest, so many of each at most.
+
+    Raises DecodeError, and InvalidRequest if there are more.
+    """
+    cancelled: Sequence[int] = ()
     calls: list[Call] = []
     rest: list[bytes] = []
     for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
         if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
+            if len(calls) == max_calls:
+                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason="LIMIT_EXCEEDED")
             calls.append(_read_call(message, content, end))
         else:
+            if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
+                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason="LIMIT_EXCEEDED")
             rest.append(message[start:end])
     if rest:
-        cancelled += pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
+        cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
     return cancelled, calls
 
 

@@ -206,20 +206,22 @@ class ServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., device_name: _Optional[str] = ..., torch_version: _Optional[str] = ..., threads: _Optional[int] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.DataType, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests")
+    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FLOPS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FLOPS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_CALLS_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_requests: int
     max_bytes: int
     max_flops: int
     max_batch_flops: int
     max_batch_requests: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ...) -> None: ...
+    max_message_calls: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_message_calls: _Optional[int] = ...) -> None: ...
 
 class Kernel(_message.Message):
     __slots__ = ("name", "description")
