@@ -25,7 +25,7 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 
 from attnserve import Client
-from attnserve.integrations.transformers import attention_mask, register
+from attnserve.integrations.transformers import forward_mask, register
 
 TOLERANCE = 1e-5
 VOCABULARY = 96
@@ -350,6 +350,19 @@ def test_autocast(client: Client) -> None:
     assert 0 < (actual.last_hidden_state - exact).abs().max() <= 2 * error + 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_model_on_a_gpu(recorder: Recorder, side: str) -> None:
+    """Tensors, masks and lengths that are not in the client's memory."""
+    model = build(AutoModelForCausalLM, CAUSAL["gpt_oss"]()).cuda()
+    ids, mask = tokens(3, 11).cuda(), padding(side, 3, 11)
+    expected, actual = both(model, input_ids=ids, attention_mask=None if mask is None else mask.cuda())
+    assert actual.logits.is_cuda
+    assert_same(expected.logits.cpu(), actual.logits.cpu(), mask)
+    assert len(recorder.calls) == 2
+
+
 def test_compiled_model(recorder: Recorder) -> None:
     """What is compiled stops at the attention and goes on after it."""
     model = build(AutoModel, CAUSAL["llama"]())
@@ -392,7 +405,7 @@ def test_a_mask_longer_than_the_keys(recorder: Recorder) -> None:
     mask = torch.rand(1, 1, 3, 9) < 0.7
     mask[..., 0] = True
     assert_same(reference(query, key, key, mask[..., :5]), attention_function(query, key, key, mask=mask))
-    made = attention_mask(batch_size=1, q_length=3, kv_length=9, q_offset=6)
+    made = forward_mask(batch_size=1, q_length=3, kv_length=9, q_offset=6)
     assert made is not None
     assert_same(reference(query, key, key), attention_function(query, key, key, mask=made))
     assert "causal" not in recorder.calls[-1]  # the last of 3 queries is not the last of 5 keys

@@ -64,10 +64,10 @@ def register(client: Client, name: str = "attnserve") -> None:
 
     # A compiled model leaves its graph here: a call over the network is nothing that can be traced.
     AttentionInterface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
-    AttentionMaskInterface.register(name, torch.compiler.disable(attention_mask))  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(name, torch.compiler.disable(forward_mask))  # type: ignore[no-untyped-call]
 
 
-def attention_mask(**arguments: Any) -> torch.Tensor | None:
+def forward_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask of a forward pass: bool `[B, 1, Lq, S]`, true means attend; None if nothing is excluded.
 
     Takes what transformers gives to any mask function and makes the mask that its `sdpa` would, but never leaves it
