@@ -28,7 +28,8 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:8001") as client:
             result = await client.attend(query, key, value, causal=True)
 
-    It belongs to the loop in which it is first used. Otherwise everything is as with `Client`.
+    It belongs to the loop in which it is first used; gRPC wants one event loop in a process to be the only one that it
+    meets. Otherwise everything is as with `Client`, but that it must be closed: it does not notice being forgotten.
     """
 
     def __init__(

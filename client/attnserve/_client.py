@@ -130,6 +130,7 @@ class Client:
         else:
             future = CallFuture(lambda data: attention_result(call, decode_response(data)))
             self._unary.submit(future, "Attend", call.pieces, call.timeout)
+        future.client = self
         return future
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:

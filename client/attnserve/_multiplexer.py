@@ -145,7 +145,7 @@ class Multiplexer(Generic[T]):
             self._cancelled.clear()
         while self._ready:
             call = self._ready[0]
-            if call.id in self._calls:
+            if call.id in self._calls and call.deadline > now:  # one that is too late is left to `tick`
                 if calls and size + call.size > self._message_bytes:
                     break
                 envelope = _ID + varint(call.id)
@@ -263,6 +263,6 @@ class Multiplexer(Generic[T]):
 
 
 def _duration(seconds: float) -> bytes:
-    """A serialised `google.protobuf.Duration`; one that is over is 0."""
-    whole, nanoseconds = divmod(max(0, int(seconds * 1e9)), 1_000_000_000)
+    """A serialised `google.protobuf.Duration` of some seconds, more than 0."""
+    whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
     return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")

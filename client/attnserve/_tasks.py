@@ -19,7 +19,13 @@ import grpc.aio
 from google.rpc.status_pb2 import Status
 
 from attnserve._config import SERVICE
-from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, status_from_rpc_error
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    ProtocolError,
+    status_from_rpc_error,
+)
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._result import Attended, decode_replies
 from attnserve._retry import RetryPolicy
@@ -143,10 +149,10 @@ class StreamTransport:
         status = Status()
         try:
             while (data := await rpc.read()) is not grpc.aio.EOF:
-                replies = decode_replies(data)
-                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                outcomes = self._multiplexer.resolve(stream, decode_replies(data), time.monotonic())
                 self._advance()
                 _settle(outcomes)
+                del data, outcomes  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
         except ProtocolError as error:
@@ -203,8 +209,11 @@ class UnaryTransport:
     async def _call(self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float) -> None:
         attempts = 0
         while True:
+            remaining = None if deadline == inf else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                future.settle(DeadlineExceededError("no reply within the timeout"))
+                return
             try:
-                remaining = None if deadline == inf else max(0.0, deadline - time.monotonic())
                 future.settle(await method(b"".join(pieces), timeout=remaining))
                 return
             except grpc.RpcError as error:

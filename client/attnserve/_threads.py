@@ -19,7 +19,13 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._config import SERVICE
-from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, status_from_rpc_error
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    ProtocolError,
+    status_from_rpc_error,
+)
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._result import Attended, decode_replies
 from attnserve._retry import RetryPolicy
@@ -37,6 +43,8 @@ class CallFuture(Future[T], Generic[R, T]):
         self._finish = finish
         self.withdraw: Callable[[], bool] = bool
         """Has the transport forget the call; false if the call has its outcome already."""
+        self.client: object = None
+        """The client, which must not be collected before the reply is there."""
 
     def cancel(self) -> bool:
         """Gives up the call. False if it is too late."""
@@ -48,6 +56,7 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | AttnServeError) -> None:
         """Gives the future its result, or the error instead. To be called once."""
+        self.client = None
         if not self.set_running_or_notify_cancel():
             return
         if isinstance(outcome, AttnServeError):
@@ -137,14 +146,10 @@ class StreamTransport:
     def _read(self, stream: int, rpc: Any) -> None:
         """Takes replies until the stream ends, and then its end."""
         status = Status()
-        outcomes: list[Outcome[StreamFuture]]
         try:
             for data in rpc:
-                replies = decode_replies(data)
-                with self._lock:
-                    outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
-                    self._advance()
-                _settle(outcomes)
+                _settle(self._resolve(stream, data))
+                del data  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
         except ProtocolError as error:
@@ -157,6 +162,13 @@ class StreamTransport:
             del self._rpcs[stream]
             self._advance()
         _settle(outcomes)
+
+    def _resolve(self, stream: int, data: bytes) -> list[Outcome[StreamFuture]]:
+        replies = decode_replies(data)
+        with self._lock:
+            outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+            self._advance()
+        return outcomes
 
     def _watch(self) -> None:
         """Does what is due when it is due, whatever the streams do."""
@@ -171,6 +183,7 @@ class StreamTransport:
                 self._watched = self._multiplexer.wakeup
                 self._advance()
             _settle(outcomes)
+            del outcomes
 
 
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
@@ -226,7 +239,10 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
 
     def _send(self, call: _UnaryCall) -> None:
-        remaining = None if call.deadline == inf else max(0.0, call.deadline - time.monotonic())
+        remaining = None if call.deadline == inf else call.deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            self._finish(call, DeadlineExceededError("no reply within the timeout"))
+            return
         with self._lock:
             if call not in self._calls:
                 return

@@ -68,7 +68,7 @@ def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     assert message(multiplexer, stream) is None
 
 
-@pytest.mark.parametrize("timeout", [0.0, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
+@pytest.mark.parametrize("timeout", [1e-12, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
 def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: float) -> None:
     multiplexer.add(call("a", timeout=timeout))
     sent = message(multiplexer, multiplexer.opened())
@@ -200,6 +200,13 @@ def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multip
         multiplexer.tick(now)
     ((_, error),) = multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now)
     assert isinstance(error, UnavailableError)
+
+
+def test_a_call_that_is_too_late_is_not_sent(multiplexer: Multiplexer[Any]) -> None:
+    multiplexer.add(call("late", timeout=0.0))
+    assert message(multiplexer, multiplexer.opened()) is None
+    ((_, error),) = multiplexer.tick(0.0)
+    assert isinstance(error, DeadlineExceededError)
 
 
 def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:

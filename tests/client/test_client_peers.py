@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -209,7 +210,9 @@ def test_a_peer_that_ends_the_stream_in_good_order_after_every_message(attend: A
     assert len(lost) == 2
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN])
+@pytest.mark.parametrize(
+    "code", [getattr(grpc.StatusCode, name) for name in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")]
+)
 def test_a_stream_that_breaks_is_followed_by_another(attend: Attend, code: grpc.StatusCode) -> None:
     broken = []
 
@@ -407,6 +410,15 @@ async def test_a_cancelled_task_has_the_peer_told() -> None:
             assert await asyncio.to_thread(told.wait, 10)
 
 
+def test_unary_calls_cancelled_by_the_server(attend: Attend) -> None:
+    def cancelling(message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.CANCELLED, "cancelled")
+
+    with peer(good, cancelling) as address:
+        (result,) = attend(address, [array(1)], transport="unary")
+    assert isinstance(result, RequestCancelledError)
+
+
 @pytest.fixture
 def silent() -> Iterator[tuple[str, threading.Event]]:
     """A peer that never answers; its address, and an event that is set when a call has arrived."""
@@ -478,6 +490,13 @@ def test_a_forgotten_client_leaves_no_threads() -> None:
         for thread in started:
             thread.join(10)
             assert not thread.is_alive()
+
+
+def test_a_future_keeps_its_client() -> None:
+    with peer(good) as address:
+        future = Client(address).submit(array(1), array(1), array(1))
+        gc.collect()
+        assert future.result().output[0, 0] == 1
 
 
 def test_cancelled_by_the_server(attend: Attend) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -205,6 +206,27 @@ def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
         future = client.submit(*arrays)  # while nobody is there
         start_server("--listen", first.address)
         np.testing.assert_array_equal(future.result(timeout=60).output, output)
+
+
+def test_a_unix_socket(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    start_server("--listen", address)
+    arrays = triple(12)
+    with Client(address) as client:
+        np.testing.assert_allclose(client.attend(*arrays).output, expected(*arrays), atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_on_a_cuda_device_come_back_there(client: Client, dtype: Any) -> None:
+    tensors = [torch.from_numpy(array).to("cuda", dtype) for array in triple(13)]
+    result = client.attend(*tensors, return_lse=True)
+    on_cpu = client.attend(*(tensor.cpu() for tensor in tensors))
+    assert result.output.device == tensors[0].device
+    assert result.lse is not None
+    assert result.lse.device == tensors[0].device
+    torch.testing.assert_close(result.output.cpu(), on_cpu.output)
 
 
 def test_server_info(client: Client, server: Any) -> None:
