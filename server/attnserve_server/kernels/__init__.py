@@ -1,15 +1,20 @@
 """Ways to compute attention on torch tensors, and the table that chooses among them."""
 
 from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
-from attnserve_server.kernels.table import KERNELS, Kernel, attend
+from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult
+from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend
 
 __all__ = [
     "KERNELS",
+    "RAGGED_KERNELS",
     "AdditiveScore",
     "AttentionCall",
     "AttentionResult",
     "GeneralScore",
     "Kernel",
+    "RaggedCall",
+    "RaggedKernel",
+    "RaggedResult",
     "Scores",
     "attend",
 ]

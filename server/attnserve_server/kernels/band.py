@@ -59,6 +59,20 @@ class Band:
         """The band of some of the queries."""
         return Band(stop - start, self.kv_length, self.offset + start, self.left, self.right)
 
+    def from_bottom_right(self) -> tuple[int, int] | None:
+        """The band as (left, right) of queries that stand at the keys S - Lq + i; None if it is no such band.
+
+        For a band narrowed to the keys within reach. Bounds beyond all keys are open.
+        """
+        corner = self.kv_length - self.query_length
+        left = self.left if self.left < self.kv_length else -1
+        if self.offset == corner and (self.right <= 0 or corner >= 0):
+            return left, self.right if self.right < self.kv_length else -1
+        if self.right > 0 and self.offset + self.right == corner:
+            left = self.left + self.right if self.left >= 0 else -1
+            return left if left < self.kv_length else -1, 0
+        return (-1, -1) if self.is_everything else None
+
     def tensor(self, device: torch.device) -> torch.Tensor:
         """Bool [Lq, S], true where the query reaches the key."""
         query = torch.arange(self.query_length, device=device).unsqueeze(1) + self.offset

@@ -2,8 +2,8 @@
 
 The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
 with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through and swallows NaN in queries (such heads are done again by the math kernel), and its bits
-depend on the alignment of the rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one,
+excluded places through and swallows NaN in queries (such heads are done again by the math kernel), scales what it has
+masked (scales are made positive), and its bits depend on the alignment of the rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one,
 always: parallelism is across calls).
 """
 
@@ -17,12 +17,11 @@ from torch.nn.functional import pad
 
 from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 
 NAME = "cpu_flash"
 ROW_ELEMENTS = 16
-VECTOR_ELEMENTS = 32
-"""A multiple of what torch computes at once on any CPU."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """The elements of a mask or bias that is made for a block of queries."""
@@ -74,23 +73,24 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         return nothing_to_attend(call, NAME)
     key, value = call.key[:, :, begin:end], call.value[:, :, begin:end]
 
-    exclusion = _exclusion(call, band, begin, end)
     causal = band.is_lower_triangle and call.mask is None and not band.is_everything
-    bias, shift = _bias(call, band, begin, end)
-    if exclusion is not None:
-        bias = exclusion.new_zeros((), dtype=call.accumulation_dtype) if bias is None else bias
-        bias = bias.masked_fill(exclusion, -torch.inf)
+    excluded = exclusion(call, band, begin, end, causal)
+    bias, shift = added(call, band, begin, end)
+    if excluded is not None:
+        bias = excluded.new_zeros((), dtype=call.accumulation_dtype) if bias is None else bias
+        bias = bias.masked_fill(excluded, -torch.inf)
 
-    output, lse = _run(call.query, key, value, bias, causal, call.scale)
+    query, scale = positive_scale(call.query, call.scale)
+    output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
     if shift is not None:
         lse = lse + shift
-    if exclusion is not None:
-        empty = exclusion.all(-1).expand(lse.shape)
+    if excluded is not None:
+        empty = excluded.all(-1).expand(lse.shape)
         output = output.masked_fill(empty.unsqueeze(-1), 0)
         lse = lse.masked_fill(empty, -torch.inf)
     if call.sinks is not None:
-        output, lse = add_sinks(output, lse, call.sinks)
+        output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
     non_finite = _non_finite_heads(call.query, key, value, call.bias)
     if non_finite:
@@ -138,41 +138,6 @@ def _run(
     return output.to(dtype), lse
 
 
-def _exclusion(call: AttentionCall, band: Band, begin: int, end: int) -> torch.Tensor | None:
-    """Bool of rank 4, true where a key is excluded; None where the kernel needs no telling."""
-    if call.mask is None and (band.is_everything or band.is_lower_triangle):
-        return None
-    excluded = None
-    if not band.is_everything:
-        excluded = ~band.tensor(call.query.device)[None, None]
-    if call.mask is not None:
-        masked = ~(call.mask if call.mask.shape[-1] == 1 else call.mask[..., begin:end])
-        excluded = masked if excluded is None else excluded | masked
-    if excluded is None or excluded.shape[-1] == band.kv_length:
-        return excluded
-    return excluded.expand(*excluded.shape[:-1], band.kv_length)
-
-
-def _bias(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What is added to the scores, of rank 4, and what must be added to the lse for it to be right."""
-    bias = call.bias
-    if bias is not None and bias.shape[-1] != 1:
-        bias = bias[..., begin:end]
-    if call.alibi_slopes is None:
-        return bias, None
-    # A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small
-    # biases; the softmax does not see the difference, and the lse is mended.
-    position = torch.arange(band.query_length).unsqueeze(1) + band.offset
-    distance = (position - torch.arange(band.kv_length)).abs()
-    if not band.is_everything:
-        distance = distance.masked_fill(~band.tensor(distance.device), distance.max() + 1)
-    nearest = distance.amin(-1, keepdim=True)
-    slopes = call.alibi_slopes[None, :, None, None]
-    alibi = -slopes * (distance - nearest)
-    shift = (-slopes * nearest).squeeze(-1)
-    return (alibi if bias is None else bias + alibi), shift
-
-
 def _non_finite_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
 ) -> list[list[int]]:
@@ -193,29 +158,3 @@ def _non_finite_heads(
             finite_bias = finite_bias.view(-1, kv_heads, query.shape[1] // kv_heads).all(2)
         finite = finite & finite_bias
     return torch.nonzero(~finite).tolist()
-
-
-def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse with one more key a head, of score `sinks` [Hq] and value zero.
-
-    Transcendental functions give other bits in a vector than at the ragged end of an array, so that an element's bits
-    would depend on its place. Rows are padded to whole vectors.
-    """
-    length = lse.shape[2]
-    rows = pad(lse, (0, -length % VECTOR_ELEMENTS))
-    sink = sinks[None, :, None]
-    total = torch.logaddexp(rows, sink)
-    share = torch.exp(rows - total)[..., :length]
-    total = total[..., :length]
-    # Of neither keys nor sink anything is left to share.
-    return (output * share.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).to(output.dtype), total
-
-
-def nothing_to_attend(call: AttentionCall, kernel: str) -> AttentionResult:
-    """The result where no query reaches any key, or there is none."""
-    count, heads, length = call.query.shape[:3]
-    output = call.query.new_zeros(count, heads, length, call.value.shape[-1])
-    lse = torch.full((count, heads, length), -torch.inf, dtype=call.accumulation_dtype, device=call.query.device)
-    if call.sinks is not None:
-        lse = torch.maximum(lse, call.sinks[None, :, None])
-    return AttentionResult(output, lse if call.return_lse else None, None, kernel)

@@ -1,7 +1,8 @@
 """Attention written out: every option, every value, on any device; the kernel that all others fall back on.
 
 Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
-comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast.
+comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. On CUDA,
+all but float64 is computed in float32, and whether values are finite is told, not waited for.
 """
 
 from __future__ import annotations
@@ -12,42 +13,72 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore
 
 NAME = "math"
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The scores (or hidden units of the additive score) that one block of queries may have in all its heads."""
 
 
 def attend(call: AttentionCall) -> AttentionResult:
-    """Computes a call. Sequences are computed one by one: a sequence's bits do not depend on its company."""
-    results = [_attend_one(call.sequences(n, n + 1)) for n in range(call.query.shape[0])]
+    """Computes a call; on a CPU sequence by sequence, elsewhere together, and with `suspect` set."""
+    return attend_each(call) if call.query.device.type == "cpu" else attend_together(call)
+
+
+def attend_each(call: AttentionCall) -> AttentionResult:
+    """Computes the sequences one by one: a sequence's bits do not depend on its company. Waits for the device."""
+    results = []
+    for n in range(call.query.shape[0]):
+        sequence = call.sequences(n, n + 1)
+        results.append(_attend(sequence, bool(torch.isfinite(sequence.value).all())))
+    return _joined(call, results, None)
+
+
+def attend_together(call: AttentionCall) -> AttentionResult:
+    """Computes as many sequences at a time as memory allows, and waits for nothing."""
+    (count, heads, query_length, _), kv_length = call.query.shape, call.key.shape[2]
+    each = heads * query_length * kv_length * _units(call)
+    step = max(1, BLOCK_ELEMENTS[call.query.device.type] // max(1, each))
+    results = [_attend(call.sequences(start, min(start + step, count)), True) for start in range(0, count, step)]
+    return _joined(call, results, ~torch.isfinite(call.value).flatten(1).all(1))
+
+
+def _joined(
+    call: AttentionCall,
+    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    suspect: torch.Tensor | None,
+) -> AttentionResult:
     return AttentionResult(
         output=torch.cat([output for output, _, _ in results]),
         lse=torch.cat([lse for _, lse, _ in results]) if call.return_lse else None,
         scores=torch.cat([scores for _, _, scores in results if scores is not None]) if call.return_scores else None,
         kernel=NAME,
+        suspect=suspect,
     )
 
 
-def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Output, lse and scores of one sequence."""
+def _units(call: AttentionCall) -> int:
+    """The hidden units of a score."""
+    return call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
+
+
+def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Output, lse and scores of sequences, together."""
     query, key, value = call.query, call.key, call.value
     exact = torch.float64 if query.device.type == "cpu" and query.dtype == torch.float32 else call.accumulation_dtype
-    (_, query_heads, query_length, _), (_, kv_heads, kv_length, _) = query.shape, key.shape
+    (count, query_heads, query_length, _), (_, kv_heads, kv_length, _) = query.shape, key.shape
     device, width = query.device, value.shape[-1]
 
-    output = torch.zeros(1, query_heads, query_length, width, dtype=query.dtype, device=device)
-    lse = torch.full((1, query_heads, query_length), -torch.inf, dtype=call.accumulation_dtype, device=device)
+    output = torch.zeros(count, query_heads, query_length, width, dtype=query.dtype, device=device)
+    lse = torch.full((count, query_heads, query_length), -torch.inf, dtype=call.accumulation_dtype, device=device)
     scores = None
     if call.return_scores is not None:
-        scores = torch.empty(1, query_heads, query_length, kv_length, dtype=query.dtype, device=device)
+        scores = torch.empty(count, query_heads, query_length, kv_length, dtype=query.dtype, device=device)
     if query_length == 0:
         return output, lse, scores
 
     key, value = _aligned(key, exact), _aligned(value, exact)
-    value_is_finite = bool(torch.isfinite(value).all())
     score = _score_function(call, key, exact)
     band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
-    hidden = call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
-    rows = max(1, BLOCK_ELEMENTS // max(1, query_heads * kv_length * hidden))
+    row = count * query_heads * kv_length * _units(call)
+    rows = max(1, BLOCK_ELEMENTS[device.type] // max(1, row))
     for start in range(0, query_length, rows):
         stop = min(start + rows, query_length)
         s = score(_aligned(query[:, :, start:stop], exact))
@@ -73,12 +104,12 @@ def _attend_one(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.
         if call.return_scores == "weights" and scores is not None:
             scores[:, :, start:stop] = weights
         lse[:, :, start:stop] = block_lse
-        grouped = weights.reshape(1, kv_heads, query_heads // kv_heads * (stop - start), kv_length)
+        grouped = weights.reshape(count, kv_heads, query_heads // kv_heads * (stop - start), kv_length)
         if value_is_finite:
             block = grouped @ value
         else:
             block = _weigh_non_finite(grouped, value, attended)
-        output[:, :, start:stop] = block.reshape(1, query_heads, stop - start, width)
+        output[:, :, start:stop] = block.reshape(count, query_heads, stop - start, width)
     return output, lse, scores
 
 
@@ -127,11 +158,11 @@ def _weigh_non_finite(weights: torch.Tensor, value: torch.Tensor, attended: torc
 
 
 def _score_function(call: AttentionCall, key: torch.Tensor, exact: torch.dtype):  # type: ignore[no-untyped-def]
-    """The function from a block of queries [1, Hq, R, D] to its scores [1, Hq, R, S], scale included."""
+    """The function from a block of queries [N, Hq, R, D] to its scores [N, Hq, R, S], scale included."""
     kv_heads, kv_length = key.shape[1], key.shape[2]
 
     def by_group(query: torch.Tensor) -> torch.Tensor:
-        return query.reshape(1, kv_heads, -1, query.shape[-1])
+        return query.reshape(len(query), kv_heads, -1, query.shape[-1])
 
     def dot(query: torch.Tensor) -> torch.Tensor:
         return (by_group(query) @ key.mT).reshape(*query.shape[:3], kv_length) * call.scale

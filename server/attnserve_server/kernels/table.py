@@ -1,12 +1,17 @@
-"""The table of kernels: the first that applies to a call computes it."""
+"""The tables of kernels: the first that applies to a call computes it.
+
+A device that has ragged kernels first packs what one of them takes; what is left is cut into calls of equal lengths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnserve_server.kernels import flash_cpu, math
+from attnserve_server.kernels import efficient_cuda, flash_cpu, math, varlen_cuda
+from attnserve_server.kernels.bias import nothing_to_attend
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.ragged import RaggedKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,13 @@ KERNELS: tuple[Kernel, ...] = (
         flash_cpu.attend,
     ),
     Kernel(
+        efficient_cuda.NAME,
+        "cuda",
+        "dot-product scores with masks, biases, windows, ALiBi and sinks that the ragged kernels do not take",
+        efficient_cuda.applies,
+        efficient_cuda.attend,
+    ),
+    Kernel(
         math.NAME,
         "any",
         "everything else: softcaps, learned scores, requested scores, infinities and NaNs; float32 in float64 on a CPU",
@@ -37,11 +49,14 @@ KERNELS: tuple[Kernel, ...] = (
     ),
 )
 
+RAGGED_KERNELS: tuple[RaggedKernel, ...] = (varlen_cuda.KERNEL, efficient_cuda.RAGGED_KERNEL)
+"""Kernels for CUDA that compute sequences of any lengths in one call; the first with the dtype takes what it can."""
+
 
 def attend(call: AttentionCall) -> AttentionResult:
     """Computes a call by the first kernel that applies."""
     if call.query.shape[2] == 0 or (call.key.shape[2] == 0 and call.return_scores is None):
-        return flash_cpu.nothing_to_attend(call, "none") if call.return_scores is None else math.attend(call)
+        return nothing_to_attend(call, "none") if call.return_scores is None else math.attend(call)
     for kernel in KERNELS:
         if kernel.applies(call):
             return kernel.attend(call)

@@ -1,0 +1,304 @@
+"""From requests to ragged kernel calls: sequences of many requests packed end to end, tokens first.
+
+`pack` decides, from requests alone, which of them go together and where each of their sequences lies; `run_pack` moves
+the tensors, on whatever device they are. Rows are what moves: [D] of one head of one token. The payloads of a pack's
+requests lie one behind the other as they were received, each in its own layout; rows are gathered from there into the
+kernel's order, and scattered back into the same order, which is that of the replies. So the number of operations on
+the device does not grow with the number of requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnserve import _dtypes
+from attnserve_server.devices.staging import TORCH, Allocate, Upload
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedCall, RaggedKernel
+from attnserve_server.problem import Problem
+from attnserve_server.request import Request
+
+Number = TypeVar("Number", int, torch.Tensor)
+
+
+class PackedSequence(NamedTuple, Generic[Number]):
+    """A sequence of the pack's request `member`, and the rows that it consists of, in those of all payloads.
+
+    Its token t, in head h, is the row `start + t * token + h * head`. The keys are those within reach of its queries.
+    Of integers for one sequence, of tensors [N] for many.
+    """
+
+    member: Number
+    query_start: Number
+    query_token: Number
+    query_head: Number
+    query_length: Number
+    kv_start: Number
+    kv_token: Number
+    kv_head: Number
+    kv_length: Number
+    lse_start: Number
+    lse_head: Number
+
+
+Window = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Pack:
+    """Requests, by their places in the batch, that one kernel computes together, in a call for each window.
+
+    `query_rows` and `kv_rows` say where each request's rows begin, and end with the total.
+    """
+
+    kernel: RaggedKernel
+    problem: Problem
+    places: list[int] = field(default_factory=list)
+    sequences: dict[Window, list[PackedSequence[int]]] = field(default_factory=dict)
+    query_rows: list[int] = field(default_factory=lambda: [0])
+    kv_rows: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, place: int, request: Request, windows: list[tuple[Window, int, int]]) -> None:
+        """Adds a request, given for each of its spans the window and the first and the last key within reach."""
+        problem, member = request.problem, len(self.places)
+        queries = _Rows.of(problem, problem.query_heads, problem.query_length, self.query_rows[-1])
+        keys = _Rows.of(problem, problem.kv_heads, problem.kv_length, self.kv_rows[-1])
+        for span, (window, begin, end) in zip(request.spans, windows, strict=True):
+            if not span.query_length:
+                continue
+            for number in range(span.first, span.first + span.sequences):
+                lse_start = span.query_start
+                if not problem.packed:
+                    lse_start = number * problem.query_heads * problem.query_length
+                sequence = PackedSequence[int](
+                    member,
+                    queries.start(number, span.query_start),
+                    queries.token,
+                    queries.head,
+                    span.query_length,
+                    keys.start(number, span.kv_start + begin),
+                    keys.token,
+                    keys.head,
+                    end - begin,
+                    self.query_rows[-1] + lse_start,
+                    problem.query_length,
+                )
+                self.sequences.setdefault(window, []).append(sequence)
+        self.places.append(place)
+        self.query_rows.append(queries.end)
+        self.kv_rows.append(keys.end)
+
+
+class _Rows(NamedTuple):
+    """Where the rows of a tensor are: from token to token, from head to head, from sequence to sequence."""
+
+    begin: int
+    end: int
+    token: int
+    head: int
+    sequence: int
+
+    @staticmethod
+    def of(problem: Problem, heads: int, length: int, begin: int) -> _Rows:
+        """The rows of a tensor of `length` tokens, or as many in all where packed, that begins at the row `begin`."""
+        tokens_first = problem.length_first and problem.rank > 2
+        token, head = (heads, 1) if tokens_first else (1, length)
+        if problem.packed:
+            return _Rows(begin, begin + length * heads, token, head, 0)
+        return _Rows(begin, begin + problem.batch * length * heads, token, head, length * heads)
+
+    def start(self, sequence: int, token: int) -> int:
+        """The row of a token, in the first head."""
+        return self.begin + sequence * self.sequence + token * self.token
+
+
+def pack(requests: Sequence[Request], kernels: Sequence[RaggedKernel]) -> tuple[list[Pack], list[int]]:
+    """The packs that kernels can compute, and the places of all other requests."""
+    packs: dict[Hashable, Pack] = {}
+    others: list[int] = []
+    for place, request in enumerate(requests):
+        kernel = _kernel(request.problem, kernels)
+        windows = None if kernel is None else _windows(request, kernel)
+        if kernel is None or windows is None:
+            others.append(place)
+            continue
+        group = request.problem.group
+        if group not in packs:
+            packs[group] = Pack(kernel, request.problem)
+        packs[group].add(place, request, windows)
+    return list(packs.values()), others
+
+
+def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel | None:
+    """The kernel for a problem, if one takes it whatever its lengths are."""
+    if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
+        return None
+    if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or problem.query_heads > MAX_SEQUENCES:
+        return None
+    dtype, width = TORCH[problem.dtype], max(problem.head_dim, problem.value_dim)
+    return next((kernel for kernel in kernels if dtype in kernel.dtypes and width <= kernel.max_width), None)
+
+
+def _windows(request: Request, kernel: RaggedKernel) -> list[tuple[Window, int, int]] | None:
+    """For each span its window and the keys within reach; None if the kernel cannot compute one of them."""
+    problem, found = request.problem, []
+    for span in request.spans:
+        if not span.query_length:
+            found.append(((-1, -1), 0, 0))
+            continue
+        band = Band.of(span.query_length, span.kv_length, span.offset, problem.causal, problem.window)
+        band, begin, end = band.narrowed()
+        window = kernel.window(band) if begin < end else None
+        if window is None:
+            return None
+        found.append((window, begin, end))
+    return found
+
+
+@dataclass(slots=True)
+class PackResult:
+    """output [R, Dv], R being all rows of queries, as the replies have them; lse [R] likewise, if asked for.
+
+    `suspect` [M] is above 0 for requests whose queries, keys or values are not all finite: their results have no
+    meaning. `calls` counts the kernel's.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    suspect: torch.Tensor
+    calls: int
+
+
+class StagedPack:
+    """A pack whose tensors are on the device, or on their way."""
+
+    def __init__(self, pack: Pack, requests: Sequence[Request], allocate: Allocate, upload: Upload) -> None:
+        self._pack = pack
+        self._allocate, self._upload = allocate, upload
+        members = [requests[place] for place in pack.places]
+        problem = pack.problem
+        self._query = self._concatenated(members, "query", problem.head_dim)
+        self._key = self._concatenated(members, "key", problem.key_dim)
+        self._value = self._concatenated(members, "value", problem.value_dim)
+        self._sinks = None
+        if "sinks" in problem.tensors:
+            self._sinks = self._uploaded(np.stack([_sinks(member) for member in members]))
+        self._calls = [
+            (window, sequences[first : first + MAX_SEQUENCES], self._uploaded(np.array(sequences, np.int64)))
+            for window, all_of_it in pack.sequences.items()
+            for first in range(0, len(all_of_it), MAX_SEQUENCES)
+            for sequences in [all_of_it[first : first + MAX_SEQUENCES]]
+        ]
+
+    def run(self) -> PackResult:
+        """Computes the pack, on the current stream, without waiting for anything."""
+        pack, problem = self._pack, self._pack.problem
+        rows, device = pack.query_rows[-1], self._query.device
+        output = torch.empty(rows, problem.value_dim, dtype=self._query.dtype, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device) if problem.return_lse else None
+        suspect = torch.zeros(len(pack.places), dtype=torch.int32, device=device)
+        for window, sequences, table in self._calls:
+            self._run_call(window, sequences, table, output, lse, suspect)
+        return PackResult(output, lse, suspect, len(self._calls))
+
+    def _run_call(
+        self,
+        window: Window,
+        sequences: list[PackedSequence[int]],
+        table: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        suspect: torch.Tensor,
+    ) -> None:
+        """Computes some sequences, and writes their rows into the results."""
+        problem = self._pack.problem
+        columns = PackedSequence[torch.Tensor](*table.unbind(1))
+        queries = _Tokens.of(columns.query_length, sum(sequence.query_length for sequence in sequences))
+        keys = _Tokens.of(columns.kv_length, sum(sequence.kv_length for sequence in sequences))
+        query_rows = queries.rows(columns.query_start, columns.query_token, columns.query_head, problem.query_heads)
+        kv_rows = keys.rows(columns.kv_start, columns.kv_token, columns.kv_head, problem.kv_heads)
+        query, key, value = self._query[query_rows], self._key[kv_rows], self._value[kv_rows]
+        result = self._pack.kernel.attend(
+            RaggedCall(
+                query,
+                key,
+                value,
+                queries.starts,
+                keys.starts,
+                queries.sequence,
+                max(sequence.query_length for sequence in sequences),
+                max(sequence.kv_length for sequence in sequences),
+                problem.scale,
+                window,
+                problem.return_lse or self._sinks is not None,
+            )
+        )
+        of_queries, of_keys = columns.member[queries.sequence], columns.member[keys.sequence]
+        if self._sinks is not None:
+            assert result.lse is not None
+            result.output, result.lse = add_sinks(result.output, result.lse, self._sinks[of_queries])
+        output[query_rows] = result.output
+        if lse is not None and result.lse is not None:
+            one = torch.ones_like(columns.lse_start)
+            lse[queries.rows(columns.lse_start, one, columns.lse_head, problem.query_heads)] = result.lse
+        for tensor, member in ((query, of_queries), (key, of_keys), (value, of_keys)):
+            suspect.index_add_(0, member, (~torch.isfinite(tensor.sum((1, 2), dtype=torch.float32))).int())
+
+    def _concatenated(self, members: Sequence[Request], name: str, width: int) -> torch.Tensor:
+        """The rows [R, D] of a tensor of all members."""
+        payloads = [member.payload(name) for member in members]
+        ends = list(itertools.accumulate((len(payload) for payload in payloads), initial=0))
+        raw = self._allocate(ends[-1])
+        target = memoryview(raw.numpy())  # type: ignore[arg-type]
+        for payload, start, stop in zip(payloads, ends, ends[1:], strict=False):
+            target[start:stop] = payload
+        return self._upload(raw.view(TORCH[self._pack.problem.dtype])).view(-1, width)
+
+    def _uploaded(self, array: NDArray[Any]) -> torch.Tensor:
+        """A small array of int64 or float32, of rank 2."""
+        raw = self._allocate(array.nbytes)
+        tensor = raw.view(torch.int64 if array.dtype == np.int64 else torch.float32).view(array.shape)
+        tensor.numpy()[...] = array
+        return self._upload(tensor)
+
+
+def _sinks(request: Request) -> NDArray[Any]:
+    """A request's sinks [Hq] in float32."""
+    dtype = _dtypes.NUMPY[request.problem.tensors["sinks"].dtype]
+    return np.frombuffer(request.payload("sinks"), dtype).astype(np.float32)
+
+
+class _Tokens(NamedTuple):
+    """Packed tokens: where each sequence's begin, int32 [N + 1]; the sequence of each [T], and its place there [T]."""
+
+    starts: torch.Tensor
+    sequence: torch.Tensor
+    place: torch.Tensor
+
+    @staticmethod
+    def of(lengths: torch.Tensor, total: int) -> _Tokens:
+        """The tokens of sequences of these lengths [N], which sum to `total`: torch need not wait to know it."""
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        sequence = torch.repeat_interleave(lengths, output_size=total)
+        place = torch.arange(total, device=lengths.device) - starts[sequence]
+        return _Tokens(starts.to(torch.int32), sequence, place)
+
+    def rows(self, start: torch.Tensor, token: torch.Tensor, head: torch.Tensor, heads: int) -> torch.Tensor:
+        """The row [T, heads] of each token in each head, given each sequence's strides [N]."""
+        first = start[self.sequence] + self.place * token[self.sequence]
+        across = torch.arange(heads, device=start.device) * head[self.sequence].unsqueeze(1)
+        return first.unsqueeze(1) + across
+
+
+def rows_of_members(pack: Pack) -> Iterator[tuple[int, slice]]:
+    """The place in the batch of each of a pack's requests, and its rows among those of the results."""
+    for place, start, stop in zip(pack.places, pack.query_rows, pack.query_rows[1:], strict=False):
+        yield place, slice(start, stop)

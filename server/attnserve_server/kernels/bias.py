@@ -1,0 +1,91 @@
+"""What kernels with one additive bias are told of masks, windows, biases, ALiBi and sinks; for any device.
+
+In: a call and the band of its queries over the keys within reach. Out: tensors of rank 4 that broadcast to the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.call import AttentionCall, AttentionResult
+
+VECTOR_ELEMENTS = 32
+"""A multiple of what torch computes at once on any CPU."""
+LEAST_SCALE = 2.0**-60
+"""Scores are scaled by kernels in float32, where less than this may come to 0."""
+
+
+def exclusion(call: AttentionCall, band: Band, begin: int, end: int, causal: bool) -> torch.Tensor | None:
+    """Bool of rank 4, true where a key from `begin` to `end` is excluded; None if nothing is.
+
+    `causal` says that the kernel is told of the band by a flag, so that only the mask is left.
+    """
+    excluded = None
+    if not band.is_everything and not causal:
+        excluded = ~band.tensor(call.query.device)[None, None]
+    if call.mask is not None:
+        masked = ~(call.mask if call.mask.shape[-1] == 1 else call.mask[..., begin:end])
+        excluded = masked if excluded is None else excluded | masked
+    if excluded is None or excluded.shape[-1] == band.kv_length:
+        return excluded
+    return excluded.expand(*excluded.shape[:-1], band.kv_length)
+
+
+def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is added to the scores of the keys from `begin` to `end`, and what the lse then lacks [1, Hq, Lq]."""
+    bias = call.bias
+    if bias is not None and bias.shape[-1] != 1:
+        bias = bias[..., begin:end]
+    if call.alibi_slopes is None:
+        return bias, None
+    # A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small
+    # biases; the softmax does not see the difference, and the lse is mended.
+    device = call.query.device
+    position = torch.arange(band.query_length, device=device).unsqueeze(1) + band.offset
+    distance = (position - torch.arange(band.kv_length, device=device)).abs()
+    if not band.is_everything:
+        distance = distance.masked_fill(~band.tensor(device), band.query_length + band.kv_length + abs(band.offset))
+    nearest = distance.amin(-1, keepdim=True)
+    slopes = call.alibi_slopes[None, :, None, None]
+    alibi = -slopes * (distance - nearest)
+    shift = (-slopes * nearest).squeeze(-1)
+    return (alibi if bias is None else bias + alibi), shift
+
+
+def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Queries and a scale above 0 that give the same scores.
+
+    Kernels scale after they have masked: -inf times 0 (or what rounds to it) is NaN, and times a negative is +inf.
+    """
+    if scale >= LEAST_SCALE:
+        return query, scale
+    return (-query, -scale) if scale <= -LEAST_SCALE else (query * scale, 1.0)
+
+
+def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [..., Dv] and lse [...] with one more key, of value zero and of scores `sinks` that broadcast to lse.
+
+    Transcendental functions give other bits in a vector than at the ragged end of an array, so that an element's bits
+    would depend on its place. Rows are padded to whole vectors.
+    """
+    length = lse.shape[-1]
+    missing = -length % VECTOR_ELEMENTS
+    rows = pad(lse, (0, missing))
+    sink = sinks if sinks.shape[-1] == 1 else pad(sinks, (0, missing))
+    total = torch.logaddexp(rows, sink)
+    share = torch.exp(rows - total)[..., :length]
+    total = total[..., :length]
+    # Of neither keys nor sink anything is left to share.
+    return (output * share.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).to(output.dtype), total
+
+
+def nothing_to_attend(call: AttentionCall, kernel: str) -> AttentionResult:
+    """The result where no query reaches any key, or there is none."""
+    count, heads, length = call.query.shape[:3]
+    output = call.query.new_zeros(count, heads, length, call.value.shape[-1])
+    lse = torch.full((count, heads, length), -torch.inf, dtype=call.accumulation_dtype, device=call.query.device)
+    if call.sinks is not None:
+        lse = torch.maximum(lse, call.sinks[None, :, None])
+    return AttentionResult(output, lse if call.return_lse else None, None, kernel)

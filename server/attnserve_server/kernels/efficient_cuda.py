@@ -1,0 +1,201 @@
+"""Attention by torch's memory-efficient kernel for CUDA: float32, and masks, biases and ALiBi in any precision.
+
+The kernel's traps are handled here: rows of queries, keys and values are padded to multiples of 8 elements and rows of
+biases to 16, as its loads want them; the lse comes in rows of 32, and is cut; it knows no grouped heads (a group is
+folded into the queries where it can be, else keys are repeated); it multiplies masked scores by the scale (made
+positive); it takes biases only in the dtype of the queries (half precisions with a bias are computed in float32); and
+rows with nothing to attend are without meaning (set to 0 and -inf). NaN and inf at excluded places get through: the
+result says which sequences have any, and whoever reads it has those computed again.
+
+Not yet run on a GPU: written from torch's sources (2.11 and 2.13), and its planning tested on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
+from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.ragged import (
+    MAX_SEQUENCES,
+    RaggedCall,
+    RaggedKernel,
+    RaggedResult,
+    padded,
+)
+
+NAME = "cuda_efficient"
+ROW_ELEMENTS = 8
+BIAS_ROW_ELEMENTS = 16
+MAX_BLOCK_ELEMENTS = 1 << 28
+"""The elements of a mask or bias that is made for a block of queries: 1 GiB in float32."""
+
+_FROM_BOTTOM_RIGHT = 2  # the kernel's number for a causal mask of that kind
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient_ragged = torch.ops.aten._efficient_attention_forward.default
+
+
+def applies(call: AttentionCall) -> bool:
+    """Whether this kernel can compute a call."""
+    if call.query.device.type != "cuda" or call.query.dtype == torch.float64:
+        return False
+    if call.score is not None or call.softcap > 0 or call.return_scores is not None:
+        return False
+    # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+    return call.alibi_slopes is None or call.mask is None
+
+
+def attend(call: AttentionCall) -> AttentionResult:
+    """Computes a call with Lq > 0 and S > 0, in blocks of sequences and of queries so that memory stays bounded."""
+    sequences, query_length = call.query.shape[0], call.query.shape[2]
+    planes = max(_planes(call.mask), _planes(call.bias), 1 if call.alibi_slopes is None else call.query.shape[1])
+    rows = max(1, MAX_BLOCK_ELEMENTS // (planes * call.key.shape[2]))
+    blocks = []
+    for first in range(0, sequences, MAX_SEQUENCES):
+        some = call if sequences <= MAX_SEQUENCES else call.sequences(first, min(first + MAX_SEQUENCES, sequences))
+        parts = [some.queries(start, min(start + rows, query_length)) for start in range(0, query_length, rows)]
+        blocks.append(_joined([_attend_block(part) for part in parts], 2))
+    return _joined(blocks, 0)
+
+
+def _planes(tensor: torch.Tensor | None) -> int:
+    return 1 if tensor is None else tensor.shape[0] * tensor.shape[1]
+
+
+def _joined(parts: list[AttentionResult], axis: int) -> AttentionResult:
+    """The result of a call from those of blocks of its sequences (axis 0) or of its queries (axis 2)."""
+    if len(parts) == 1:
+        return parts[0]
+    suspects = [part.suspect for part in parts if part.suspect is not None]
+    suspect = torch.cat(suspects) if axis == 0 else torch.stack(suspects).any(0)
+    return AttentionResult(
+        torch.cat([part.output for part in parts], axis),
+        torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
+        None,
+        NAME,
+        suspect,
+    )
+
+
+def _attend_block(call: AttentionCall) -> AttentionResult:
+    query_length, width = call.query.shape[2], call.value.shape[-1]
+    band, begin, end = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window).narrowed()
+    if begin == end:
+        result = nothing_to_attend(call, NAME)
+        result.suspect = torch.zeros(call.query.shape[0], dtype=torch.bool, device=call.query.device)
+        return result
+    key, value = call.key[:, :, begin:end], call.value[:, :, begin:end]
+    causal = band.is_lower_triangle and not band.is_everything and call.mask is None and call.bias is None
+    bias, shift = added(call, band, begin, end)
+    dtype = call.query.dtype if bias is None else torch.float32
+    excluded = exclusion(call, band, begin, end, causal)
+    if excluded is not None:
+        bias = excluded.new_zeros((), dtype=dtype) if bias is None else bias
+        bias = bias.masked_fill(excluded, -torch.inf)
+    query, scale = positive_scale(call.query.to(dtype), call.scale)
+    output, lse = _run(query, key.to(dtype), value.to(dtype), bias, causal, scale)
+    output = output[..., :width].to(call.query.dtype)
+    if bias is not None and (excluded is not None or call.bias is not None):
+        empty = (bias == -torch.inf).all(-1).expand(lse.shape)
+        output = output.masked_fill(empty.unsqueeze(-1), 0)
+        lse = lse.masked_fill(empty, -torch.inf)
+    if shift is not None:
+        lse = lse + shift
+    if call.sinks is not None:
+        output, lse = add_sinks(output, lse, call.sinks[None, :, None])
+    return AttentionResult(output, lse if call.return_lse else None, None, NAME, _suspect(call, key, value))
+
+
+def _run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [N, Hq, Lq, >= Dv] and lse [N, Hq, Lq] of the kernel itself."""
+    (count, heads, length, _), kv_heads, kv_length = query.shape, key.shape[1], key.shape[2]
+    query, key, value = (padded(tensor, _rounded(tensor.shape[-1], ROW_ELEMENTS)) for tensor in (query, key, value))
+    group = heads // kv_heads
+    uniform = bias is None or length == 1 or bias.shape[1] == bias.shape[2] == 1
+    folded = group > 1 and not causal and uniform
+    if folded:
+        # Query heads that share a key head become queries of that head, which the kernel reads once for all of them.
+        query = query.reshape(count, kv_heads, group * length, query.shape[-1])
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias.reshape(bias.shape[0], kv_heads, group, bias.shape[-1])
+    elif group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:-1], kv_length)
+        bias = pad(bias, (0, _rounded(kv_length, BIAS_ROW_ELEMENTS) - kv_length))[..., :kv_length]
+        bias = bias.expand(count, query.shape[1], query.shape[2], kv_length)
+    output, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, causal, scale=scale)
+    lse = lse[..., : query.shape[2]]
+    if folded:
+        output = output.reshape(count, heads, length, output.shape[-1])
+        lse = lse.reshape(count, heads, length)
+    return output, lse
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _suspect(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Bool [N]: whether something that a sequence computes with is not finite, or its sum overflows.
+
+    A bias of -inf is no such thing: it weighs nothing, and so says the kernel.
+    """
+    total = sum(tensor.flatten(1).sum(1, dtype=torch.float32) for tensor in (call.query, key, value))
+    assert isinstance(total, torch.Tensor)
+    suspect = ~torch.isfinite(total)
+    if call.bias is not None:
+        suspect = suspect | (torch.isnan(call.bias) | (call.bias == torch.inf)).flatten(1).any(1)
+    return suspect
+
+
+def window(band: Band) -> tuple[int, int] | None:
+    """The band counted from the bottom right, if it is causal or everything and each query reaches a key."""
+    found = band.from_bottom_right()
+    if found == (-1, 0) and band.kv_length < band.query_length:
+        return None
+    return found if found in ((-1, -1), (-1, 0)) else None
+
+
+def attend_ragged(call: RaggedCall) -> RaggedResult:
+    """Computes a ragged call."""
+    query, scale = positive_scale(call.query, call.scale)
+    group = query.shape[1] // call.key.shape[1]
+    query, key, value = (
+        padded(tensor, _rounded(tensor.shape[-1], ROW_ELEMENTS)) for tensor in (query, call.key, call.value)
+    )
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    output, lse, *_ = _efficient_ragged(
+        query[None],
+        key[None],
+        value[None],
+        None,
+        call.query_starts,
+        call.kv_starts,
+        call.longest_query,
+        call.longest_kv,
+        0.0,
+        _FROM_BOTTOM_RIGHT if call.window == (-1, 0) else 0,
+        call.return_lse,
+        scale=scale,
+    )
+    output = output[0, ..., : call.value.shape[-1]]
+    if not call.return_lse:
+        return RaggedResult(output, None)
+    place = torch.arange(len(query), device=query.device) - call.query_starts[call.query_sequence]
+    return RaggedResult(output, lse.transpose(1, 2)[call.query_sequence, place])
+
+
+RAGGED_KERNEL = RaggedKernel(
+    NAME,
+    "float32 with dot products, any lengths in one call; masks, biases and ALiBi in any precision, equal lengths",
+    frozenset((torch.float32,)),
+    1 << 16,
+    window,
+    attend_ragged,
+)

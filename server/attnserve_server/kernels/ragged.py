@@ -1,0 +1,72 @@
+"""One call of a ragged kernel: sequences of different lengths packed end to end, without padding; and what comes of it.
+
+T queries and U keys in all, N sequences, Hq query heads, Hk key/value heads, D and Dv the widths of keys and values.
+Tokens come first here, as the kernels have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnserve_server.kernels.band import Band
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedCall:
+    """Dot-product attention of N sequences, at most MAX_SEQUENCES, each with at least one query and one key.
+
+    query [T, Hq, D], key [U, Hk, D], value [U, Hk, Dv], packed in memory. Sequence n has the queries from
+    `query_starts[n]` to `query_starts[n + 1]` and the keys from `kv_starts[n]` (int32 [N + 1]); `query_sequence` [T] is
+    n for each query. Query i of Lq stands at the key S - Lq + i, and `window` is (left, right) from there, -1 open.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_starts: torch.Tensor
+    kv_starts: torch.Tensor
+    query_sequence: torch.Tensor
+    longest_query: int
+    longest_kv: int
+    scale: float
+    window: tuple[int, int]
+    return_lse: bool
+
+
+MAX_SEQUENCES = 65535
+"""Sequences are one axis of a grid of thread blocks, which is no longer."""
+
+
+@dataclass(slots=True)
+class RaggedResult:
+    """output [T, Hq, Dv] and, if asked for, lse [T, Hq] in float32; queries that reach no key have 0 and -inf.
+
+    Where queries, keys or values are not finite, both are without meaning.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedKernel:
+    """A kernel for ragged calls, why it is there, and what it takes: dtypes, widths up to `max_width`, and bands.
+
+    `window` gives a band, narrowed to the keys within reach, as the window of a `RaggedCall`; None if it cannot.
+    """
+
+    name: str
+    description: str
+    dtypes: frozenset[torch.dtype]
+    max_width: int
+    window: Callable[[Band], tuple[int, int] | None]
+    attend: Callable[[RaggedCall], RaggedResult]
+
+
+def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor whose last axis is widened with zeros, and packed: its rows are then aligned to 16 bytes."""
+    missing = width - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor.contiguous()
