@@ -57,6 +57,9 @@ SAME_KIND: dict[str, dict[str, Any]] = {
     "few queries": {"query_length": 3, "key_length": 17, "head_dim": 20, "key_dim": 20},
     "causal": {"query_length": 33, "key_length": 33, "causal": True},
     "masked": {"mask_shape": (2, 1, 5, 7), "bias_shape": (5, 7)},
+    "sinks": {"query_length": 3, "sinks": True},
+    "alibi": {"alibi": True, "causal": "bottom_right", "query_length": 3, "group": 3},
+    "lengths": {"kv_lengths": (2, 7), "query_length": 1},
     "capped": {"softcap": 2.0, "alibi": True, "sinks": True},
     "general": {"score": "general", "query_length": 3, "head_dim": 48, "key_dim": 48},
     "additive": {"score": "additive", "query_length": 3},
@@ -64,16 +67,21 @@ SAME_KIND: dict[str, dict[str, Any]] = {
 }
 
 
+HEAVY = Plan(batch=1, query_length=900, key_length=900, head_dim=64, key_dim=64, value_dim=64).case(0)
+"""Occupies a server long enough for other requests to queue."""
+
 EVERY_KIND = list(product(SAME_KIND, sorted(DTYPES)))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), EVERY_KIND)
 def test_bits_do_not_depend_on_company_of_the_same_kind(client: Client, kind: str, dtype: str) -> None:
-    """Requests that share a kernel call, if any do: equal in all but their contents, all sent at once."""
+    """Requests that share a kernel call, if any do: equal in all but their contents, queued behind a heavy one."""
     plan = Plan(dtype=dtype, **SAME_KIND[kind])
     cases = [plan.case(seed) for seed in range(32)]
     alone = [case.attend(client, return_lse=True) for case in cases]
+    HEAVY.submit(client)
     together = [future.result() for future in [case.submit(client, return_lse=True) for case in cases]]
+    assert max(result.batch_size for result in together) > 1, "no request had company, so this showed nothing"
     for result, expected in zip(together, alone, strict=True):
         assert_same_results(result, expected)
 
