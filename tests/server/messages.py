@@ -32,10 +32,11 @@ def array(message: tensor_pb2.Tensor) -> Array:
 
 def attend(query: Array, key: Array, value: Array, **fields: Any) -> pb.AttendRequest:
     """A request; fields that are arrays become tensors."""
-    arrays = {"query": query, "key": key, "value": value}
-    tensors = {name: given for name, given in fields.items() if isinstance(given, np.ndarray)}
-    others = {name: given for name, given in fields.items() if name not in tensors}
-    return pb.AttendRequest(**others, **{name: tensor(given) for name, given in (arrays | tensors).items()})
+    fields |= {"query": query, "key": key, "value": value}
+    given: dict[str, Any] = {
+        name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()
+    }
+    return pb.AttendRequest(**given)
 
 
 def random_attend(

@@ -239,7 +239,8 @@ def test_stacked_masks_and_biases_of_every_broadcast(
     batch = []
     for seed in range(4):
         given = rng.random(shape) < 0.6 if name == "mask" else rng.standard_normal(shape).astype(np.float32)
-        batch.append(messages.random_attend(seed, 3, kv_length=4, batch=2, **{name: np.asarray(given)}))
+        fields: dict[str, Any] = {name: np.asarray(given)}
+        batch.append(messages.random_attend(seed, 3, kv_length=4, batch=2, **fields))
     requests = [messages.read(message) for message in batch]
     assert_company_changes_nothing(devices, requests)
     for message in batch:

@@ -13,12 +13,13 @@ import messages
 import ml_dtypes
 import numpy as np
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.rpc import error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.request import read_request
 
 B, HQ, HK, LQ, S, D, DK, DV, U = 2, 4, 2, 3, 5, 8, 7, 6, 9
 FLOAT, MASK, INT = np.dtype(np.float32), np.dtype(bool), np.dtype(np.int64)
@@ -247,7 +248,7 @@ def test_a_broken_field_is_named(base: str, path: str, value: Any, field: str) -
     assert [violation.field for violation in bad_request.field_violations] == [field]
 
 
-def leaves(descriptor: Descriptor, prefix: str = "") -> Iterator[str]:
+def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:
     """The paths of all fields that are no messages."""
     for field in descriptor.fields:
         path = f"{prefix}{field.name}"
@@ -270,7 +271,7 @@ def test_tensors_are_complete() -> None:
 def test_bytes_that_are_no_message() -> None:
     for garbage in (b"\xff", b"\x0a", b"\x82\x01\x7f", bytes(range(255))):
         with pytest.raises(Malformed) as caught:
-            messages.read_request(garbage)
+            read_request(garbage)
         assert caught.value.reason == "MALFORMED_MESSAGE"
 
 

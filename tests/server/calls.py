@@ -1,0 +1,154 @@
+"""A caller of the real server that the tests have in hand: raw messages on a stream, and the metrics of the server."""
+
+from __future__ import annotations
+
+import queue
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+import messages
+import numpy as np
+import oracle
+from google.protobuf.message import Message
+from google.rpc import status_pb2
+from prometheus_client.parser import text_string_to_metric_families
+
+from attnserve.v1 import attention_pb2 as pb
+
+PATIENCE_S = 60.0
+_SERVICE = "/attnserve.v1.AttentionService/"
+
+M = TypeVar("M", bound=Message)
+
+
+class Stream:
+    """One AttendStream call. What is sent is sent at once; replies are read one by one."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        method: Any = channel.stream_stream(_SERVICE + "AttendStream")
+        self._call = method(iter(self._messages.get, None), timeout=PATIENCE_S)
+        self._replies = self._read()
+
+    def send(self, *calls: pb.AttendStreamCall, cancel: Iterable[int] = ()) -> None:
+        """Sends one message."""
+        self.send_bytes(pb.AttendStreamRequest(calls=calls, cancel=cancel).SerializeToString())
+
+    def send_bytes(self, message: bytes) -> None:
+        """Sends what may be a message."""
+        self._messages.put(message)
+
+    def half_close(self) -> None:
+        """Says that nothing more will be sent."""
+        self._messages.put(None)
+
+    def vanish(self) -> None:
+        """Gives the call up."""
+        self._call.cancel()
+        self._messages.put(None)
+
+    def _read(self) -> Iterator[pb.AttendStreamReply]:
+        for message in self._call:
+            yield from pb.AttendStreamResponse.FromString(message).replies
+
+    def replies(self, count: int) -> list[pb.AttendStreamReply]:
+        """The next replies."""
+        return [next(self._replies) for _ in range(count)]
+
+    def rest(self) -> list[pb.AttendStreamReply]:
+        """All replies until the server ends the stream, which must end well."""
+        replies = list(self._replies)
+        assert self._call.code() == grpc.StatusCode.OK
+        return replies
+
+    def error(self) -> tuple[grpc.StatusCode, status_pb2.Status]:
+        """How the stream failed, which it must before another reply."""
+        try:
+            reply = next(self._replies, None)
+        except grpc.RpcError:
+            return self._call.code(), status_of(self._call)
+        raise AssertionError(f"the stream did not fail but went on with {reply}")
+
+
+def call(call_id: int, attend: pb.AttendRequest | None, **fields: Any) -> pb.AttendStreamCall:
+    """One call."""
+    return pb.AttendStreamCall(id=call_id, attend=attend, **fields)
+
+
+def unary(channel: grpc.Channel, method: str, message: bytes, **options: Any) -> bytes:
+    """The reply to a unary call, raw."""
+    reply: bytes = unary_future(channel, method, message, **options).result()
+    return reply
+
+
+def unary_future(channel: grpc.Channel, method: str, message: bytes, **options: Any) -> Any:
+    """The future of that reply."""
+    callable_: Any = channel.unary_unary(_SERVICE + method)
+    return callable_.future(message, **{"timeout": PATIENCE_S, **options})
+
+
+def status_of(error: Any) -> status_pb2.Status:
+    """The google.rpc.Status that travels with the error of a call; an empty one if there is none."""
+    trailing = dict(error.trailing_metadata() or ())
+    return status_pb2.Status.FromString(trailing.get("grpc-status-details-bin", b""))
+
+
+def detail(status: status_pb2.Status, kind: type[M]) -> M:
+    """The one detail of a kind that a status carries."""
+    (found,) = (packed for packed in status.details if packed.Is(kind.DESCRIPTOR))
+    message = kind()
+    assert found.Unpack(message)
+    return message
+
+
+def assert_answers(reply: pb.AttendResponse, request: pb.AttendRequest) -> None:
+    """The reply is that of this request (of float32 and with no other option than `causal`) and of no other."""
+    query, key, value = (messages.array(given) for given in (request.query, request.key, request.value))
+    expected = oracle.attend(query, key, value, causal=request.causal)
+    np.testing.assert_allclose(messages.array(reply.output), expected.output, rtol=0, atol=2e-6)
+
+
+def long_running(length: int = 1024) -> pb.AttendRequest:
+    """A request that keeps a CPU busy for about half a second, four times as long at twice the length.
+
+    With its softcap it is written out in float64, and two of them are too much for one batch.
+    """
+    return messages.random_attend(0, length, heads=8, width=64, softcap=1.0)
+
+
+def get(http_address: str, path: str) -> tuple[int, str]:
+    """Status and body of a page of the HTTP port."""
+    try:
+        with urllib.request.urlopen(f"http://{http_address}{path}", timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metric(http_address: str, name: str, **labels: str) -> float:
+    """The value of a metric now."""
+    _, page = get(http_address, "/metrics")
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return float(sample.value)
+    raise AssertionError(f"no {name} with {labels}")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits until something is so, asking again and again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.01)
+
+
+def until_nothing_is_in_flight(http_address: str) -> None:
+    """Waits until the server has let go of everything."""
+    names = [f"attnserve_{name}" for name in ("in_flight_requests", "in_flight_bytes", "queue_requests", "queue_bytes")]
+    until(lambda: all(metric(http_address, name) == 0 for name in names), "nothing is in flight")

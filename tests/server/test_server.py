@@ -1,0 +1,144 @@
+"""A server from its start to its end: where it listens, and how it drains."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import pytest
+from google.rpc import code_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+
+def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) -> None:
+    """While it drains a server is alive, not ready, and still takes requests until its delay is over."""
+    server = start_server("--drain-delay", "500ms", "--drain-grace", "30s")
+    assert calls.get(server.http_address, "/readyz")[0] == 200
+    requests = {number: messages.random_attend(number) for number in range(3, 12)}
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        stream.send(*(calls.call(number, calls.long_running()) for number in range(3)))
+        stream.send(*(calls.call(number, request) for number, request in requests.items()))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 12, "all are there")
+        server.process.send_signal(signal.SIGTERM)
+        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        assert calls.get(server.http_address, "/healthz")[0] == 200
+        late = messages.random_attend(99)
+        stream.send(calls.call(99, late))
+        replies = {reply.id: reply for reply in stream.rest()}  # the server ends the stream, and ends it well
+    assert replies.keys() == {0, 1, 2, 99, *requests}
+    assert all(reply.error.code == 0 for reply in replies.values())
+    for number, request in (requests | {99: late}).items():
+        calls.assert_answers(replies[number].attend, request)
+    assert server.process.wait(calls.PATIENCE_S) == 0
+    assert "Traceback" not in server.stderr()
+
+
+def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Server]) -> None:
+    """The device is busy, and the delay is over: calls on a stream and unary ones are told to go elsewhere."""
+    server = start_server()
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        stream.send(*(calls.call(number, calls.long_running()) for number in range(4)))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 4, "all are there")
+        server.process.send_signal(signal.SIGTERM)
+        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        request = messages.random_attend(0)
+        stream.send(calls.call(9, request))
+        with pytest.raises(grpc.RpcError) as caught:
+            calls.unary(channel, "Attend", request.SerializeToString())
+        error: Any = caught.value
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        replies = {reply.id: reply.error.code for reply in stream.rest()}
+    assert replies == {0: 0, 1: 0, 2: 0, 3: 0, 9: code_pb2.UNAVAILABLE}
+    assert server.process.wait(calls.PATIENCE_S) == 0
+
+
+def test_an_idle_stream_does_not_keep_a_server_from_ending(start_server: Callable[..., Server]) -> None:
+    server = start_server("--drain-grace", "60s")
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(1, messages.random_attend(0)))
+        assert len(stream.replies(1)) == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert stream.rest() == []
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
+def test_a_port_that_is_taken_is_an_error(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0"} | {flag: address}
+        command = [sys.executable, "-m", "attnserve_server", *(word for pair in flags.items() for word in pair)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=calls.PATIENCE_S, check=False)
+    assert done.returncode == 1
+    assert address in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ready" not in done.stdout
+
+
+def test_two_servers_do_not_share_a_port(server: Server) -> None:
+    command = [sys.executable, "-m", "attnserve_server", "--listen", server.address, "--http-listen", "127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=calls.PATIENCE_S, check=False)
+    assert done.returncode == 1
+    assert server.address in done.stderr
+
+
+def test_a_unix_socket(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    server = start_server("--listen", f"unix:{path}", "--max-batch-requests", "3", "--threads", "1")
+    assert server.address == f"unix:{path}"
+    assert path.is_socket()
+    request = messages.random_attend(0)
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        stream.send(*(calls.call(number, request) for number in range(7)))
+        replies = stream.replies(7)
+        assert sorted(reply.attend.batch_size for reply in replies) == [1, 3, 3, 3, 3, 3, 3]
+        info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
+        assert (info.limits.max_batch_requests, info.threads) == (3, 1)
+        stream.half_close()
+
+
+def test_many_callers_at_once_get_their_own_answers(server: Server) -> None:
+    """Threads with channels of their own, unary, all at once: answers are not mixed up, and batches form."""
+    sizes: list[int] = []
+    failures: list[BaseException] = []
+
+    def ask(place: int) -> None:
+        try:
+            with grpc.insecure_channel(server.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+                futures = []
+                for number in range(25):
+                    request = messages.random_attend(1000 * place + number, 1 + number % 3)
+                    futures.append((request, calls.unary_future(channel, "Attend", request.SerializeToString())))
+                for request, future in futures:
+                    reply = pb.AttendResponse.FromString(future.result())
+                    calls.assert_answers(reply, request)
+                    sizes.append(reply.batch_size)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(sizes) == 100
+    assert max(sizes) > 1
