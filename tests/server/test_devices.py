@@ -210,6 +210,19 @@ def test_zero_sizes(
             assert scores == (b"" if stage else None)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
+def test_sequences_without_queries_cost_nothing_however_many(devices: dict[int, CpuDevice], stage: int) -> None:
+    """Axes beside one of length 0 need no payload: nothing may be done for each element of them."""
+    most = 2**31 - 1
+    message = messages.random_attend(0, 0, return_scores=stage, return_lse=True)
+    for name in ("query", "key", "value"):
+        getattr(message, name).shape[:] = [most, most, 0, most]
+    request = messages.read(message)
+    empty = b"" if stage else None
+    assert [contents(result) for result in devices[2].run([request] * 2).results] == [(b"", b"", empty)] * 2
+
+
 def test_sinks_without_keys(devices: dict[int, CpuDevice]) -> None:
     """A sink is all that there is to attend: the log-sum-exp is its own."""
     sinks = np.array([0.5, -3.0], np.float32)

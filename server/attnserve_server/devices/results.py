@@ -39,7 +39,7 @@ def collect(
     for index, parts in pieces.items():
         gathered[index] = _assemble(requests[index], parts)
     for index, request in enumerate(requests):
-        if gathered[index] is None:  # it has no sequences
+        if gathered[index] is None:  # it has no queries
             gathered[index] = _assemble(request, [])
     return gathered  # type: ignore[return-value]  # every place has been filled
 

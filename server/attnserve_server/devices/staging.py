@@ -55,8 +55,8 @@ class Stager:
         """The calls for requests that share a problem; more than one of them only if each holds a single span."""
         members = [requests[index] for index in indexes]
         problem, spans = members[0].problem, members[0].spans
-        if not problem.batch:
-            return
+        if not problem.batch * problem.query_length:
+            return  # nothing to compute, however many sequences of length 0 there may be
         query, key, value = (_heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
         exact = torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
         mask = self._broadcast(members, "mask", torch.bool)
