@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -276,3 +276,4 @@ def due(entry: Entry) -> float:
 
 
 TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=30, stateful_step_count=30)

@@ -8,7 +8,7 @@ import messages
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.v1 import attention_pb2 as pb
@@ -208,6 +208,7 @@ plans = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=25)
 @given(st.lists(plans, min_size=2, max_size=6), st.data())
 def test_headers_seen_before_are_not_mixed_up(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
     """Requests of many shapes, again and again in any order: each is read as if it were the first."""
