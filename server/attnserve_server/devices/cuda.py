@@ -1,21 +1,17 @@
-"""A CUDA device: stages batches through pinned memory, runs their kernels, and waits once, for the results.
+"""A CUDA device: what a ragged kernel takes of a batch goes to it in one call, the rest call by call.
 
-Three streams: one copies to the device, one computes, one copies back; events order them, and only the end of a batch
-is waited for. Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out
-again only when the copies from them are done: so a block is filled while another is on its way, and replies keep
-theirs for as long as they need them.
+A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`). Whether inputs
+were finite is told with the results; the few sequences that had NaN or infinities are then computed again by the math
+kernel, which knows what may be seen of those.
 
-What a ragged kernel takes of a batch goes to it in one call (see `packing.py`), the rest call by call, stacked where
-requests are alike. Whether inputs were finite is told with the results; the few sequences that had NaN or infinities
-are then computed again by the math kernel, which knows what may be seen of those.
-
-Not yet run on a GPU: the planning is tested on CPU tensors, streams and kernels by `tests/gpu`, where there is one.
+Not yet run on a GPU: `run_batch` and all that it calls but torch's own kernels is tested on CPU tensors, streams and
+kernels by `tests/gpu`, where there is a GPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -25,16 +21,19 @@ from attnserve_server.devices.device import BatchResult, RequestResult
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
-from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, AttentionCall, AttentionResult, RaggedCall, attend, math
+from attnserve_server.devices.transfers import CudaTransfers, Transfers
+from attnserve_server.kernels import (
+    KERNELS,
+    RAGGED_KERNELS,
+    AttentionCall,
+    AttentionResult,
+    RaggedCall,
+    RaggedKernel,
+    attend,
+    math,
+)
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request
-
-MAX_PINNED = 1 << 30
-"""Blocks above this many bytes are ordinary memory: their copies are waited for, but nothing stays pinned."""
-WARM_BLOCKS = 6
-"""Pinned blocks of each size that are there from the start: query, key and value of two stacks."""
-WARM_POWERS = range(12, 25)
-"""Powers of two of those sizes: 4 KiB to 16 MiB. Others are allocated, for milliseconds, when first needed."""
 
 
 class CudaDevice:
@@ -50,109 +49,15 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         self.description = torch.cuda.get_device_name(index)
         self._device = torch.device("cuda", index)
-        self._upload_stream, self._compute_stream, self._fetch_stream = (
-            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            for _ in range(3)
-        )
-        self._stager = Stager(_pinned, self._upload)
+        self._transfers = CudaTransfers(self._device)
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, and what else torch raises, for the batch as a whole."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._compute_stream):
-            return self._run(requests)
-
-    def _run(self, requests: Sequence[Request]) -> BatchResult:
-        begin = perf_counter()
-        packs, places = pack(requests, RAGGED_KERNELS)
-        others = [requests[place] for place in places]
-        staged_packs = [StagedPack(each, requests, _pinned, self._upload) for each in packs]
-        staged = self._stager.stage(others)
-        after_staging = perf_counter()
-
-        pack_results = [self._fetched_pack(each.run()) for each in staged_packs]
-        results = [self._fetched(attend(call.call), others[call.parts[0][0]].problem) for call in staged]
-        computed, fetched = _recorded(self._compute_stream), _recorded(self._fetch_stream)
-        computed.synchronize()
-        after_compute = perf_counter()
-        fetched.synchronize()
-
-        kernel_calls = Counter(result.kernel for result in results)
-        for each, pack_result in zip(packs, pack_results, strict=True):
-            kernel_calls[each.kernel.name] += pack_result.calls
-        gathered: list[RequestResult | None] = [None] * len(requests)
-        for each, pack_result in zip(packs, pack_results, strict=True):
-            for place, result in self._of_members(each, pack_result, requests, kernel_calls):
-                gathered[place] = result
-        for call, call_result in zip(staged, results, strict=True):
-            kernel_calls[math.NAME] += _mend(call.call, call_result)
-        for place, result in zip(places, collect(others, staged, results), strict=True):
-            gathered[place] = result
-        return BatchResult(
-            results=gathered,  # type: ignore[arg-type]  # every place has been filled
-            staging=after_staging - begin,
-            compute=after_compute - after_staging,
-            fetch=perf_counter() - after_compute,
-            kernel_calls=+kernel_calls,
-        )
-
-    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device; the compute stream waits until it is there, the caller does not."""
-        with torch.cuda.stream(self._upload_stream):
-            uploaded = tensor.to(self._device, non_blocking=True)
-        self._compute_stream.wait_stream(self._upload_stream)
-        uploaded.record_stream(self._compute_stream)
-        return uploaded
-
-    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned memory of its own, once the fetch stream has come so far."""
-        tensor = tensor.contiguous()
-        host = _pinned(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
-        self._fetch_stream.wait_stream(self._compute_stream)
-        with torch.cuda.stream(self._fetch_stream):
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._fetch_stream)
-        return host
-
-    def _fetched(self, result: AttentionResult, problem: Problem) -> AttentionResult:
-        """The result on the host; the output lies there as the reply has it."""
-        output = result.output
-        if problem.length_first:
-            output = self._fetch(output.transpose(1, 2)).transpose(1, 2)
-        else:
-            output = self._fetch(output)
-        lse, scores, suspect = (
-            None if part is None else self._fetch(part) for part in (result.lse, result.scores, result.suspect)
-        )
-        return AttentionResult(output, lse, scores, result.kernel, suspect)
-
-    def _fetched_pack(self, result: PackResult) -> PackResult:
-        lse = None if result.lse is None else self._fetch(result.lse)
-        return PackResult(self._fetch(result.output), lse, self._fetch(result.suspect), result.calls)
-
-    def _of_members(
-        self, pack: Pack, result: PackResult, requests: Sequence[Request], kernel_calls: Counter[str]
-    ) -> list[tuple[int, RequestResult]]:
-        """The places in the batch of a pack's requests, and their results."""
-        output, lse = _bytes(result.output), None if result.lse is None else _bytes(result.lse)
-        width, lse_width = result.output.shape[1] * result.output.element_size(), 4
-        members = []
-        for (place, rows), suspect in zip(rows_of_members(pack), result.suspect.tolist(), strict=True):
-            if suspect:
-                members.append((place, self._run_exactly(requests[place], kernel_calls)))
-                continue
-            own_lse = None if lse is None else lse[rows.start * lse_width : rows.stop * lse_width]
-            members.append((place, RequestResult(output[rows.start * width : rows.stop * width], own_lse, None)))
-        return members
-
-    def _run_exactly(self, request: Request, kernel_calls: Counter[str]) -> RequestResult:
-        """Computes a request by the math kernel, sequence by sequence, and waits for it."""
-        staged = self._stager.stage([request])
-        results = [_on_host(math.attend_each(call.call)) for call in staged]
-        kernel_calls[math.NAME] += len(results)
-        return collect([request], staged, results)[0]
+        with self._transfers.computing():
+            return run_batch(requests, self._transfers, RAGGED_KERNELS)
 
     def warm_up(self) -> None:
-        """Loads every kernel, and allocates pinned memory; on a thread that ends.
+        """Loads every kernel, and pins memory; on a thread that ends.
 
         For a thread has a handle of cuBLAS, made in its first call, that the next thread inherits when it ends.
         """
@@ -160,15 +65,14 @@ class CudaDevice:
             thread.submit(self._warm_up).result()
 
     def _warm_up(self) -> None:
-        blocks = [_pinned(1 << power) for power in WARM_POWERS for _ in range(WARM_BLOCKS)]
-        del blocks
-        with torch.cuda.device(self._device), torch.cuda.stream(self._compute_stream):
+        self._transfers.warm_up()
+        with self._transfers.computing():
             for call in _warm_calls(self._device):
                 attend(call)
             for kernel in RAGGED_KERNELS:
-                for ragged_call in (_warm_ragged_call(self._device, dtype) for dtype in kernel.dtypes):
-                    kernel.attend(ragged_call)
-        self._compute_stream.synchronize()
+                for dtype in kernel.dtypes:
+                    kernel.attend(_warm_ragged_call(self._device, dtype))
+        self._transfers.wait_until_computed()
 
     def memory(self) -> dict[str, int]:
         """Bytes in tensors, bytes that torch holds, and bytes that nobody holds."""
@@ -185,20 +89,83 @@ class CudaDevice:
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self._fetch_stream.synchronize()
-        self._compute_stream.synchronize()
+        self._transfers.wait_until_computed()
+        self._transfers.wait_until_fetched()
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The event that all work of a stream until now is done. Who waits for it sleeps, and spins beside nobody."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
+    """Computes a batch, on the device that transfers go to."""
+    begin = perf_counter()
+    stager = Stager(transfers.allocate, transfers.upload)
+    packs, places = pack(requests, kernels)
+    others = [requests[place] for place in places]
+    staged_packs = [StagedPack(each, requests, transfers.allocate, transfers.upload) for each in packs]
+    staged = stager.stage(others)
+    after_staging = perf_counter()
+
+    pack_results = [_fetched_pack(each.run(), transfers) for each in staged_packs]
+    results = [_fetched(attend(call.call), others[call.parts[0][0]].problem, transfers) for call in staged]
+    transfers.wait_until_computed()
+    after_compute = perf_counter()
+    transfers.wait_until_fetched()
+
+    kernel_calls = Counter(result.kernel for result in results)
+    gathered: list[RequestResult | None] = [None] * len(requests)
+
+    def exactly(request: Request) -> RequestResult:
+        staged = stager.stage([request])
+        kernel_calls[math.NAME] += len(staged)
+        return collect([request], staged, [_on_host(math.attend_each(call.call)) for call in staged])[0]
+
+    for each, pack_result in zip(packs, pack_results, strict=True):
+        kernel_calls[each.kernel.name] += pack_result.calls
+        for place, own in _of_members(each, pack_result, requests, exactly):
+            gathered[place] = own
+    for call, call_result in zip(staged, results, strict=True):
+        kernel_calls[math.NAME] += _mend(call.call, call_result)
+    for place, own in zip(places, collect(others, staged, results), strict=True):
+        gathered[place] = own
+    return BatchResult(
+        results=gathered,  # type: ignore[arg-type]  # every place has been filled
+        staging=after_staging - begin,
+        compute=after_compute - after_staging,
+        fetch=perf_counter() - after_compute,
+        kernel_calls=+kernel_calls,
+    )
 
 
-def _pinned(size: int) -> torch.Tensor:
-    """So many bytes of host memory that the device reads and writes by itself."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=0 < size <= MAX_PINNED)
+def _fetched(result: AttentionResult, problem: Problem, transfers: Transfers) -> AttentionResult:
+    """The result on its way to the host; the output will lie there as the reply has it."""
+    if problem.length_first:
+        output = transfers.fetch(result.output.transpose(1, 2)).transpose(1, 2)
+    else:
+        output = transfers.fetch(result.output)
+    lse, scores, suspect = (
+        None if part is None else transfers.fetch(part) for part in (result.lse, result.scores, result.suspect)
+    )
+    return AttentionResult(output, lse, scores, result.kernel, suspect)
+
+
+def _fetched_pack(result: PackResult, transfers: Transfers) -> PackResult:
+    """The result of a pack on its way to the host."""
+    lse = None if result.lse is None else transfers.fetch(result.lse)
+    return PackResult(transfers.fetch(result.output), lse, transfers.fetch(result.suspect), result.calls)
+
+
+def _of_members(
+    pack: Pack, result: PackResult, requests: Sequence[Request], exactly: Callable[[Request], RequestResult]
+) -> list[tuple[int, RequestResult]]:
+    """The places in the batch of a pack's requests, and their results; suspect requests are computed again."""
+    output, width = _bytes(result.output), result.output.shape[1] * result.output.element_size()
+    lse = None if result.lse is None else _bytes(result.lse)
+    members = []
+    for (place, rows), suspect in zip(rows_of_members(pack), result.suspect.tolist(), strict=True):
+        if suspect:
+            members.append((place, exactly(requests[place])))
+            continue
+        own_lse = None if lse is None else lse[rows.start * 4 : rows.stop * 4]
+        members.append((place, RequestResult(output[rows.start * width : rows.stop * width], own_lse, None)))
+    return members
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

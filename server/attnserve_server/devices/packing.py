@@ -192,10 +192,9 @@ class StagedPack:
         if "sinks" in problem.tensors:
             self._sinks = self._uploaded(np.stack([_sinks(member) for member in members]))
         self._calls = [
-            (window, sequences[first : first + MAX_SEQUENCES], self._uploaded(np.array(sequences, np.int64)))
-            for window, all_of_it in pack.sequences.items()
-            for first in range(0, len(all_of_it), MAX_SEQUENCES)
-            for sequences in [all_of_it[first : first + MAX_SEQUENCES]]
+            (window, some, self._uploaded(np.array(some, np.int64)))
+            for window, sequences in pack.sequences.items()
+            for some in (sequences[at : at + MAX_SEQUENCES] for at in range(0, len(sequences), MAX_SEQUENCES))
         ]
 
     def run(self) -> PackResult:

@@ -13,7 +13,6 @@ Not yet run on a GPU: written from torch's sources (2.11 and 2.13), and its plan
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
@@ -38,8 +37,8 @@ _efficient_ragged = torch.ops.aten._efficient_attention_forward.default
 
 
 def applies(call: AttentionCall) -> bool:
-    """Whether this kernel can compute a call."""
-    if call.query.device.type != "cuda" or call.query.dtype == torch.float64:
+    """Whether this kernel can compute a call of tensors on a CUDA device."""
+    if call.query.dtype == torch.float64:
         return False
     if call.score is not None or call.softcap > 0 or call.return_scores is not None:
         return False
@@ -125,9 +124,8 @@ def _run(
     elif group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     if bias is not None:
-        bias = bias.expand(*bias.shape[:-1], kv_length)
-        bias = pad(bias, (0, _rounded(kv_length, BIAS_ROW_ELEMENTS) - kv_length))[..., :kv_length]
-        bias = bias.expand(count, query.shape[1], query.shape[2], kv_length)
+        bias = padded(bias.expand(*bias.shape[:-1], kv_length), _rounded(kv_length, BIAS_ROW_ELEMENTS))
+        bias = bias[..., :kv_length].expand(count, query.shape[1], query.shape[2], kv_length)
     output, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, causal, scale=scale)
     lse = lse[..., : query.shape[2]]
     if folded:

@@ -69,4 +69,7 @@ class RaggedKernel:
 def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """A tensor whose last axis is widened with zeros, and packed: its rows are then aligned to 16 bytes."""
     missing = width - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor.contiguous()
+    if missing:
+        tensor = torch.nn.functional.pad(tensor, (0, missing))
+    # Kernels look at strides, and an axis of length 1 has any, even in a packed tensor; made from one axis, it is right.
+    return tensor.contiguous().view(-1).view(tensor.shape)

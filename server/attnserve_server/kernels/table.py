@@ -58,6 +58,6 @@ def attend(call: AttentionCall) -> AttentionResult:
     if call.query.shape[2] == 0 or (call.key.shape[2] == 0 and call.return_scores is None):
         return nothing_to_attend(call, "none") if call.return_scores is None else math.attend(call)
     for kernel in KERNELS:
-        if kernel.applies(call):
+        if kernel.device in ("any", call.query.device.type) and kernel.applies(call):
             return kernel.attend(call)
     raise AssertionError("the last kernel applies to every call")

@@ -1,0 +1,101 @@
+"""Tensors to a CUDA device and back, beside its computing.
+
+Three streams: one copies to the device, one computes, one copies back; events order them, and only the end of a batch
+is waited for. Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out
+again only when the copies from them are done: so a block is filled while another is on its way, and replies keep
+theirs for as long as they need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+MAX_PINNED = 1 << 30
+"""Blocks above this many bytes are ordinary memory: their copies are waited for, but nothing stays pinned."""
+WARM_BLOCKS = 6
+"""Pinned blocks of each size that are there from the start: query, key and value of two stacks."""
+WARM_POWERS = range(12, 25)
+"""Powers of two of those sizes: 4 KiB to 16 MiB. Others are allocated, for milliseconds, when first needed."""
+
+
+class Transfers(Protocol):
+    """How a batch gets to a device and its results back."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """So many bytes of host memory, to be filled and uploaded."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of such memory on the device, for what is computed from now on."""
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device in packed host memory, filled once `wait_until_fetched` has returned."""
+
+    def wait_until_computed(self) -> None:
+        """Waits for all that has been asked to be computed."""
+
+    def wait_until_fetched(self) -> None:
+        """Waits for all that has been fetched."""
+
+
+class CudaTransfers:
+    """Transfers to and from a CUDA device. What is computed `with` `computing()` is what the others refer to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._upload_stream, self._compute_stream, self._fetch_stream = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within, kernels run on the device, on the stream that transfers are in step with."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._compute_stream):
+            yield
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """So many bytes of host memory that the device reads and writes by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=0 < size <= MAX_PINNED)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device; the compute stream waits until it is there, the caller does not."""
+        with torch.cuda.stream(self._upload_stream):
+            uploaded = tensor.to(self._device, non_blocking=True)
+        self._compute_stream.wait_stream(self._upload_stream)
+        # It was allocated on the other stream, which must not use its memory again before this one is done with it.
+        uploaded.record_stream(self._compute_stream)
+        return uploaded
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in pinned memory of its own, once the fetch stream has come so far."""
+        tensor = tensor.contiguous()
+        host = self.allocate(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+        self._fetch_stream.wait_stream(self._compute_stream)
+        with torch.cuda.stream(self._fetch_stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._fetch_stream)
+        return host
+
+    def wait_until_computed(self) -> None:
+        """Waits for the compute stream."""
+        _wait(self._compute_stream)
+
+    def wait_until_fetched(self) -> None:
+        """Waits for the fetch stream."""
+        _wait(self._fetch_stream)
+
+    def warm_up(self) -> None:
+        """Pins memory, which takes milliseconds, before the first batch needs it."""
+        blocks = [self.allocate(1 << power) for power in WARM_POWERS for _ in range(WARM_BLOCKS)]
+        del blocks
+
+
+def _wait(stream: torch.cuda.Stream) -> None:
+    """Waits for all work of a stream until now; the thread sleeps, instead of spinning beside the event loop."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    event.synchronize()

@@ -1,0 +1,185 @@
+"""Stand-ins for torch's CUDA kernels, in plain torch on CPU tensors: as exact as they can be, and with their traps.
+
+They refuse what the kernels refuse, and get wrong what the kernels get wrong: rows with nothing to attend, scales that
+are not positive, excluded NaN, window bounds beyond the longest sequence, rows that are not aligned. What gives right
+results with them prepares calls, and reads results, rightly; the kernels themselves are for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, excluded: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of query [..., L, D]; masked before it is scaled, as kernels do, and NaN gets through."""
+    assert query.shape[-1] == key.shape[-1]
+    s = (query.double() @ key.double().mT).masked_fill(excluded, -math.inf) * scale
+    if bias is not None:
+        s = s + bias.double()
+    weights = torch.exp(s - s.amax(-1, keepdim=True))
+    total = weights.sum(-1, keepdim=True)
+    lse = (s.amax(-1, keepdim=True) + total.log()).squeeze(-1)
+    return (weights / total @ value.double()).to(query.dtype), lse.float()
+
+
+def _is_aligned(tensor: Tensor, elements: int) -> bool:
+    return tensor.stride(-1) == 1 and all(stride % elements == 0 for stride in tensor.stride()[:-1])
+
+
+def efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_lse: bool,
+    dropout: float,
+    causal: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`aten::_scaled_dot_product_efficient_attention`."""
+    assert compute_lse
+    assert dropout == 0
+    assert query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert query.dtype == key.dtype == value.dtype
+    assert query.shape[:2] == key.shape[:2] == value.shape[:2]
+    assert 0 < query.shape[0] <= 65535
+    assert query.shape[2]
+    assert key.shape[2] == value.shape[2] > 0
+    assert all(_is_aligned(tensor, 8) and tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
+    length, kv_length = query.shape[2], key.shape[2]
+    if bias is not None:
+        assert bias.dtype == query.dtype
+        assert bias.shape == (*query.shape[:3], kv_length)
+        assert _is_aligned(bias, 16)
+    excluded = torch.zeros(length, kv_length, dtype=torch.bool)
+    if causal:
+        excluded = torch.ones(length, kv_length, dtype=torch.bool).triu(1)
+    output, lse = _attend(query, key, value, excluded, bias, scale)
+    rows = torch.full((*lse.shape[:2], -(-length // 32) * 32), math.nan)
+    rows[..., :length] = lse
+    return output, rows, torch.empty(0), torch.empty(0)
+
+
+def efficient_ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    query_starts: Tensor,
+    kv_starts: Tensor,
+    longest_query: int,
+    longest_kv: int,
+    dropout: float,
+    mask: int,
+    compute_lse: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """`aten::_efficient_attention_forward` with sequences packed end to end."""
+    assert bias is None
+    assert dropout == 0
+    assert mask in (0, 2)  # none, causal from the bottom right
+    assert query.dtype == torch.float32
+    assert query.shape[0] == key.shape[0] == value.shape[0] == 1
+    assert query.shape[2] == key.shape[2] == value.shape[2]
+    assert all(_is_aligned(tensor, 8) and tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
+    window = (-1, 0) if mask else (-1, -1)
+    output, lse = _ragged(
+        query[0], key[0], value[0], query_starts, kv_starts, longest_query, longest_kv, scale, window, math.nan
+    )
+    if not compute_lse:
+        return output[None], torch.empty(0)
+    rows = torch.full((len(query_starts) - 1, query.shape[2], -(-longest_query // 32) * 32), math.nan)
+    for n, (start, stop) in enumerate(zip(query_starts.tolist(), query_starts[1:].tolist(), strict=False)):
+        rows[n, :, : stop - start] = lse[:, start:stop]
+    return output[None], rows
+
+
+def _ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    kv_starts: Tensor,
+    longest_query: int,
+    longest_kv: int,
+    scale: float,
+    window: tuple[int, int],
+    empty_lse: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, Dv] and lse [H, T]; rows without keys have output 0, or NaN where that is their lse."""
+    assert query_starts.dtype == kv_starts.dtype == torch.int32
+    assert 1 < len(query_starts) == len(kv_starts) <= 65536
+    assert query_starts[0] == kv_starts[0] == 0
+    assert query_starts[-1] == len(query)
+    assert kv_starts[-1] == len(key) == len(value)
+    assert longest_query == query_starts.diff().max()
+    assert longest_kv == kv_starts.diff().max()
+    assert query_starts.diff().min() > 0
+    assert kv_starts.diff().min() > 0
+    assert query.is_contiguous()
+    assert key.is_contiguous()
+    assert value.is_contiguous()
+    left, right = (-1 if bound >= longest_kv else bound for bound in window)
+    output, lse = torch.empty(len(query), query.shape[1], value.shape[-1], dtype=query.dtype), []
+    group = query.shape[1] // key.shape[1]
+    for n in range(len(query_starts) - 1):
+        queries, keys = slice(*query_starts[n : n + 2].tolist()), slice(*kv_starts[n : n + 2].tolist())
+        length, kv_length = queries.stop - queries.start, keys.stop - keys.start
+        position, j = torch.arange(length)[:, None] + kv_length - length, torch.arange(kv_length)
+        excluded = torch.zeros(length, kv_length, dtype=torch.bool)
+        if left >= 0:
+            excluded |= j < position - left
+        if right >= 0:
+            excluded |= j > position + right
+        k, v = (tensor[keys].repeat_interleave(group, 1).transpose(0, 1) for tensor in (key, value))
+        own, own_lse = _attend(query[queries].transpose(0, 1), k, v, excluded, None, scale)
+        empty = excluded.all(-1)
+        own[:, empty] = math.nan if math.isnan(empty_lse) else 0
+        own_lse[:, empty] = empty_lse
+        output[queries] = own.transpose(0, 1)
+        lse.append(own_lse)
+    return output, torch.cat(lse, 1)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    kv_starts: Tensor,
+    longest_query: int,
+    longest_kv: int,
+    *,
+    return_aux: Any,
+    scale: float,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert query.shape[-1] == value.shape[-1] <= 256
+    assert query.shape[-1] % 8 == 0
+    assert return_aux.lse
+    return _ragged(query, key, value, query_starts, kv_starts, longest_query, longest_kv, scale, window_size, math.inf)
+
+
+def oldest_varlen(*tensors: Any, longest: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """`varlen_attn` of torch 2.11. Where each sequence has one query, only a window keeps it from dividing the keys."""
+    assert tensors[5] > 1 or options["window_size"] != (-1, -1)
+    return _flash(*tensors, **options)
+
+
+def newest_varlen(
+    *tensors: Any, enable_gqa: bool = False, num_splits: int | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`varlen_attn` of torch 2.13."""
+    assert num_splits == 1
+    assert enable_gqa or tensors[0].shape[1] == tensors[1].shape[1]
+    return _flash(*tensors, **options)

@@ -1,0 +1,281 @@
+"""What surrounds the CUDA kernels, on CPU tensors: what goes together, how it is packed, what is made of the results.
+
+Torch's own kernels are replaced by stand-ins that have their traps; everything else is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import math as pymath
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import accuracy
+import cuda_kernels
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from cases import Case, Plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve._request import encode_attend
+from attnserve_server.devices import packing
+from attnserve_server.devices.cuda import run_batch
+from attnserve_server.devices.device import BatchResult
+from attnserve_server.devices.packing import pack
+from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
+from attnserve_server.kernels.band import Band
+from attnserve_server.request import Request, read_request
+
+HALF = ("float16", "bfloat16")
+FEW = settings(max_examples=max(15, settings().max_examples // 10))
+
+
+class HostTransfers:
+    """Transfers to the host itself. What is uploaded is a copy: nothing may be read from host memory afterwards."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def wait_until_computed(self) -> None:
+        pass
+
+    def wait_until_fetched(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True, params=["oldest", "newest"], scope="module")
+def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The CUDA kernels of the table, for CPU tensors, on top of stand-ins for those of the oldest and newest torch."""
+    varlen = getattr(cuda_kernels, f"{request.param}_varlen")
+    parameters = {"oldest": frozenset[str](), "newest": frozenset({"enable_gqa", "num_splits"})}[request.param]
+    rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(efficient_cuda, "_efficient", cuda_kernels.efficient)
+        patch.setattr(efficient_cuda, "_efficient_ragged", cuda_kernels.efficient_ragged)
+        patch.setattr(varlen_cuda, "_varlen", lambda: (varlen, parameters))
+        patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
+        yield
+
+
+def request_of(case: Case, **returned: Any) -> Request:
+    call = encode_attend(case.query, case.key, case.value, **case.arguments, **returned)
+    return read_request(b"".join(bytes(piece) for piece in call.pieces))
+
+
+def result_of(case: Case, result: Any, request: Request) -> Any:
+    """A request's result in arrays, in the shapes in which a reply has them."""
+    problem = request.problem
+    sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
+    assert sum(sizes) == request.reply_bytes
+    wide = np.float64 if case.query.dtype == np.float64 else np.float32
+    rows = case.expected.lse.shape
+    return SimpleNamespace(
+        output=np.frombuffer(result.output, case.query.dtype).reshape(case.expected.output.shape),
+        lse=None if result.lse is None else np.frombuffer(result.lse, wide).reshape(rows),
+        scores=None
+        if problem.return_scores is None
+        else np.frombuffer(result.scores, case.query.dtype).reshape(*rows, -1 if rows and 0 not in rows else 0),
+    )
+
+
+def run(requests: list[Request]) -> BatchResult:
+    return run_batch(requests, HostTransfers(), RAGGED_KERNELS)
+
+
+def check(asked: list[tuple[Case, dict[str, Any]]]) -> BatchResult:
+    """Asserts that each request of a batch has the right result."""
+    requests = [request_of(case, **returned) for case, returned in asked]
+    batch = run(requests)
+    for (case, returned), request, result in zip(asked, requests, batch.results, strict=True):
+        scores = returned.get("return_scores")
+        arrays = result_of(case, result, request)
+        if scores is not None:
+            arrays.scores = arrays.scores.reshape(case.expected.masked.shape)
+        accuracy.check(case, arrays, scores)
+    return batch
+
+
+def packable(plan: Plan) -> Plan:
+    """The plan without what no ragged kernel computes."""
+    plain = replace(plan, score="dot", key_dim=plan.head_dim, softcap=0.0, mask_shape=None, bias_shape=None)
+    return replace(plain, alibi=False)
+
+
+RETURNED = st.fixed_dictionaries(
+    {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, None, *oracle.STAGES])}
+)
+
+
+@FEW
+@given(
+    plans=st.lists(st.tuples(strategies.plans(), RETURNED), min_size=1, max_size=4),
+    seeds=st.lists(strategies.SEEDS, min_size=1, max_size=2),
+)
+def test_random_batches(plans: list[tuple[Plan, dict[str, Any]]], seeds: list[int]) -> None:
+    check([(plan.case(seed), returned) for seed in seeds for plan, returned in plans])
+
+
+@FEW
+@given(
+    plans=st.lists(strategies.plans().map(packable), min_size=1, max_size=4),
+    seeds=st.lists(strategies.SEEDS, min_size=1, max_size=3),
+    lse=st.booleans(),
+)
+def test_random_batches_that_can_be_packed(plans: list[Plan], seeds: list[int], lse: bool) -> None:
+    check([(plan.case(seed), {"return_lse": lse}) for seed in seeds for plan in plans])
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+@pytest.mark.parametrize("layout", ["heads_first", "length_first", "packed"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sequences_of_all_lengths_are_one_call(dtype: str, layout: str, sinks: bool) -> None:
+    """Causal from the bottom right, as in serving: prefills, chunks and single queries, with and without a past."""
+    rng = np.random.default_rng(0)
+    asked = []
+    for seed in range(40):
+        lengths = tuple(int(n) for n in rng.integers(1, 30, 3))
+        plan = Plan(dtype=dtype, layout=layout, group=2, causal="bottom_right", sinks=sinks, batch=3)
+        if layout == "packed":
+            kept = tuple(int(n) for n in lengths + rng.integers(0, 30, 3))
+            plan = replace(plan, rank=3, query_lengths=lengths, kv_lengths=kept)
+            plan = replace(plan, query_length=max(lengths), key_length=max(kept))
+        else:
+            plan = replace(plan, query_length=lengths[0], key_length=lengths[0] + lengths[1])
+        asked.append((plan.case(seed), {"return_lse": True}))
+    batch = check(asked)
+    assert batch.kernel_calls == {"cuda_efficient" if dtype == "float32" else "cuda_varlen": 1}
+
+
+def test_single_queries_are_one_call() -> None:
+    plans = [Plan(dtype="float16", group=4, query_length=1, key_length=3 + n, causal="bottom_right") for n in range(9)]
+    assert check([(plan.case(n), {}) for n, plan in enumerate(plans)]).kernel_calls == {"cuda_varlen": 1}
+
+
+def test_windows_of_long_and_short_sequences() -> None:
+    """For sequences that are shorter than the window it is causality alone: a second call, not a third."""
+    plans = [
+        Plan(dtype="float16", query_length=n, key_length=n, window=(6, -1), causal="bottom_right") for n in range(1, 20)
+    ]
+    assert check([(plan.case(0), {}) for plan in plans]).kernel_calls == {"cuda_varlen": 2}
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_only_those_with_nan_are_computed_again(dtype: str) -> None:
+    plan = Plan(dtype=dtype, causal="bottom_right", batch=3)
+    cases = [plan.case(seed) for seed in range(6)]
+    cases[2].value[1, 0, -1] = np.nan
+    cases[4].key[0, 1, 2] = np.inf
+    batch = check([(case, {"return_lse": True}) for case in cases])
+    assert batch.kernel_calls[math.NAME] == 2
+    masked = [Plan(dtype=dtype, batch=3, mask_shape=(5, 7)).case(seed) for seed in range(6)]
+    masked[2].value[1, 0, -1] = np.nan
+    batch = check([(case, {"return_lse": True}) for case in masked])
+    assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # of three sequences, the one
+
+
+def test_what_lies_beyond_the_lengths_is_never_looked_at() -> None:
+    """Padding of garbage makes nobody suspect."""
+    case = Plan(dtype="float16", causal="bottom_right", kv_lengths=(3, 6), key_length=9).case(0)
+    case.key[0, :, 3:], case.value[0, :, 3:], case.value[1, :, 6:] = np.nan, np.inf, np.nan
+    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_varlen": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_a_bias_of_minus_infinity_is_no_reason_to_compute_again(dtype: str) -> None:
+    case = Plan(dtype=dtype, bias_shape=(5, 7), causal=True).case(0)
+    case.options["bias"][:, 3] = -np.inf
+    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
+
+
+def test_what_is_alike_is_stacked() -> None:
+    plan = Plan(mask_shape=(2, 1, 5, 7))
+    assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {"cuda_efficient": 1}
+    plan = Plan(softcap=2.0, batch=3)
+    assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {math.NAME: 1}
+
+
+def test_more_sequences_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (packing, efficient_cuda):
+        monkeypatch.setattr(module, "MAX_SEQUENCES", 4)
+    packed = check([(Plan(batch=3, query_length=n + 1).case(n), {"return_lse": True}) for n in range(3)])
+    assert packed.kernel_calls == {"cuda_efficient": 3}
+    check([(Plan(batch=10, mask_shape=(10, 1, 5, 7)).case(0), {"return_lse": True})])
+
+
+def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, biases and scores are made for some queries at a time, where there are many."""
+    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_ELEMENTS", 40)
+    monkeypatch.setitem(math.BLOCK_ELEMENTS, "cpu", 100)
+    for options in ({"alibi": True}, {"window": (2, 1)}, {"mask_shape": (3, 1, 11, 7)}, {"softcap": 1.0}):
+        plan = Plan(query_length=11, batch=3, group=2, causal=True, sinks=True, **options)
+        check([(plan.case(seed), {"return_lse": True}) for seed in range(2)])
+
+
+@given(
+    lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    offset=st.integers(-12, 12),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 12), st.integers(-1, 12)),
+    companion=st.integers(0, 5),
+)
+def test_bands_from_the_bottom_right(
+    lengths: tuple[int, int], offset: int, causal: bool, window: tuple[int, int], companion: int
+) -> None:
+    """Whatever is said of a band, kernels make the same of it, beside longer sequences."""
+    band, begin, end = Band.of(*lengths, offset, causal, window).narrowed()
+    found = band.from_bottom_right() if begin < end else None
+    if found is None:
+        return
+    longest = band.kv_length + companion
+    left, right = (-1 if bound >= longest else bound for bound in found)
+    p = torch.arange(band.query_length)[:, None] + band.kv_length - band.query_length
+    j = torch.arange(band.kv_length)
+    reached = (j >= p - (left if left >= 0 else pymath.inf)) & (j <= p + (right if right >= 0 else pymath.inf))
+    assert torch.equal(reached, band.tensor(torch.device("cpu")))
+
+
+def test_alignments_that_serving_needs_are_found() -> None:
+    """Prefill, chunked prefill, decode, more queries than keys, sliding windows: none falls back."""
+    for lengths, offset, window, expected in [
+        ((5, 5), 0, (-1, 0), (-1, 0)),
+        ((3, 9), 6, (-1, 0), (-1, 0)),
+        ((1, 9), 8, (-1, 0), (-1, 0)),
+        ((9, 3), -6, (-1, 0), (-1, 0)),
+        ((4, 9), 0, (-1, -1), (-1, -1)),
+        ((5, 5), 0, (2, 0), (2, 0)),
+        ((3, 9), 0, (-1, 0), (-1, 0)),
+        ((3, 9), 1, (2, 2), (4, 0)),
+        ((7, 7), 0, (2, 2), (2, 2)),
+    ]:
+        band = Band.of(*lengths, offset, False, window).narrowed()[0]
+        assert band.from_bottom_right() == expected, (lengths, offset, window)
+
+
+def test_what_no_ragged_kernel_takes_is_left() -> None:
+    taken = {"causal": "bottom_right"}, {"sinks": True}, {"window": (3, 0)}, {"kv_lengths": (2, 7)}, {"group": 3}
+    left = (
+        {"softcap": 1.0},
+        {"alibi": True},
+        {"mask_shape": (5, 7)},
+        {"bias_shape": (5, 7)},
+        {"score": "general"},
+        {"score": "additive"},
+        {"kv_lengths": (0, 7)},
+        {"value_dim": 264},
+        {"dtype": "float64"},
+    )
+    requests = [request_of(Plan(**{"dtype": "float16", **options}).case(0)) for options in (*taken, *left)]
+    packs, others = pack(requests, RAGGED_KERNELS)
+    assert sorted(place for each in packs for place in each.places) == list(range(len(taken)))
+    assert others == list(range(len(taken), len(requests)))
