@@ -276,4 +276,4 @@ def due(entry: Entry) -> float:
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=30, stateful_step_count=30)
+TestQueueMachine.settings = settings(stateful_step_count=20)

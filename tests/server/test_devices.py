@@ -288,7 +288,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     dtype=st.sampled_from(DTYPES),
     causal=st.booleans(),

@@ -208,7 +208,7 @@ plans = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(plans, min_size=2, max_size=6), st.data())
 def test_headers_seen_before_are_not_mixed_up(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
     """Requests of many shapes, again and again in any order: each is read as if it were the first."""
