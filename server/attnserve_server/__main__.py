@@ -3,6 +3,7 @@
 In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
 says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
 standard error. Exit status: 0 after a drain, 2 if a setting is wrong, 1 if the server cannot start.
+`attnserve-server layers check` starts nothing: see `layers.check`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import prometheus_client
 from attnserve_server import __version__, logs
 from attnserve_server.config import Config, StartError
 from attnserve_server.cpus import usable_cpus
+from attnserve_server.layers import check
 
 
 def surroundings() -> Iterator[str]:
@@ -31,9 +33,12 @@ def surroundings() -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server and returns the exit status."""
+    """Runs the server, or the command `layers`, and returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["layers"]:
+        return check.main(arguments[1:])
     try:
-        config = Config.load(sys.argv[1:] if argv is None else argv, os.environ)
+        config = Config.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
         # When each counter was created is no news: the process collector tells when all of them were.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]

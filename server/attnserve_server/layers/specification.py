@@ -6,13 +6,16 @@ torch's `nn.Linear` has them: y = x W^T + b. Notation: H heads, Hk key/value hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NormKind: TypeAlias = Literal["layer", "rms"]
+
+ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,3 +265,11 @@ class LayerSpecification:
     dtype: Dtype
     file: str
     parameters: Mapping[str, ParameterSource]
+
+    def parameter_count(self) -> int:
+        """How many elements its parameters have."""
+        return sum(math.prod(shape) for shape in self.architecture.shapes().values())
+
+    def parameter_bytes(self) -> int:
+        """How many bytes its parameters take in its dtype."""
+        return self.parameter_count() * ITEM_BYTES[self.dtype]

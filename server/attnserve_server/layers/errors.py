@@ -1,0 +1,57 @@
+"""What can be wrong with layers before they run: definitions, files and parameters.
+
+In: what a definition or a file says that it should not. Out: `LayerError`, which carries all of it, a `Defect` each,
+so that whoever wrote the definitions sees everything that is wrong at once. Files are named as the definitions name
+them, never by where they lie on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnserve_server.config import StartError
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """One thing that is wrong: in which file, with which parameter or key of which layer ("" for the file itself)."""
+
+    layer: str
+    parameter: str
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        place = [self.file] + [f"layer {self.layer!r}"] * bool(self.layer) + [self.parameter] * bool(self.parameter)
+        return f"{': '.join(place)}: expected {self.expected}, found {self.found}"
+
+
+class LayerError(StartError):
+    """Layers that cannot be loaded; `defects` says all that is wrong, and the message has a line for each."""
+
+    def __init__(self, defects: Iterable[Defect]) -> None:
+        self.defects = tuple(defects)
+        super().__init__("\n".join(map(str, self.defects)))
+
+
+class NoSuchFileError(LayerError):
+    """A file that is not there."""
+
+
+class Report:
+    """Collects what is wrong with one layer."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.defects: list[Defect] = []
+
+    def add(self, file: str, parameter: str, expected: str, found: object) -> None:
+        """Something is wrong in a file, with a parameter or a key."""
+        self.defects.append(Defect(self.layer, parameter, file, expected, str(found)))
+
+
+def bracketed(shape: Iterable[int]) -> str:
+    """A shape as the messages write it: `[384, 1536]`."""
+    return f"[{', '.join(map(str, shape))}]"

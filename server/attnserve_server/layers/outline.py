@@ -1,0 +1,79 @@
+"""A layer's dimensions as whoever calls it needs them.
+
+In: a specification. Out: an `Outline`, one flat table for all kinds of layers: what `layers check` prints and what
+callers are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnserve_server.layers.specification import Attention, LayerSpecification, LearnedScore, Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Widths, heads and sizes of a layer. A width is 0 where the layer takes token ids, or no context.
+
+    `head_dim` is the width of a query head (of the hidden units, for additive scores); `blocks` and `vocabulary` are 0
+    where there are none.
+    """
+
+    input_width: int
+    context_width: int
+    output_width: int
+    query_heads: int = 1
+    kv_heads: int = 1
+    head_dim: int
+    blocks: int = 0
+    vocabulary: int = 0
+    causal: bool
+
+    def __str__(self) -> str:
+        inputs = f"ids below {self.vocabulary}" if self.vocabulary else str(self.input_width)
+        context = f" over {self.context_width}" if self.context_width not in (0, self.input_width) else ""
+        heads = f"{self.query_heads}/{self.kv_heads}" if self.query_heads != self.kv_heads else str(self.query_heads)
+        blocks = f"{self.blocks} x " if self.blocks else ""
+        causal = ", causal" if self.causal else ""
+        return f"{inputs}{context} -> {self.output_width}, {blocks}{heads} heads x {self.head_dim}{causal}"
+
+
+def outline(specification: LayerSpecification) -> Outline:
+    """The outline of a layer."""
+    match specification.architecture:
+        case Attention() as layer:
+            return _outline_of_heads(layer)
+        case LearnedScore() as layer:
+            return Outline(
+                input_width=layer.inputs,
+                context_width=layer.contexts,
+                output_width=layer.outputs,
+                head_dim=layer.units or layer.inputs,
+                causal=layer.causal,
+            )
+        case Transformer() as layer:
+            heads, cross = _outline_of_heads(layer.block.self_attention), layer.block.cross_attention
+            vocabulary = layer.embedding.vocabulary if layer.embedding is not None else 0
+            return Outline(
+                input_width=0 if vocabulary else heads.input_width,
+                context_width=cross.contexts if cross is not None else 0,
+                output_width=layer.block.feed_forward.width,
+                query_heads=heads.query_heads,
+                kv_heads=heads.kv_heads,
+                head_dim=heads.head_dim,
+                blocks=layer.blocks,
+                vocabulary=vocabulary,
+                causal=heads.causal,
+            )
+
+
+def _outline_of_heads(layer: Attention) -> Outline:
+    return Outline(
+        input_width=layer.inputs,
+        context_width=layer.contexts,
+        output_width=layer.outputs,
+        query_heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        causal=layer.causal,
+    )

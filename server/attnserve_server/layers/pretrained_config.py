@@ -1,0 +1,177 @@
+"""What a `config.json` of a pretrained model says of its layers.
+
+In: the file's JSON object, the family that a preset takes it for (`bert`, `gpt2`, `llama`), and a block's number where
+one block is asked for. Out: options of a layer, as a definition would declare them, and what in the file describes a
+model that resident layers cannot be: silently wrong results are worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
+
+Family: TypeAlias = Literal["bert", "gpt2", "llama"]
+Options: TypeAlias = dict[str, Any]
+
+MODEL_TYPES: Final[Mapping[Family, tuple[str, ...]]] = {
+    "bert": ("bert",),
+    "gpt2": ("gpt2",),
+    "llama": ("llama", "mistral", "qwen2"),
+}
+"""The models of each family, by their `model_type`. Others use the same tensor names for other computations."""
+ACTIVATIONS: Final = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""The activations as transformers calls them, and here."""
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return type(value) is int
+
+
+class Objection(NamedTuple):
+    """A field that is not as it should be, and the option for which it matters ("": it always does)."""
+
+    field: str
+    expected: str
+    found: str
+    option: str
+
+
+class _Reader:
+    """Reads a config's fields, collecting options and objections."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.options: Options = {}
+        self.objections: list[Objection] = []
+
+    def wrong(self, field: str, expected: str, found: object, option: str = "") -> None:
+        self.objections.append(Objection(field, expected, repr(found), option))
+
+    def number(self, field: str, option: str, *, whole: bool = True) -> None:
+        """Takes a positive number; a field that is absent or null says nothing."""
+        value = self.config.get(field)
+        if value is None:
+            return
+        if (_is_whole(value) or (not whole and type(value) is float and math.isfinite(value))) and value > 0:
+            self.options[option] = value
+        else:
+            words = "a positive whole number" if whole else "a positive number"
+            self.wrong(field, words, value, option)
+
+    def activation(self, field: str) -> None:
+        value = self.config.get(field)
+        if value is None:
+            return
+        if isinstance(value, str) and value in ACTIVATIONS:
+            self.options["activation"] = ACTIVATIONS[value]
+        else:
+            self.wrong(field, f"one of {', '.join(ACTIVATIONS)}", value, "activation")
+
+    def only(self, field: str, value: object, why: str, option: str = "") -> None:
+        """A field of which one value is possible here; absent is that value too."""
+        if self.config.get(field, value) != value:
+            self.wrong(field, f"{value!r} ({why})", self.config[field], option)
+
+
+def options_of(config: Mapping[str, Any], family: Family, number: int | None) -> tuple[Options, list[Objection]]:
+    """The options that a config stands for, and what is wrong with it."""
+    reader = _Reader(config)
+    model = config.get("model_type")
+    if model is not None and model not in MODEL_TYPES[family]:
+        reader.wrong("model_type", " or ".join(MODEL_TYPES[family]), model)
+    else:
+        _READERS[family](reader, number)
+    return reader.options, reader.objections
+
+
+def _bert(reader: _Reader, number: int | None) -> None:
+    reader.number("num_attention_heads", "heads")
+    reader.number("num_hidden_layers", "blocks")
+    reader.number("layer_norm_eps", "norm.epsilon", whole=False)
+    reader.activation("hidden_act")
+    reader.only("position_embedding_type", "absolute", "positions within scores are not supported")
+    reader.only("add_cross_attention", False, "the preset has no cross-attention")
+    if reader.config.get("is_decoder") is True:
+        reader.options["causal"] = True
+
+
+def _gpt2(reader: _Reader, number: int | None) -> None:
+    reader.number("n_head", "heads")
+    reader.number("n_layer", "blocks")
+    reader.number("layer_norm_epsilon", "norm.epsilon", whole=False)
+    reader.activation("activation_function")
+    reader.only("scale_attn_by_inverse_layer_idx", False, "all blocks have one scale", "scale")
+    reader.only("add_cross_attention", False, "the preset has no cross-attention")
+    if reader.config.get("scale_attn_weights") is False:
+        reader.options["scale"] = 1.0
+
+
+def _llama(reader: _Reader, number: int | None) -> None:
+    reader.number("num_attention_heads", "heads")
+    reader.number("num_key_value_heads", "kv_heads")
+    reader.number("head_dim", "head_dim")
+    reader.number("num_hidden_layers", "blocks")
+    reader.number("rms_norm_eps", "norm.epsilon", whole=False)
+    reader.activation("hidden_act")
+    _rotary(reader)
+    _window(reader, number)
+
+
+def _rotary(reader: _Reader) -> None:
+    """Rotary embeddings: fields of their own, or a table of them (`rope_parameters`, older: `rope_scaling`)."""
+    config = reader.config
+    tables = [config[field] for field in ("rope_scaling", "rope_parameters") if isinstance(config.get(field), dict)]
+    merged = {**config, **{key: value for table in tables for key, value in table.items()}}
+    inner = _Reader(merged)
+    inner.number("rope_theta", "rotary.base", whole=False)
+    inner.number("partial_rotary_factor", "rotary.fraction", whole=False)
+    kind = next((table[field] for table in tables for field in ("rope_type", "type") if field in table), "default")
+    if kind != "default":
+        inner.wrong("rope_type", "default (angles that are rescaled are not supported)", kind, "rotary")
+    reader.options |= inner.options
+    reader.objections += inner.objections
+
+
+def _window(reader: _Reader, number: int | None) -> None:
+    """A sliding window of W tokens, the token itself among them: W - 1 to the left of it."""
+    config = reader.config
+    width, kinds = config.get("sliding_window"), config.get("layer_types")
+    if width is None or config.get("use_sliding_window") is False:
+        return
+    if type(width) is not int or width < 1:
+        reader.wrong("sliding_window", "a positive whole number", width, "window")
+        return
+    if isinstance(kinds, list) and kinds:
+        here = kinds if number is None else kinds[number : number + 1]
+        if len(set(map(str, here))) > 1:
+            reader.wrong("layer_types", "blocks of one kind (a transformer's blocks are equal)", here, "window")
+            return
+        if here != ["sliding_attention"] * len(here):
+            return
+    elif config.get("model_type") == "qwen2":
+        # Without layer_types, the blocks below max_window_layers have no window.
+        first = config.get("max_window_layers", 0)
+        blocks = config.get("num_hidden_layers", 0)
+        if number is None and 0 < first < blocks:
+            reader.wrong("max_window_layers", f"0 or {blocks} (a transformer's blocks are equal)", first, "window")
+            return
+        if first >= blocks if number is None else number < first:
+            return
+    reader.options["window"] = [width - 1, 0]
+
+
+_READERS: Final[Mapping[Family, Callable[[_Reader, int | None], None]]] = {
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "llama": _llama,
+}

@@ -1,0 +1,62 @@
+"""How definitions and presets refer to tensors, before it is known which file has them and how long they are.
+
+In: a name such as `h.{n}.attn.c_attn.weight`, transposed, the first of three equal parts. Out: a `ParameterSource` with
+the rows counted, and the shape that it has in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from attnserve_server.layers.header import TensorInfo
+from attnserve_server.layers.specification import ParameterSource
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A tensor, transposed or not, then its rows from `rows[0]` to `rows[1]`, or part `part[0]` of `part[1]` equal
+    ones, or all.
+    """
+
+    tensor: str
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    part: tuple[int, int] | None = None
+
+    def numbered(self, number: int) -> Reference:
+        """The same with a number for each `{n}` of the tensor's name."""
+        return replace(self, tensor=numbered(self.tensor, number))
+
+    def behind(self, prefix: str) -> Reference:
+        """The same with something before the tensor's name."""
+        return replace(self, tensor=prefix + self.tensor)
+
+    def source(self, tensors: Mapping[str, TensorInfo]) -> ParameterSource:
+        """The source in a file with these tensors. Raises ValueError if the rows do not make so many equal parts."""
+        start, stop = self.rows or (None, None)
+        if self.part is not None and self.tensor in tensors:
+            index, count = self.part
+            rows = _turned(tensors[self.tensor].shape, self.transposed)[:1] or (1,)
+            if rows[0] % count:
+                raise ValueError(f"{rows[0]} rows")
+            start, stop = rows[0] // count * index, rows[0] // count * (index + 1)
+        return ParameterSource(tensor=self.tensor, transposed=self.transposed, start=start, stop=stop)
+
+
+def numbered(name: str, number: int) -> str:
+    """A name with a number for each `{n}`."""
+    return name.replace("{n}", str(number))
+
+
+def shape_of(source: ParameterSource, tensor: TensorInfo) -> tuple[int, ...]:
+    """The shape of what a source takes from a tensor. Rows beyond the tensor's end are not there."""
+    shape = _turned(tensor.shape, source.transposed)
+    if not shape or (source.start is None and source.stop is None):
+        return shape
+    start, stop, _ = slice(source.start, source.stop).indices(shape[0])
+    return (max(0, stop - start), *shape[1:])
+
+
+def _turned(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    return shape[::-1] if transposed else shape
