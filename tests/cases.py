@@ -51,8 +51,8 @@ class Case:
             return {**self.options, "score": attnserve.AdditiveScore(*parameters)}
         return self.options
 
-    def attend(self, client: attnserve.Client, **more: Any) -> attnserve.AttentionResult:
-        """Asks and waits. `more` is what to return, the deadline, the priority."""
+    def attend(self, client: attnserve.Client, **more: Any) -> Any:
+        """Asks and waits; the `AttentionResult`. `more` is what to return, the deadline, the priority."""
         return client.attend(self.query, self.key, self.value, **self.arguments, **more)
 
     def submit(self, client: attnserve.Client, **more: Any) -> Any:
@@ -155,18 +155,18 @@ class Plan:
 
     def _poisoned(self, case: Case, rng: np.random.Generator) -> Case:
         """The case with NaN and infinities wherever no query looks, and NaN in one key and one value in sixteen."""
-        attended = case.expected.attended
+        attended: Array = case.expected.attended
         key, value = case.key.copy(), case.value.copy()
         if self.layout == "packed":  # [Hq, total, S] -> by sequence, then end to end
             starts = np.cumsum((0, *(self.query_lengths or ())))
             by_head = [
                 attended[:, starts[b] : starts[b + 1], :keys].any(1) for b, keys in enumerate(self.kv_lengths or ())
             ]
-            seen = np.concatenate(by_head, axis=1) if by_head else np.zeros((attended.shape[0], 0), dtype=bool)
+            seen: Array = np.concatenate(by_head, axis=1) if by_head else np.zeros((attended.shape[0], 0), dtype=bool)
         else:
-            seen = attended.any(-2)  # [..., Hq, S]
+            seen = np.asarray(attended.any(-2))  # [..., Hq, S]
         if self.rank > 2:
-            seen = seen.reshape(*seen.shape[:-2], self.key_heads, self.group, seen.shape[-1]).any(-2)
+            seen = np.asarray(seen.reshape(*seen.shape[:-2], self.key_heads, self.group, seen.shape[-1]).any(-2))
             if self.layout != "heads_first":
                 seen = seen.swapaxes(-1, -2)
         for array in (key, value):

@@ -27,7 +27,7 @@ SHUTDOWN_S = 30.0
 """How long a server may take from SIGTERM to its end."""
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-settings.register_profile("default", max_examples=500, derandomize=True, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("default", max_examples=100, derandomize=True, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

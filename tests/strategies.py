@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from cases import DTYPES, Plan
+from hypothesis import settings
 from hypothesis import strategies as st
+
+MANY = settings(max_examples=settings().max_examples * 8)
+"""For tests whose examples are cheap and whose space is large."""
 
 SEEDS = st.integers(0, 2**32 - 1)
 """Seeds of contents."""
@@ -49,7 +53,7 @@ def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
         value_dim=draw(st.one_of(st.just(head_dim), _WIDTHS)),
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
-        causal=draw(st.sampled_from([False, True, "top_left", "bottom_right"])),
+        causal=draw(st.sampled_from(_CAUSAL)),
         query_offset=draw(st.one_of(st.none(), offsets, *([] if dense else [one_each(offsets)]))),
         window=draw(st.one_of(st.none(), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))),
         mask_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
@@ -66,6 +70,7 @@ def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
     )
 
 
+_CAUSAL: list[bool | str] = [False, True, "top_left", "bottom_right"]
 _LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 1, 16, 17, 40]))
 _WIDTHS = st.one_of(st.integers(1, 20), st.sampled_from([1, 16, 32, 64]))
 

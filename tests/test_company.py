@@ -20,7 +20,7 @@ import strategies
 from bits import assert_same_bits, assert_same_results
 from cases import DTYPES, Case, Plan
 from conftest import Server
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import Client
@@ -32,7 +32,6 @@ RETURNED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=max(10, settings().max_examples // 3))
 @given(
     plans=st.lists(st.tuples(strategies.plans(), RETURNED), min_size=1, max_size=6),
     seeds=st.lists(strategies.SEEDS, min_size=2, max_size=4),

@@ -73,7 +73,7 @@ def test_huge_positions(client: Client, options: dict[str, Any], dtype: str) -> 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 7), "sinks": True}, {"score": "general"}])
 def test_long_sequences(client: Client, options: dict[str, Any], dtype: str) -> None:
     """Of megabytes, which arrive in pieces, are divided among threads and computed block by block."""
-    sizes = {"query_length": 533, "key_length": 701, "head_dim": 64, "key_dim": 64, "value_dim": 64}
+    sizes: dict[str, Any] = {"query_length": 533, "key_length": 701, "head_dim": 64, "key_dim": 64, "value_dim": 64}
     case = Plan(dtype=dtype, key_heads=2, group=2, **sizes, **options).case(2)
     accuracy.check(case, case.attend(client, return_lse=True))
 
@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_where_payloads_lie(server: Server, dtype: str, le
     message = request.SerializeToString()
     replies = []
     with grpc.insecure_channel(server.address) as channel:
-        attend = channel.unary_unary("/attnserve.v1.AttentionService/Attend")
+        attend: Any = channel.unary_unary("/attnserve.v1.AttentionService/Attend")
         for filler in range(17):
             unknown = b"\xfa\x3e" + bytes([filler]) + bytes(filler)  # field 1007, that no version has
             replies.append(pb.AttendResponse.FromString(attend(unknown + message, timeout=60)))
@@ -167,6 +167,7 @@ def test_torch_in_torch_out(client: Client, dtype: str) -> None:
     assert result.output.dtype == kind
     same = case.attend(client, return_lse=True)
     np.testing.assert_array_equal(result.output.double().numpy(), same.output.astype(np.float64))
+    assert isinstance(result.lse, torch.Tensor)
     np.testing.assert_array_equal(result.lse.numpy(), same.lse)
 
 

@@ -102,12 +102,14 @@ PLANS = strategies.plans(dense=True)
 RETURNS = {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, *oracle.STAGES])}
 
 
+@strategies.MANY
 @given(plan=PLANS, seed=strategies.SEEDS, returned=st.fixed_dictionaries(RETURNS))
 def test_random_calls(plan: Plan, seed: int, returned: dict[str, Any]) -> None:
     case = plan.case(seed)
     accuracy.check(case, run(call_of(case, **returned)), returned["return_scores"])
 
 
+@strategies.MANY
 @given(plan=PLANS, seed=strategies.SEEDS, returned=st.fixed_dictionaries(RETURNS))
 def test_a_stack_has_the_bits_of_each_sequence_alone(plan: Plan, seed: int, returned: dict[str, Any]) -> None:
     case = replace(plan, batch=4, mask_shape=None, bias_shape=None).case(seed)

@@ -10,16 +10,14 @@ import oracle
 import strategies
 from bits import assert_same_bits
 from cases import Case, Plan
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import AttentionResult, Client, merge_attention
 
-FEW = settings(max_examples=settings().max_examples // 4)
-
 
 @st.composite
-def cases(draw: st.DrawFn, *, keys: int = 0, **fixed: Any) -> Case:
+def cases(draw: st.DrawFn, /, *, keys: int = 0, **fixed: Any) -> Case:
     """Cases of float32 and float64 with at least so many keys, and what is fixed."""
     sizes = {
         "dtype": st.sampled_from(["float32", "float64"]),
@@ -45,7 +43,6 @@ def with_options(case: Case, **options: Any) -> Case:
     return replace(case, options={**case.options, **options})
 
 
-@FEW
 @given(case=cases(alibi=False), order=st.randoms())
 def test_permuting_queries_permutes_the_rows(client: Client, case: Case, order: Any) -> None:
     rows = list(range(case.query.shape[2]))
@@ -54,7 +51,6 @@ def test_permuting_queries_permutes_the_rows(client: Client, case: Case, order: 
     assert_close(permuted.output, case.attend(client).output[:, :, rows])
 
 
-@FEW
 @given(case=cases(alibi=False), order=st.randoms())
 def test_permuting_keys_and_values_changes_nothing(client: Client, case: Case, order: Any) -> None:
     keys = list(range(case.key.shape[2]))
@@ -63,7 +59,6 @@ def test_permuting_keys_and_values_changes_nothing(client: Client, case: Case, o
     assert_close(permuted.attend(client).output, case.attend(client).output)
 
 
-@FEW
 @given(case=cases(keys=1, causal=True))
 def test_weights_sum_to_1(client: Client, case: Case) -> None:
     weights = case.attend(client, return_scores="weights").scores
@@ -71,7 +66,6 @@ def test_weights_sum_to_1(client: Client, case: Case) -> None:
     assert_close(weights.sum(-1), np.ones(weights.shape[:-1], weights.dtype))
 
 
-@FEW
 @given(case=cases(keys=1, sinks=True))
 def test_sinks_leave_less_than_1(client: Client, case: Case) -> None:
     result = case.attend(client, return_lse=True, return_scores="weights")
@@ -79,7 +73,6 @@ def test_sinks_leave_less_than_1(client: Client, case: Case) -> None:
     assert_close(result.scores.sum(-1) + share.astype(result.scores.dtype), np.ones(share.shape, result.scores.dtype))
 
 
-@FEW
 @given(case=cases(keys=1, causal=True))
 def test_the_output_lies_in_the_convex_hull_of_the_values(client: Client, case: Case) -> None:
     """Within the box around the values attended, and below every random hyperplane that all of them are below."""
@@ -95,7 +88,6 @@ def test_the_output_lies_in_the_convex_hull_of_the_values(client: Client, case: 
         assert (mine >= reached.min(2) - 1e-5).all()
 
 
-@FEW
 @given(case=cases(keys=2, causal=True, query_length=12), data=st.data())
 def test_no_row_depends_on_later_keys(client: Client, case: Case, data: st.DataObject) -> None:
     """Not in one bit, and whatever the later keys are."""
@@ -112,19 +104,16 @@ def test_no_row_depends_on_later_keys(client: Client, case: Case, data: st.DataO
     assert_close(spoiled.output[:, :, :first], same.output[:, :, :first])
 
 
-@FEW
 @given(case=cases(causal=True))
 def test_an_open_window_is_no_window(client: Client, case: Case) -> None:
     assert_same_bits(with_options(case, window=(-1, -1)).attend(client).output, case.attend(client).output)
 
 
-@FEW
 @given(case=cases(causal=True))
 def test_a_wide_window_is_no_window(client: Client, case: Case) -> None:
     assert_close(with_options(case, window=(50, 50)).attend(client).output, case.attend(client).output)
 
 
-@FEW
 @given(case=cases(sinks=True, causal=True))
 def test_grouped_heads_equal_repeated_heads(client: Client, case: Case) -> None:
     group = case.query.shape[1] // case.key.shape[1]
@@ -134,7 +123,6 @@ def test_grouped_heads_equal_repeated_heads(client: Client, case: Case) -> None:
     assert_close(one.lse, other.lse)
 
 
-@FEW
 @given(case=cases(causal=True))
 def test_identity_weights_are_the_dot_product(client: Client, case: Case) -> None:
     width = case.query.shape[-1]
@@ -142,7 +130,6 @@ def test_identity_weights_are_the_dot_product(client: Client, case: Case) -> Non
     assert_close(general.attend(client).output, case.attend(client).output)
 
 
-@FEW
 @given(case=cases(causal=True, query_length=20, key_length=20, softcap=0.0, window=(7, 0)), chunk=st.integers(1, 7))
 def test_prefill_at_once_in_chunks_and_token_by_token_agree(client: Client, case: Case, chunk: int) -> None:
     at_once = case.attend(client).output
@@ -165,7 +152,6 @@ def test_prefill_at_once_in_chunks_and_token_by_token_agree(client: Client, case
         assert_close(np.concatenate([future.result().output for future in futures], axis=2), at_once)
 
 
-@FEW
 @given(case=cases(keys=3, alibi=False, mask_shape=(1, 1, 1, 1)), data=st.data())
 def test_results_over_disjoint_keys_merge(client: Client, case: Case, data: st.DataObject) -> None:
     """Cut anywhere, into three parts, some of them empty or excluded."""
@@ -185,7 +171,6 @@ def test_results_over_disjoint_keys_merge(client: Client, case: Case, data: st.D
     assert_close(np.where(infinite, 0, merged.lse), np.where(infinite, 0, whole.lse))
 
 
-@FEW
 @given(case=cases(causal=True, mask_shape=(1, 1, 1, 1)), seed=strategies.SEEDS)
 def test_the_dtype_of_an_equal_mask_changes_nothing(client: Client, case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -195,6 +180,6 @@ def test_the_dtype_of_an_equal_mask_changes_nothing(client: Client, case: Case, 
     for dtype in (np.int8, np.int64):
         result = with_options(case, mask=mask.astype(dtype), bias=bias.astype(np.float32)).attend(client)
         assert_same_bits(result.output, expected.output)
-    for dtype in (np.float16, np.float64):
-        result = with_options(case, mask=mask, bias=bias.astype(dtype)).attend(client)
+    for wider in (np.float16, np.float64):
+        result = with_options(case, mask=mask, bias=bias.astype(wider)).attend(client)
         assert_same_bits(result.output, expected.output)

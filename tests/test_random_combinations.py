@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from attnserve import Client
 
 
+@strategies.MANY
 @given(
     plan=strategies.plans(), seed=strategies.SEEDS, lse=st.booleans(), scores=st.sampled_from([None, *oracle.STAGES])
 )

@@ -135,7 +135,7 @@ def test_capping_comes_before_masking(client: Client, dtype: str) -> None:
 def test_capping_comes_before_bias_and_alibi(client: Client, added: str, dtype: str) -> None:
     """Capped after a bias, no two scores would be further apart than twice the softcap."""
     plain = Plan(dtype=dtype, batch=1, key_heads=1, query_length=1, key_length=3, softcap=0.5).case(6)
-    option = {"bias": np.float32([0, -8, -16]), "alibi_slopes": np.float32([8])}[added]
+    option = np.array({"bias": [0, -8, -16], "alibi_slopes": [8]}[added], dtype=np.float32)
     case = replace(plain, options={**plain.options, added: option})
     scores = case.attend(client, return_scores="masked").scores.astype(np.float64)[0, 0, 0]
     assert scores[0] - scores[2] > 14
