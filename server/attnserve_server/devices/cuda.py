@@ -10,6 +10,7 @@ kernels by `tests/gpu`, where there is a GPU.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,8 +54,13 @@ class CudaDevice:
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, and what else torch raises, for the batch as a whole."""
-        with self._transfers.computing():
-            return run_batch(requests, self._transfers, RAGGED_KERNELS)
+        try:
+            with self._transfers.computing():
+                return run_batch(requests, self._transfers, RAGGED_KERNELS)
+        except Exception as error:
+            # Whoever keeps the error keeps the frames that it passed, and they the tensors of a batch that failed.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     def warm_up(self) -> None:
         """Loads every kernel, and pins memory; on a thread that ends.

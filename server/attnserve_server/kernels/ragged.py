@@ -71,5 +71,5 @@ def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - tensor.shape[-1]
     if missing:
         tensor = torch.nn.functional.pad(tensor, (0, missing))
-    # Kernels look at strides, and an axis of length 1 has any, even in a packed tensor; made from one axis, it is right.
+    # Kernels look at strides, and an axis of length 1 has any, even in a packed tensor; made from one axis, its own.
     return tensor.contiguous().view(-1).view(tensor.shape)
