@@ -16,6 +16,7 @@ from time import perf_counter
 
 import torch
 
+from attnserve_server.devices.compute import RowFunction, Rows, chunks
 from attnserve_server.devices.device import BatchResult
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -33,6 +34,7 @@ class CpuDevice:
 
     def __init__(self, threads: int, inline_flops: int) -> None:
         torch.set_num_threads(1)
+        self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
         self.description = _processor()
@@ -45,7 +47,7 @@ class CpuDevice:
         staged = self._stager.stage(requests)
         after_staging = perf_counter()
         flops = sum(request.flops for request in requests)
-        results = self._attend([staged_call.call for staged_call in staged], flops)
+        results = self.attend([staged_call.call for staged_call in staged], flops)
         after_compute = perf_counter()
         return BatchResult(
             results=collect(requests, staged, results),
@@ -55,7 +57,22 @@ class CpuDevice:
             kernel_calls=Counter(result.kernel for result in results),
         )
 
-    def _attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
+        """`function(*tensors)`, computed for ranges of rows, on all threads if it costs enough."""
+        divided = self._pool is not None and flops >= SPLIT_FLOPS
+        ranges = list(chunks(len(tensors[0]), self.threads if divided else 1))
+        if len(ranges) < 2:
+            return function(*tensors)
+
+        def part(of_rows: slice) -> Rows:
+            with torch.inference_mode():  # which each thread has of its own
+                return function(*(tensor[of_rows] for tensor in tensors))
+
+        parts = list(self._pool.map(part, ranges) if divided and self._pool is not None else map(part, ranges))
+        return _end_to_end(parts)
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """The results of calls, which are computed on all threads if they cost enough."""
         if self._pool is None or flops < SPLIT_FLOPS:
             return [attend(call) for call in calls]
         few = len(calls) < 2 * self.threads
@@ -67,7 +84,7 @@ class CpuDevice:
         """Runs each kernel once, on each thread."""
         query = torch.randn(1, 2 * self.threads, 16, 16)
         for scores in (None, "weights"):
-            self._attend([AttentionCall(query, query, query, 0.25, return_scores=scores)], SPLIT_FLOPS)
+            self.attend([AttentionCall(query, query, query, 0.25, return_scores=scores)], SPLIT_FLOPS)
 
     def memory(self) -> dict[str, int]:
         """Nothing: the host's memory is the process' own."""
@@ -81,6 +98,13 @@ class CpuDevice:
         """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _end_to_end(parts: list[Rows]) -> Rows:
+    """Tensors, or tuples of tensors, with the rows of each behind those of the one before."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+    return tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
 
 
 def _divide(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:

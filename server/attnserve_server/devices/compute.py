@@ -1,0 +1,44 @@
+"""What layers need of a device: row-wise functions and attention, on tensors that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+
+from attnserve_server.kernels import AttentionCall, AttentionResult
+
+Rows = TypeVar("Rows", torch.Tensor, tuple[torch.Tensor, ...])
+RowFunction: TypeAlias = Callable[..., Rows]
+"""Tensors of n rows in, tensors of n rows out; each row of these follows from the same row of those alone."""
+
+ROWS = 32
+"""Rows come in multiples of this many, the last ones of no meaning.
+
+On a CPU, torch computes a vector of elements by other instructions than what is left at the end of an array, and a
+product of matrices in another order for some small or odd numbers of rows. With whole multiples of 32 rows, packed,
+and no more than MAX_ROWS, a row's bits depend neither on its place nor on the other rows.
+"""
+MAX_ROWS = 512
+
+
+class Compute(Protocol):
+    """A device, as layers see it; used by one thread at a time."""
+
+    torch_device: torch.device
+    """Where tensors are."""
+
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
+        """`function(*tensors)`; the tensors have equally many rows, a multiple of ROWS. `flops` is what it costs."""
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """The results of calls, in their order. `flops` is what they cost together."""
+
+
+def chunks(rows: int, threads: int) -> Iterator[slice]:
+    """Ranges of whole multiples of ROWS rows, none above MAX_ROWS, in numbers that busy all threads alike."""
+    blocks, count = rows // ROWS, -(-rows // MAX_ROWS)
+    count = min(-(-count // threads) * threads, blocks)
+    for place in range(count):
+        yield slice(blocks * place // count * ROWS, blocks * (place + 1) // count * ROWS)

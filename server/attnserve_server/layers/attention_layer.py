@@ -1,0 +1,71 @@
+"""A layer that is one attention: multi-head with its projections, or of one head with a learned score.
+
+Inputs attend to a context, or to themselves; requests of both sorts may come in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attnserve_server.devices.compute import Compute
+from attnserve_server.layers import cost
+from attnserve_server.layers.attend import attend_stacks, kinds_of, replies
+from attnserve_server.layers.checks import check_attention
+from attnserve_server.layers.layer import LayerInput, LayerOutput
+from attnserve_server.layers.learned_score import LearnedScoreHead
+from attnserve_server.layers.multi_head import MultiHead
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.specification import Attention, LayerSpecification, LearnedScore
+
+
+class AttentionLayer:
+    """The layer on its device."""
+
+    def __init__(
+        self,
+        specification: LayerSpecification,
+        architecture: Attention | LearnedScore,
+        parameters: Mapping[str, torch.Tensor],
+        compute: Compute,
+    ) -> None:
+        self.specification = specification
+        self._architecture = architecture
+        self._compute = compute
+        self._dtype = getattr(torch, specification.dtype)
+        self._attention: MultiHead | LearnedScoreHead
+        if isinstance(architecture, Attention):
+            self._attention = MultiHead(architecture, parameters, "", self._dtype)
+        else:
+            self._attention = LearnedScoreHead(architecture, parameters)
+
+    def check(self, request: LayerInput) -> None:
+        """Raises InvalidRequest if a request does not fit the layer."""
+        check_attention(self._architecture, self._dtype, request)
+
+    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
+        """What a request costs, in floating-point operations."""
+        return cost.flops(self._architecture, lengths, context_lengths)
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
+        """Computes requests that have been checked, together."""
+        outputs: dict[int, LayerOutput] = {}
+        for crossed in (False, True):
+            places = [place for place, each in enumerate(inputs) if (each.context is not None) is crossed]
+            if places:
+                outputs |= zip(places, self._run([inputs[place] for place in places], crossed), strict=True)
+        return [outputs[place] for place in range(len(inputs))]
+
+    def _run(self, requests: list[LayerInput], crossed: bool) -> list[LayerOutput]:
+        """Computes requests that all have a context, or all have none."""
+        architecture, attention, compute = self._architecture, self._attention, self._compute
+        alibi = attention.scoring.alibi_slopes is not None
+        kinds = [kinds_of(each, architecture.causal, architecture.window, alibi=alibi) for each in requests]
+        batch = Batch(requests, [kind for of_one in kinds for kind in of_one])
+        contexts = batch.pack_contexts() if crossed else None
+        heads = attention.project_batch(compute, batch, batch.pack_inputs(), contexts)
+        attended = attend_stacks(compute, *heads, batch.stacks(0, batch.contexts or batch.inputs), attention.scoring)
+        return replies(batch, requests, attention.finish_batch(compute, attended.rows), attended)

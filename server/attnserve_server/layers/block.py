@@ -1,0 +1,104 @@
+"""A block as a list of steps: each an attention, with its residual and norm and what follows until the next attention.
+
+All functions here are of rows: each row that comes out follows from the same row of what goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attnserve_server.layers.feed_forward import FeedForwardRows
+from attnserve_server.layers.multi_head import MultiHead
+from attnserve_server.layers.norms import NormFunction, build_norm
+from attnserve_server.layers.specification import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A part of a block and the norm before it, x + part(norm(x)), or behind it, norm(x + part(x))."""
+
+    norm: NormFunction
+    pre_norm: bool
+
+    def before(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the part sees."""
+        return self.norm(rows) if self.pre_norm else rows
+
+    def behind(self, rows: torch.Tensor, of_part: torch.Tensor) -> torch.Tensor:
+        """What follows from the rows and what the part made of them."""
+        rows = rows + of_part
+        return rows if self.pre_norm else self.norm(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One attention: `enter` makes what it attends with, `leave` goes on with what was attended.
+
+    `crossed`: the keys come of the context, by the attention's `project_contexts`. `feed_forward` is there in the last
+    step of a block.
+    """
+
+    attention: MultiHead
+    residual: Residual
+    crossed: bool
+    feed_forward: FeedForwardRows | None
+    feed_forward_residual: Residual
+
+    @property
+    def enter_flops(self) -> int:
+        """What `enter` costs for one row."""
+        return self.attention.query_flops + (0 if self.crossed else self.attention.context_flops)
+
+    @property
+    def leave_flops(self) -> int:
+        """What `leave` costs for one row."""
+        return self.attention.finish_flops + (0 if self.feed_forward is None else self.feed_forward.row_flops)
+
+    def enter(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
+        """Rows [n, width] to what the attention projects them to."""
+        project = self.attention.project_queries if self.crossed else self.attention.project
+        return project(self.residual.before(rows), *rotations)
+
+    def leave(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Rows [n, width] as they were before, and what was attended, to rows [n, width]."""
+        rows = self.residual.behind(rows, self.attention.finish(attended))
+        if self.feed_forward is None:
+            return rows
+        residual = self.feed_forward_residual
+        return residual.behind(rows, self.feed_forward(residual.before(rows)))
+
+
+def build_steps(block: Block, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype) -> list[Step]:
+    """The steps of the block whose parameters' names begin with `prefix`."""
+
+    def residual(part: str) -> Residual:
+        return Residual(build_norm(block.norm, parameters, f"{prefix}{part}.norm."), block.pre_norm)
+
+    attentions = [("self", block.self_attention)]
+    if block.cross_attention is not None:
+        attentions.append(("cross", block.cross_attention))
+    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.")
+    return [
+        Step(
+            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype),
+            residual=residual(part),
+            crossed=part == "cross",
+            feed_forward=feed_forward if place == len(attentions) else None,
+            feed_forward_residual=residual("feed_forward"),
+        )
+        for place, (part, attention) in enumerate(attentions, 1)
+    ]
+
+
+def passage(
+    leave: Callable[..., torch.Tensor], given: int, step: Step, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From one attention to the next: what `leave` makes of the first `given` tensors, and what `step` projects it to.
+
+    The other tensors are the rotations of the step.
+    """
+    rows = leave(*tensors[:given])
+    return rows, step.enter(rows, *tensors[given:])

@@ -1,0 +1,43 @@
+"""From token ids, or activations, to the activations that the first block sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.functional import embedding
+
+from attnserve_server.layers.norms import build_norm
+from attnserve_server.layers.positions import sinusoids
+from attnserve_server.layers.specification import Embedding
+
+
+class EmbeddingRows:
+    """An embedding with its tables: sums and norm are computed in float32 at least, and rounded once."""
+
+    def __init__(
+        self, specification: Embedding, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
+    ) -> None:
+        self._specification = specification
+        self._dtype = dtype
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._token = parameters.get(f"{prefix}token.weight")
+        self._position = parameters.get(f"{prefix}position.weight")
+        self._segment = parameters.get(f"{prefix}segment.weight")
+        norm = specification.norm
+        self._norm = None if norm is None else build_norm(norm, parameters, f"{prefix}norm.")
+
+    def __call__(
+        self, inputs: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Ids [n] or activations [n, width], and positions [n], to activations [n, width]."""
+        rows = (inputs if self._token is None else embedding(inputs, self._token)).to(self._wide)
+        if self._token is not None and self._specification.scale != 1:
+            rows = rows * self._specification.scale
+        if self._position is not None:
+            rows = rows + embedding(positions + self._specification.position_offset, self._position)
+        if self._specification.sinusoidal:
+            rows = rows + sinusoids(positions, self._specification.width).to(self._wide)
+        if self._segment is not None and segments is not None:
+            rows = rows + embedding(segments, self._segment)
+        return (rows if self._norm is None else self._norm(rows)).to(self._dtype)

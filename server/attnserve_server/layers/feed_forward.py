@@ -1,0 +1,51 @@
+"""The feed-forward part of a block: down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch.nn.functional import gelu, relu, silu
+
+from attnserve_server.layers.projection import Linear, Projection
+from attnserve_server.layers.specification import Activation, FeedForward
+
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "silu": silu,
+}
+"""All of them are 0 at 0."""
+
+
+class FeedForwardRows:
+    """A feed-forward part with its parameters.
+
+    Hidden units are filled up to whole vectors: they are 0 and weigh nothing, and half precisions' activations would
+    otherwise not have the same bits in every row.
+    """
+
+    def __init__(self, specification: FeedForward, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+        names = ("gate", "up") if specification.gated else ("up",)
+        self._up = Projection(
+            [parameters[f"{prefix}{name}.weight"] for name in names],
+            [parameters.get(f"{prefix}{name}.bias") for name in names],
+        )
+        self._gated = specification.gated
+        self._activation = ACTIVATIONS[specification.activation]
+        self._down = Linear.of(parameters, f"{prefix}down")
+
+    @property
+    def row_flops(self) -> int:
+        """What one row costs."""
+        return self._up.row_flops + self._down.row_flops
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, width] to [n, width]."""
+        hidden = self._up(rows)
+        if self._gated:
+            gate, up = hidden.chunk(2, 1)
+            return self._down(self._activation(gate) * up)
+        return self._down(self._activation(hidden))

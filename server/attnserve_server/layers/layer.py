@@ -1,0 +1,60 @@
+"""A layer on a device: what goes in for each request of a batch, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.specification import LayerSpecification
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerInput:
+    """One request: N sequences, packed end to end, `lengths` of them summing to `total`; Hq query heads.
+
+    input [total, inputs] in the layer's dtype, or token ids, int64 [total]. context [total_s, contexts] likewise with
+    `context_lengths`, or both None: the input itself. `offsets`, one a sequence, are the positions of first inputs, for
+    masks and for positions; None is as `options.bottom_right` says for masks, 0 for positions. mask (bool) and bias (of
+    the accumulation dtype) have rank 4 and broadcast to [N, Hq, longest length, longest context length]. segments,
+    int64 [total], None is 0.
+    """
+
+    input: torch.Tensor
+    lengths: list[int]
+    context: torch.Tensor | None = None
+    context_lengths: list[int] | None = None
+    offsets: list[int] | None = None
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    options: LayerOptions = field(default_factory=LayerOptions)
+
+
+@dataclass(slots=True)
+class LayerOutput:
+    """One reply: output [total, outputs] and scores [Hq, total, longest context], or without Hq if averaged, in the
+    layer's dtype; lse [Hq, total] in the accumulation dtype. Beyond a sequence's own keys, scores are -inf, weights 0.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+
+class Layer(Protocol):
+    """A layer with its weights on a device."""
+
+    specification: LayerSpecification
+
+    def check(self, request: LayerInput) -> None:
+        """Raises InvalidRequest if a request does not fit the layer: what `run` takes for granted."""
+
+    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
+        """What a request costs, in floating-point operations."""
+
+    def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
+        """Computes requests that have been checked, together: a reply's bits do not depend on the others."""

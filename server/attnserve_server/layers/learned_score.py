@@ -1,0 +1,56 @@
+"""Attention of one head by an additive or general score with learned parameters; keys are the contexts themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attnserve_server.devices.compute import Compute
+from attnserve_server.kernels import AdditiveScore, GeneralScore
+from attnserve_server.layers.attend import Scoring
+from attnserve_server.layers.multi_head import Heads
+from attnserve_server.layers.projection import Projection
+from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.specification import LearnedScore
+
+
+class LearnedScoreHead:
+    """The head with its parameters. The kernel applies those of the score; values are projected here."""
+
+    def __init__(self, specification: LearnedScore, parameters: Mapping[str, torch.Tensor]) -> None:
+        score: AdditiveScore | GeneralScore
+        if specification.score == "additive":
+            score = AdditiveScore(
+                parameters["query.weight"],
+                parameters["key.weight"],
+                parameters.get("bias"),
+                parameters.get("score.weight"),
+            )
+            width = 2 * specification.units
+        else:
+            score = GeneralScore(parameters["score.weight"])
+            width = specification.contexts
+        self.scoring = Scoring(
+            scale=1.0 if specification.scale is None else specification.scale,
+            pair_flops=2 * (width + specification.outputs),
+            score=score,
+        )
+        self._value = None
+        if specification.value:
+            self._value = Projection([parameters["value.weight"]], [parameters.get("value.bias")])
+
+    def project_batch(
+        self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
+    ) -> Heads:
+        """The head's queries, keys and values of a batch."""
+        contexts = inputs if contexts is None else contexts
+        values = contexts
+        if self._value is not None:
+            values = compute.rows(self._value, contexts, flops=len(contexts) * self._value.row_flops)
+            values = values[:, self._value.columns[0]]
+        return inputs.unsqueeze(1), contexts.unsqueeze(1), values.unsqueeze(1)
+
+    def finish_batch(self, compute: Compute, attended: torch.Tensor) -> torch.Tensor:
+        """The outputs of a batch: what was attended, as it is."""
+        return attended

@@ -1,0 +1,137 @@
+"""Multi-head attention with its weights: from rows to the heads' queries, keys and values, and from heads to rows.
+
+Where inputs and contexts have one width, queries, keys and values of the same rows are one product of matrices; keys
+and values always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attnserve_server.devices.compute import Compute
+from attnserve_server.layers.attend import Scoring
+from attnserve_server.layers.positions import Rotation
+from attnserve_server.layers.projection import Linear, Projection
+from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.specification import Attention
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries [n, Hq, D], keys [m, Hk, D] and values [m, Hk, Dv]."""
+
+
+class MultiHead:
+    """Attention's projections. `project`, `project_queries`, `project_contexts` and `finish` are functions of rows."""
+
+    def __init__(
+        self, specification: Attention, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
+    ) -> None:
+        self._specification = specification
+        maps = [
+            (parameters[f"{prefix}{name}.weight"], parameters.get(f"{prefix}{name}.bias"))
+            for name in ("query", "key", "value")
+        ]
+        weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
+        if specification.inputs == specification.contexts:
+            self._all = Projection(weights, biases)
+            self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
+        else:
+            self._query, self._context = Projection(weights[:1], biases[:1]), Projection(weights[1:], biases[1:])
+        self._output = Linear.of(parameters, f"{prefix}output") if specification.output else None
+        self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
+        self.scoring = Scoring(
+            scale=width**-0.5 if specification.scale is None else specification.scale,
+            pair_flops=2 * heads * (width + value_width),
+            softcap=specification.softcap,
+            alibi_slopes=torch.tensor(specification.alibi, dtype=wide, device=weights[0].device)
+            if specification.alibi
+            else None,
+        )
+
+    @property
+    def query_flops(self) -> int:
+        """What projecting one input costs."""
+        return self._query.row_flops
+
+    @property
+    def context_flops(self) -> int:
+        """What projecting one context costs."""
+        return self._context.row_flops
+
+    @property
+    def finish_flops(self) -> int:
+        """What one row of the output costs."""
+        return 0 if self._output is None else self._output.row_flops
+
+    def project(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of the same rows, for `heads`; one rotation is for both queries and keys."""
+        projected = self._all(rows)
+        self._rotate(projected, self._all.columns[0], rotations[:1])
+        self._rotate(projected, self._all.columns[1], rotations[-1:])
+        return projected
+
+    def project_queries(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
+        """Queries, for `heads`."""
+        projected = self._query(rows)
+        self._rotate(projected, self._query.columns[0], rotations)
+        return projected
+
+    def project_contexts(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
+        """Keys and values, for `heads`."""
+        projected = self._context(rows)
+        self._rotate(projected, self._context.columns[0], rotations)
+        return projected
+
+    def _rotate(self, projected: torch.Tensor, columns: slice, rotations: tuple[torch.Tensor, ...]) -> None:
+        if self.rotation is not None:
+            self.rotation.rotate(_heads(projected, columns, self._specification.head_dim), *rotations)
+
+    def heads(self, projected: torch.Tensor, contexts: torch.Tensor | None = None) -> Heads:
+        """The heads in what `project` gave, or `project_queries` and `project_contexts`; in the same memory."""
+        width, value_width = self._specification.head_dim, self._specification.value_dim
+        if contexts is None:
+            query, key, value = self._all.columns
+            contexts = projected
+        else:
+            (query,), (key, value) = self._query.columns, self._context.columns
+        return (
+            _heads(projected, query, width),
+            _heads(contexts, key, width),
+            _heads(contexts, value, value_width),
+        )
+
+    def finish(self, attended: torch.Tensor) -> torch.Tensor:
+        """The heads side by side [n, Hq Dv] to [n, outputs]."""
+        return attended if self._output is None else self._output(attended)
+
+    def project_batch(
+        self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
+    ) -> Heads:
+        """The heads of a batch; inputs stand at their offsets, contexts, even if they are the inputs, begin at 0."""
+        rotations: tuple[torch.Tensor, ...] = ()
+        key_rotations: tuple[torch.Tensor, ...] = ()
+        if self.rotation is not None:
+            device = compute.torch_device
+            packing = batch.inputs if batch.contexts is None else batch.contexts
+            key_rotations = (self.rotation.of(packing.positions([0] * len(packing.lengths), device)),)
+            rotations = (self.rotation.of(batch.positions(device)),)
+        if contexts is None:
+            flops = len(inputs) * (self.query_flops + self.context_flops)
+            return self.heads(compute.rows(self.project, inputs, *rotations, *key_rotations, flops=flops))
+        queries = compute.rows(self.project_queries, inputs, *rotations, flops=len(inputs) * self.query_flops)
+        keys = compute.rows(self.project_contexts, contexts, *key_rotations, flops=len(contexts) * self.context_flops)
+        return self.heads(queries, keys)
+
+    def finish_batch(self, compute: Compute, attended: torch.Tensor) -> torch.Tensor:
+        """The outputs of a batch."""
+        if self._output is None:
+            return attended
+        return compute.rows(self.finish, attended, flops=len(attended) * self.finish_flops)
+
+
+def _heads(rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:
+    """[n, H, width] of some columns, in the same memory."""
+    return torch.unflatten(rows[:, columns], 1, (-1, width))

@@ -1,0 +1,182 @@
+"""Sequences of different lengths and callers, packed end to end in rows; and which of them one kernel call can compute.
+
+A batch is a list of `LayerInput`, each of which has any number of sequences. Here they are put into one order, in which
+sequences that can share a kernel call lie side by side, packed without padding but for the last rows, which fill up the
+number of rows to what `devices/compute.py` asks for; and afterwards each request is given its own rows back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from attnserve_server.devices.compute import ROWS
+from attnserve_server.layers.layer import LayerInput
+from attnserve_server.options import ScoreStage
+
+Piece = TypeVar("Piece")
+
+
+class Kind(NamedTuple):
+    """What sequences that share a kernel call have in common. Offsets are those of masks, and 0 where none needs them.
+
+    Of masks and biases it is what broadcasts: the heads, and whether queries and keys are one for all.
+    """
+
+    query_length: int
+    kv_length: int
+    offset: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    return_lse: bool = False
+    return_scores: ScoreStage | None = None
+    mask: tuple[int, bool, bool] | None = None
+    bias: tuple[int, bool, bool] | None = None
+
+
+class Packing:
+    """Where sequences of these lengths lie, one behind the other, in a multiple of ROWS rows."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self.starts = list(itertools.accumulate(self.lengths, initial=0))
+        self.total = self.starts.pop()
+        self.rows = -(-self.total // ROWS) * ROWS
+
+    def positions(self, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
+        """int64 [rows]: where each row stands, if the first of a sequence stands at its offset."""
+        shifts = [offset - start for offset, start in zip(offsets, self.starts, strict=True)]
+        shift = torch.repeat_interleave(
+            torch.tensor(shifts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64)
+        )
+        positions = torch.zeros(self.rows, dtype=torch.int64)
+        torch.add(torch.arange(self.total), shift, out=positions[: self.total])
+        return positions.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Sequences side by side, from `first` on in the order of the batch, and where their rows begin.
+
+    mask and bias are of rank 4, with a first axis of all the sequences.
+    """
+
+    kind: Kind
+    first: int
+    count: int
+    query_start: int
+    kv_start: int
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def pairs(self) -> int:
+        """Queries times keys."""
+        return self.count * self.kind.query_length * self.kind.kv_length
+
+
+class Batch:
+    """Requests that a layer computes together.
+
+    `kinds` has the kind of each sequence, in the order of the requests, for each attention that the layer has of
+    different keys (self-attention, cross-attention): sequences alike in the first are side by side, and among those
+    the ones alike in the next.
+    """
+
+    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind]) -> None:
+        self._requests = inputs
+        sequences = [(request, n) for request, each in enumerate(inputs) for n in range(len(each.lengths))]
+        self._order = _order(kinds, len(sequences))
+        self._is_ordered = self._order == list(range(len(sequences)))
+        self._places = [sequences[place] for place in self._order]
+        self._kinds = [[of_one[place] for place in self._order] for of_one in kinds]
+        self.inputs = Packing([inputs[request].lengths[n] for request, n in self._places])
+        self.contexts: Packing | None = None
+        if inputs and inputs[0].context_lengths is not None:
+            lengths = [each.context_lengths or [] for each in inputs]
+            self.contexts = Packing([lengths[request][n] for request, n in self._places])
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """int64 [rows]: the position of each row of the inputs; those without an offset begin at 0."""
+        offsets = [self._requests[request].offsets for request, _ in self._places]
+        of_sequences = [0 if given is None else given[n] for given, (_, n) in zip(offsets, self._places, strict=True)]
+        return self.inputs.positions(of_sequences, device)
+
+    def pack_inputs(self) -> torch.Tensor:
+        """[rows, width], or ids [rows]."""
+        return self._pack(
+            self.inputs, [each.input for each in self._requests], [each.lengths for each in self._requests]
+        )
+
+    def pack_segments(self) -> torch.Tensor:
+        """int64 [rows]; 0 where a request has none."""
+        segments = [
+            torch.zeros(len(each.input), dtype=torch.int64, device=each.input.device)
+            if each.segments is None
+            else each.segments
+            for each in self._requests
+        ]
+        return self._pack(self.inputs, segments, [each.lengths for each in self._requests])
+
+    def pack_contexts(self) -> torch.Tensor:
+        """[rows of the contexts, width]."""
+        assert self.contexts is not None
+        contexts = [each.context for each in self._requests if each.context is not None]
+        return self._pack(self.contexts, contexts, [each.context_lengths or [] for each in self._requests])
+
+    def _pack(
+        self, packing: Packing, tensors: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        pieces = list(tensors)
+        if not self._is_ordered:
+            whole = [torch.split(tensor, list(each)) for tensor, each in zip(tensors, lengths, strict=True)]
+            pieces = [whole[request][n] for request, n in self._places]
+        # Always a copy: its address does not depend on where the requests' tensors lie.
+        return torch.cat([*pieces, tensors[0].new_zeros(packing.rows - packing.total, *tensors[0].shape[1:])])
+
+    def unpack(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each request's own inputs, without those at the end."""
+        if self._is_ordered:
+            return list(torch.split(rows[: self.inputs.total], [sum(each.lengths) for each in self._requests]))
+        pieces = self.by_request(torch.split(rows[: self.inputs.total], self.inputs.lengths))
+        return [of_one[0] if len(of_one) == 1 else torch.cat([rows[:0], *of_one]) for of_one in pieces]
+
+    def by_request(self, of_sequences: Sequence[Piece]) -> list[list[Piece]]:
+        """What there is for each sequence, in the order of the batch, as lists in the order of each request."""
+        placed = dict(zip(self._places, of_sequences, strict=True))
+        return [[placed[request, n] for n in range(len(each.lengths))] for request, each in enumerate(self._requests)]
+
+    def stacks(self, attention: int, keys: Packing) -> list[Stack]:
+        """The kernel calls of one attention, by its number among `kinds`, over keys that lie so."""
+        stacks, first = [], 0
+        for kind, members in itertools.groupby(self._kinds[attention]):
+            count = len(list(members))
+            mask, bias = (self._stacked(name, kind, first, count) for name in ("mask", "bias"))
+            stacks.append(Stack(kind, first, count, self.inputs.starts[first], keys.starts[first], mask, bias))
+            first += count
+        return stacks
+
+    def _stacked(self, name: str, kind: Kind, first: int, count: int) -> torch.Tensor | None:
+        """Mask or bias of some sequences."""
+        if getattr(kind, name) is None:
+            return None
+        parts = []
+        for request, n in self._places[first : first + count]:
+            tensor: torch.Tensor = getattr(self._requests[request], name)
+            n = n if tensor.shape[0] > 1 else 0
+            parts.append(tensor[n : n + 1, :, : kind.query_length, : kind.kv_length])
+        return parts[0] if count == 1 else torch.cat(parts)
+
+
+def _order(kinds: Sequence[list[Kind]], count: int) -> list[int]:
+    """The places of sequences, such that equal kinds lie side by side, in the order in which they first came."""
+    ranks: list[dict[Hashable, int]] = [{} for _ in kinds]
+    keys = [
+        tuple(rank.setdefault(of_one[place], len(rank)) for rank, of_one in zip(ranks, kinds, strict=True))
+        for place in range(count)
+    ]
+    return sorted(range(count), key=keys.__getitem__)

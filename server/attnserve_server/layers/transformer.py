@@ -1,0 +1,130 @@
+"""A stack of encoder or decoder blocks, with an embedding before it and a norm behind it if there are such.
+
+Between two attentions everything is a function of rows: the rest of the one (its output projection, residual and norm,
+then the feed-forward part, if it is the block's last) and the beginning of the next (norm and projections). So a stack
+is a list of attentions, and the device is given one row function from each to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from attnserve_server.devices.compute import Compute
+from attnserve_server.layers import cost
+from attnserve_server.layers.attend import attend_stacks, kinds_of
+from attnserve_server.layers.block import build_steps, passage
+from attnserve_server.layers.checks import check_transformer
+from attnserve_server.layers.embedding import EmbeddingRows
+from attnserve_server.layers.layer import LayerInput, LayerOutput
+from attnserve_server.layers.norms import build_norm
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.specification import LayerSpecification, Transformer
+
+
+class TransformerLayer:
+    """The stack on its device."""
+
+    def __init__(
+        self,
+        specification: LayerSpecification,
+        architecture: Transformer,
+        parameters: Mapping[str, torch.Tensor],
+        compute: Compute,
+    ) -> None:
+        self.specification = specification
+        self._architecture = architecture
+        self._compute = compute
+        self._dtype = getattr(torch, specification.dtype)
+        self._embedding = None
+        if architecture.embedding is not None:
+            self._embedding = EmbeddingRows(architecture.embedding, parameters, "embedding.", self._dtype)
+        self._steps = [
+            step
+            for number in range(architecture.blocks)
+            for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype)
+        ]
+        norm = architecture.final_norm
+        self._final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
+
+    def check(self, request: LayerInput) -> None:
+        """Raises InvalidRequest if a request does not fit the layer."""
+        check_transformer(self._architecture, self._dtype, request)
+
+    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
+        """What a request costs, in floating-point operations."""
+        return cost.flops(self._architecture, lengths, context_lengths)
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
+        """Computes requests that have been checked, together."""
+        compute, batch = self._compute, self._batch(inputs)
+        contexts = None if batch.contexts is None else batch.pack_contexts()
+        keys = {False: batch.inputs, True: batch.contexts}
+        stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in keys.items() if packing}
+        rotations = {crossed: self._rotations(batch, crossed) for crossed in stacks}
+
+        leave: Callable[..., torch.Tensor] = self._embed
+        given, flops = self._embedding_inputs(batch), 0
+        for step in self._steps:
+            queries, key_rotations = rotations[step.crossed]
+            rows, projected = compute.rows(
+                partial(passage, leave, len(given), step),
+                *given,
+                *queries,
+                flops=batch.inputs.rows * (flops + step.enter_flops),
+            )
+            projected_contexts = None
+            if step.crossed and contexts is not None:
+                projected_contexts = compute.rows(
+                    step.attention.project_contexts,
+                    contexts,
+                    *key_rotations,
+                    flops=len(contexts) * step.attention.context_flops,
+                )
+            heads = step.attention.heads(projected, projected_contexts)
+            attended = attend_stacks(compute, *heads, stacks[step.crossed], step.attention.scoring)
+            leave, given, flops = step.leave, (rows, attended.rows), step.leave_flops
+        rows = compute.rows(partial(self._end, leave), *given, flops=batch.inputs.rows * flops)
+        return [LayerOutput(output) for output in batch.unpack(rows)]
+
+    def _batch(self, inputs: Sequence[LayerInput]) -> Batch:
+        """The requests, in an order for self-attention first of all, then for cross-attention."""
+        block = self._architecture.block
+        own, cross = block.self_attention, block.cross_attention
+        kinds = [[kind for each in inputs for kind in kinds_of(each, own.causal, own.window, own_keys=True)]]
+        if cross is not None:
+            unmasked = [replace(each, mask=None) for each in inputs]
+            kinds.append([kind for each in unmasked for kind in kinds_of(each, cross.causal, cross.window)])
+        return Batch(inputs, *kinds)
+
+    def _rotations(self, batch: Batch, crossed: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Rotations of queries (and of the keys of self-attention, which stand where they do), and of a context's."""
+        rotation = next((step.attention.rotation for step in self._steps if step.crossed is crossed), None)
+        if rotation is None:
+            return (), ()
+        device = self._compute.torch_device
+        queries = (rotation.of(batch.positions(device)),)
+        if not crossed or batch.contexts is None:
+            return queries, ()
+        return queries, (rotation.of(batch.contexts.positions([0] * len(batch.contexts.lengths), device)),)
+
+    def _embedding_inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """What `_embed` takes."""
+        embedding = self._architecture.embedding
+        if embedding is None:
+            return (batch.pack_inputs(),)
+        inputs = batch.pack_inputs(), batch.positions(self._compute.torch_device)
+        return (*inputs, batch.pack_segments()) if embedding.segments else inputs
+
+    def _embed(self, inputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return inputs if self._embedding is None else self._embedding(inputs, *others)
+
+    def _end(self, leave: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """From the last attention to the output."""
+        rows = leave(*tensors)
+        return rows if self._final_norm is None else self._final_norm(rows)

@@ -1,0 +1,147 @@
+"""A reply's bits do not depend on what else is computed with it, on threads, or on the order of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import random_layers as make
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.layers.layer import Layer, LayerInput
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.specification import (
+    Architecture,
+    Dtype,
+    Embedding,
+    FeedForward,
+    LearnedScore,
+    Norm,
+    Rotary,
+    Transformer,
+)
+
+Devices = dict[int, CpuDevice]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", make.DTYPES)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Devices]:
+    with make.cpu_devices() as opened:
+        yield opened
+
+
+NORM = Norm(kind="layer", width=24, epsilon=1e-12)
+RMS = Norm(kind="rms", width=33, epsilon=1e-6, bias=False, unit_offset=True)
+ARCHITECTURES: dict[str, Architecture] = {
+    "plain": make.attention(64, 4, causal=True),
+    "odd widths": make.attention(
+        33, 2, contexts=17, outputs=5, head_dim=7, value_dim=3, query_bias=False, window=(4, 1)
+    ),
+    "misaligned values": make.attention(40, 2, head_dim=16, value_dim=8, causal=True, key_bias=False),
+    "grouped, rotary": make.attention(
+        48, 6, kv_heads=2, head_dim=8, value_dim=8, causal=True, rotary=Rotary(width=6, interleaved=True)
+    ),
+    "no output projection, alibi": make.attention(
+        32, 2, outputs=32, output=False, output_bias=False, alibi=(0.5, 0.25), causal=True
+    ),
+    "capped": make.attention(32, 4, softcap=3.0),
+    "additive": LearnedScore(score="additive", inputs=24, contexts=24, outputs=24, units=13, bias=True),
+    "general": LearnedScore(score="general", inputs=20, contexts=20, outputs=12, value=True, value_bias=True),
+    "encoder": Transformer(
+        blocks=2,
+        block=make.block(
+            24, 3, 33, norm=NORM, feed_forward=FeedForward(width=24, hidden=33, activation="gelu"), pre_norm=False
+        ),
+        embedding=Embedding(width=24, vocabulary=50, positions=80, segments=2, norm=NORM),
+    ),
+    "decoder": Transformer(
+        blocks=2,
+        block=make.block(32, 4, 48, crossed=True, pre_norm=True),
+        embedding=Embedding(width=32, vocabulary=50, scale=32**0.5, sinusoidal=True),
+        final_norm=Norm(kind="layer", width=32, epsilon=1e-5),
+    ),
+    "gated, rotary": Transformer(
+        blocks=2,
+        block=make.block(
+            33,
+            4,
+            self_attention=make.attention(33, 4, kv_heads=2, head_dim=8, causal=True, rotary=Rotary(width=8)),
+            feed_forward=FeedForward(
+                width=33, hidden=45, activation="gelu_tanh", gated=True, up_bias=False, down_bias=False
+            ),
+            norm=RMS,
+            pre_norm=True,
+        ),
+        final_norm=RMS,
+    ),
+}
+
+
+def random_request(architecture: Architecture, dtype: Dtype, lengths: list[int], seed: int) -> LayerInput:
+    """A request that asks for all that the layer has, or for nothing but its output, by the seed."""
+    total, context_lengths = sum(lengths), [(seed + 3 * n) % 9 for n in range(len(lengths))]
+    generator = torch.Generator().manual_seed(seed)
+    if not isinstance(architecture, Transformer):
+        fields: dict[str, Any] = {}
+        if seed % 3 == 0:
+            stage = "weights" if seed % 2 else None
+            fields["options"] = LayerOptions(return_lse=True, return_scores=stage, average_scores=stage is not None)
+        if seed % 4 == 1:
+            fields["offsets"] = [(seed + n) % 5 - 2 for n in range(len(lengths))]
+        if seed % 2 or architecture.inputs != architecture.contexts:
+            fields["context"] = make.random_rows(sum(context_lengths), architecture.contexts, seed + 1, dtype)
+            fields["context_lengths"] = context_lengths
+        if seed % 5 == 2 and lengths:
+            longest = max(lengths), max(fields.get("context_lengths", lengths))
+            fields["mask"] = torch.rand(1, 1, *longest, generator=generator) < 0.7
+        rows = make.random_rows(total, architecture.inputs, seed, dtype)
+        return LayerInput(input=rows, lengths=lengths, **fields)
+    fields, embedding = {}, architecture.embedding
+    rows = make.random_rows(total, architecture.block.self_attention.inputs, seed, dtype)
+    if embedding is not None and embedding.vocabulary:
+        rows = torch.randint(embedding.vocabulary, (total,), generator=generator)
+        if embedding.segments and seed % 2:
+            fields["segments"] = torch.randint(embedding.segments, (total,), generator=generator)
+    if seed % 4 == 1:
+        fields["offsets"] = [(seed + n) % 5 for n in range(len(lengths))]
+    if architecture.block.cross_attention is not None:
+        fields["context"] = make.random_rows(
+            sum(context_lengths), architecture.block.cross_attention.contexts, seed + 1, dtype
+        )
+        fields["context_lengths"] = context_lengths
+    return LayerInput(input=rows, lengths=lengths, **fields)
+
+
+def assert_company_changes_nothing(layers: dict[int, Layer], requests: list[LayerInput]) -> None:
+    """Alone and together, with one thread and with two, in either order."""
+    alone = [make.run(layers[1], request)[0] for request in requests]
+    for threads, layer in layers.items():
+        for place, reply in enumerate(make.run(layer, *requests)):
+            make.assert_same_replies(reply, alone[place], (threads, place))
+        for place, reply in enumerate(reversed(make.run(layer, *requests[::-1]))):
+            make.assert_same_replies(reply, alone[place], (threads, place, "reversed"))
+
+
+def layers_of(architecture: Architecture, devices: Devices, dtype: Dtype) -> dict[int, Layer]:
+    parameters = make.random_parameters(architecture, 0, dtype)
+    return {threads: make.layer_of(architecture, parameters, device, dtype) for threads, device in devices.items()}
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 40), max_size=4), st.integers(0, 1 << 20)), min_size=1, max_size=6
+)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@settings(max_examples=8, deadline=None)
+@given(drawn=REQUESTS)
+def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[tuple[list[int], int]]) -> None:
+    architecture = ARCHITECTURES[name]
+    requests = [random_request(architecture, dtype, lengths, seed) for lengths, seed in drawn]
+    assert_company_changes_nothing(layers_of(architecture, devices, dtype), requests)
