@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from attnserve_server.reply import REPLY_ATTEND_FIELD, stream_reply
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.reply import stream_reply
 from attnserve_server.stream import MAX_JOINED_BYTES, read_message
 from benchmarks.workloads import WORKLOADS
 
@@ -36,7 +37,10 @@ async def serve(name: str) -> None:
                 ready.clear()
                 while due:
                     ids, due[:] = due[:most], due[most:]
-                    pieces = (stream_reply(call_id, REPLY_ATTEND_FIELD, [reply], len(reply))[0] for call_id in ids)
+                    pieces = (
+                        stream_reply(call_id, pb.AttendStreamReply.ATTEND_FIELD_NUMBER, [reply], len(reply))[0]
+                        for call_id in ids
+                    )
                     await context.write(b"".join(piece for reply_pieces in pieces for piece in reply_pieces))
 
         writer = asyncio.create_task(write())

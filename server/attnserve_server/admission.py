@@ -11,7 +11,7 @@ from attnserve_server.errors import InvalidRequest, Overloaded
 MIN_RETRY_DELAY = 0.005
 MAX_RETRY_DELAY = 10.0
 RATE_MEMORY = 0.9
-"""The weight that the measured rate keeps at each batch."""
+"""The weight that earlier batches keep in the measured rate at each new one."""
 
 
 class Admission:
@@ -21,7 +21,8 @@ class Admission:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
-        self._flops_per_second = 0.0
+        self._recent_flops = 0.0
+        self._recent_seconds = 0.0
         self.requests = 0
         self.bytes = 0
         self.flops = 0
@@ -48,9 +49,8 @@ class Admission:
         """Counts FLOPs out that have been computed in some time (0: that will not be computed)."""
         self.flops -= flops
         if seconds > 0 and flops > 0:
-            rate = flops / seconds
-            known = self._flops_per_second
-            self._flops_per_second = known * RATE_MEMORY + rate * (1 - RATE_MEMORY) if known else rate
+            self._recent_flops = self._recent_flops * RATE_MEMORY + flops
+            self._recent_seconds = self._recent_seconds * RATE_MEMORY + seconds
 
     def release(self, size: int) -> None:
         """Counts a request out whose reply has left."""
@@ -59,6 +59,7 @@ class Admission:
 
     def _delay(self) -> float:
         """Seconds until half of what is in flight should be done."""
-        if not self._flops_per_second:
+        if not self._recent_flops:
             return MIN_RETRY_DELAY
-        return min(max(self.flops / self._flops_per_second / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)
+        seconds = self.flops * self._recent_seconds / self._recent_flops
+        return min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

@@ -15,14 +15,14 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What the queue must know of an entry: times in seconds of one clock, cost in FLOPs."""
+    """What the queue must know of an entry: times in seconds of one clock, costs in FLOPs."""
 
     @property
     def group(self) -> Hashable:
         """Equal for entries that one batch can hold."""
 
     @property
-    def flops(self) -> int:
+    def cost(self) -> int:
         """What it costs to run."""
 
     @property
@@ -54,7 +54,7 @@ class Batch(Generic[E]):
     """What to run now, and what came out of the queue without running."""
 
     entries: list[E] = field(default_factory=list)
-    flops: int = 0
+    cost: int = 0
     cancelled: list[E] = field(default_factory=list)
     expired: list[E] = field(default_factory=list)
 
@@ -62,14 +62,14 @@ class Batch(Generic[E]):
 class BatchQueue(Generic[E]):
     """Entries that wait, and the decision which of them run next."""
 
-    def __init__(self, max_flops: int, max_requests: int, aging: float) -> None:
-        self._max_flops = max_flops
+    def __init__(self, max_cost: int, max_requests: int, aging: float) -> None:
+        self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
         self._lanes: dict[Hashable, dict[int, deque[E]]] = {}
         self.requests = 0
         self.bytes = 0
-        self.flops = 0
+        self.cost = 0
 
     def push(self, entry: E) -> None:
         """Appends an entry."""
@@ -80,12 +80,12 @@ class BatchQueue(Generic[E]):
         lane.append(entry)
         self.requests += 1
         self.bytes += entry.received_bytes
-        self.flops += entry.flops
+        self.cost += entry.cost
 
     @property
     def is_full(self) -> bool:
         """Whether a batch could be filled, were everything that waits of one group."""
-        return self.flops >= self._max_flops or self.requests >= self._max_requests
+        return self.cost >= self._max_cost or self.requests >= self._max_requests
 
     def oldest_arrival(self) -> float | None:
         """When the entry came that has waited longest; None if nothing waits."""
@@ -108,18 +108,18 @@ class BatchQueue(Generic[E]):
             lane = min(lanes.values(), key=self._due)
             entry = lane[0]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
-            if gone is None and batch.entries and batch.flops + entry.flops > self._max_flops:
+            if gone is None and batch.entries and batch.cost + entry.cost > self._max_cost:
                 break
             lane.popleft()
             if not lane:
                 del lanes[entry.priority]
             self.requests -= 1
             self.bytes -= entry.received_bytes
-            self.flops -= entry.flops
+            self.cost -= entry.cost
             if gone is not None:
                 gone.append(entry)
             else:
                 batch.entries.append(entry)
-                batch.flops += entry.flops
+                batch.cost += entry.cost
         if not lanes:
             del self._lanes[group]

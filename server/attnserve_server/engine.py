@@ -17,11 +17,12 @@ from typing import TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.devices import BatchResult, Device, RequestResult
+from attnserve_server.devices import Device
 from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError
 from attnserve_server.metrics import Metrics
-from attnserve_server.reply import Phases
-from attnserve_server.request import Request
+from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,6 @@ class Outcome:
     batch_size: int
 
 
-logger = logging.getLogger(__name__)
-
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 
 
@@ -42,11 +41,11 @@ Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 class Entry:
     """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
 
-    Times are of `time.perf_counter`. `reply` is called once, on the event loop, unless the engine never gets to it
-    because the entry was cancelled: then it is called with `Cancelled`.
+    Times are of `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was
+    cancelled before it ran. If it fails with an outcome, it is called once more, with an error.
     """
 
-    request: Request
+    request: Work
     reply: Reply
     arrival: float
     deadline: float
@@ -56,12 +55,12 @@ class Entry:
     @property
     def group(self) -> Hashable:
         """Equal for entries that one batch can hold."""
-        return self.request.problem.group
+        return self.request.group
 
     @property
-    def flops(self) -> int:
-        """What it costs to run."""
-        return self.request.flops
+    def cost(self) -> int:
+        """What it costs to run, in FLOPs."""
+        return self.request.cost
 
     @property
     def received_bytes(self) -> int:
@@ -71,7 +70,7 @@ class Entry:
     @property
     def priority(self) -> int:
         """Higher goes first."""
-        return self.request.problem.priority
+        return self.request.priority
 
     @property
     def size(self) -> int:
@@ -93,7 +92,8 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._busy = False
-        self._step_is_due = False
+        self._next_step: asyncio.Handle | None = None
+        self._waits = False
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -106,7 +106,7 @@ class Engine:
         if self._draining:
             self._metrics.rejected("draining")
             raise Draining
-        self._admission.admit(entry.size, entry.flops)
+        self._admission.admit(entry.size, entry.cost)
         self._idle.clear()
         self._queue.push(entry)
         self._schedule()
@@ -120,6 +120,8 @@ class Engine:
     async def drain(self, grace: float) -> bool:
         """Refuses new requests and waits until all replies have left, at most `grace` seconds; whether they have."""
         self._draining = True
+        if self._idle.is_set():
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), grace)
         except TimeoutError:
@@ -131,35 +133,37 @@ class Engine:
         self._worker.shutdown()
 
     def _schedule(self) -> None:
+        """Has the next batch run, if the device is idle."""
+        if self._busy or (self._next_step is not None and not self._waits):
+            return
+        wait = self._remaining_wait() if self._max_wait > 0 else 0.0
+        if self._next_step is not None:
+            if wait > 0:
+                return
+            self._next_step.cancel()
+        self._waits = wait > 0
         # Not at once, but when the loop has handed over what it has already received: that is a batch.
-        if not self._step_is_due and not self._busy:
-            self._step_is_due = True
-            self._loop.call_soon(self._step)
+        self._next_step = self._loop.call_later(wait, self._step) if wait > 0 else self._loop.call_soon(self._step)
+
+    def _remaining_wait(self) -> float:
+        """How long the oldest entry still waits for company."""
+        oldest = self._queue.oldest_arrival()
+        return 0.0 if oldest is None or self._queue.is_full else oldest + self._max_wait - perf_counter()
 
     def _step(self) -> None:
         """Runs the next batch, if there is one."""
-        self._step_is_due = False
-        if self._busy:
-            return
-        now = perf_counter()
-        if self._max_wait > 0 and (wait := self._remaining_wait(now)) > 0:
-            self._step_is_due = True
-            self._loop.call_later(wait, self._step)
-            return
-        batch = self._queue.pop(now)
+        self._next_step = None
+        begin = perf_counter()
+        batch = self._queue.pop(begin)
         self._drop(batch)
         if not batch.entries:
             return
         self._busy = True
-        if batch.flops <= self._device.inline_flops:
-            self._complete(batch, now, self._run(batch))
+        if batch.cost <= self._device.inline_flops:
+            self._complete(batch, begin, self._run(batch))
         else:
             future = self._loop.run_in_executor(self._worker, self._run, batch)
-            future.add_done_callback(lambda done: self._complete(batch, now, done.result()))
-
-    def _remaining_wait(self, now: float) -> float:
-        oldest = self._queue.oldest_arrival()
-        return 0.0 if oldest is None or self._queue.is_full else oldest + self._max_wait - now
+            future.add_done_callback(lambda done: self._complete(batch, begin, done.result()))
 
     def _drop(self, batch: Batch[Entry]) -> None:
         for entries, reason, error in (
@@ -167,15 +171,15 @@ class Engine:
             (batch.expired, "deadline", DeadlineExceeded),
         ):
             for entry in entries:
-                self._admission.computed(entry.flops, 0)
+                self._admission.computed(entry.cost, 0)
                 self._metrics.cancelled(reason)
-                entry.reply(entry, error())
+                self._reply(entry, error())
 
     def _run(self, batch: Batch[Entry]) -> list[tuple[list[Entry], BatchResult | Exception]]:
         """Computes a batch; if that fails, each of its requests alone, so that only the guilty fail."""
         entries = batch.entries
         try:
-            return [(entries, self._device.run([entry.request for entry in entries]))]
+            return [(entries, self._compute(entries))]
         except Exception as error:
             logger.exception("a batch of %d failed", len(entries))
             if len(entries) == 1:
@@ -183,32 +187,44 @@ class Engine:
         results: list[tuple[list[Entry], BatchResult | Exception]] = []
         for entry in entries:
             try:
-                results.append(([entry], self._device.run([entry.request])))
+                results.append(([entry], self._compute([entry])))
             except Exception as error:
                 logger.exception("a request failed alone")
                 results.append(([entry], error))
         return results
+
+    def _compute(self, entries: list[Entry]) -> BatchResult:
+        return entries[0].request.run_batch(self._device, [entry.request for entry in entries])
 
     def _complete(
         self, batch: Batch[Entry], begin: float, results: list[tuple[list[Entry], BatchResult | Exception]]
     ) -> None:
         """Hands results to their callers, and has the next batch run."""
         self._busy = False
-        self._admission.computed(batch.flops, perf_counter() - begin)
+        self._admission.computed(batch.cost, perf_counter() - begin)
         if self._queue.requests:
             self._schedule()
         for entries, outcome in results:
             if isinstance(outcome, Exception):
                 for entry in entries:
-                    entry.reply(entry, ComputationFailed(type(outcome).__name__))
+                    self._reply(entry, ComputationFailed(type(outcome).__name__))
                 continue
             self._metrics.batch(
                 len(entries),
-                sum(entry.flops for entry in entries),
+                sum(entry.request.flops for entry in entries),
                 sum(entry.request.query_tokens for entry in entries),
                 outcome.padding,
                 outcome.kernel_calls,
             )
             for entry, result in zip(entries, outcome.results, strict=True):
                 phases = Phases(entry.decode, begin - entry.arrival, outcome.staging, outcome.compute, outcome.fetch)
-                entry.reply(entry, Outcome(result, phases, len(entries)))
+                self._reply(entry, Outcome(result, phases, len(entries)))
+
+    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        """Hands an outcome to its caller; a failure there is that caller's alone."""
+        try:
+            entry.reply(entry, outcome)
+        except Exception:
+            logger.exception("a reply failed")
+            if isinstance(outcome, Outcome):
+                self._reply(entry, ComputationFailed("the reply could not be encoded"))

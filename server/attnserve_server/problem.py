@@ -13,46 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from attnserve import _dtypes, _wire
+from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
-
-MAX_POSITION = 1 << 40
-"""Offsets and windows beyond this are as good as infinite."""
-
-MAX_LENGTH = (1 << 31) - 1
-"""The longest axis of a tensor."""
-
-MAX_PRIORITY = 8
-
-ScoreStage: TypeAlias = Literal["raw", "capped", "masked", "weights"]
-
-SCORE_STAGES: Mapping[int, ScoreStage | None] = {
-    pb.SCORE_STAGE_UNSPECIFIED: None,
-    pb.SCORE_STAGE_RAW: "raw",
-    pb.SCORE_STAGE_CAPPED: "capped",
-    pb.SCORE_STAGE_MASKED: "masked",
-    pb.SCORE_STAGE_WEIGHTS: "weights",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Where a tensor's elements are among the payloads (-1 where it has none), and what they are."""
-
-    payload: int
-    dtype: int
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * _dtypes.NUMPY[self.dtype].itemsize
+from attnserve_server.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
+from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, parameter, shown, tensor_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +62,16 @@ class Problem:
         """Whether the positions of the queries make any difference."""
         return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors
 
+    @property
+    def stackable(self) -> bool:
+        """Whether requests can share a kernel call: only queries, keys, values, masks and biases are their own."""
+        return not self.packed and self.score is None and not self.tensors.keys() & {"alibi_slopes", "sinks"}
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether sequences are computed one after the other, by the kernel that can do everything."""
+        return self.score is not None or self.softcap > 0 or self.return_scores is not None
+
     def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
         """Floating-point operations for so many pairs of query and key, counted as multiplications and additions."""
         score_width = self.key_dim
@@ -121,8 +100,8 @@ def problem_of(header: bytes) -> Problem:
 
 
 def _check(message: pb.AttendRequest) -> Problem:
-    tensors = {"query": _float_tensor(message, "query"), "key": _float_tensor(message, "key")}
-    tensors["value"] = _float_tensor(message, "value")
+    tensors = {"query": float_tensor(message, "query"), "key": float_tensor(message, "key")}
+    tensors["value"] = float_tensor(message, "value")
     query, key, value = tensors["query"], tensors["key"], tensors["value"]
     rank = len(query.shape)
     if message.layout not in pb.Layout.values():
@@ -130,71 +109,71 @@ def _check(message: pb.AttendRequest) -> Problem:
     packed = message.layout == pb.LAYOUT_PACKED
     length_first = packed or message.layout == pb.LAYOUT_LENGTH_FIRST
     if packed and rank != 3:
-        raise InvalidRequest("query.shape", "rank 3, [total, H, D], where packed", _shape(query))
+        raise InvalidRequest("query.shape", "rank 3, [total, H, D], where packed", shown(query))
     if not 2 <= rank <= 4:
-        raise InvalidRequest("query.shape", "rank 2, 3 or 4", _shape(query))
+        raise InvalidRequest("query.shape", "rank 2, 3 or 4", shown(query))
     for field, spec in (("key", key), ("value", value)):
         if spec.dtype != query.dtype:
             raise InvalidRequest(f"{field}.dtype", f"{_dtypes.name(query.dtype)} as in query", _dtypes.name(spec.dtype))
         if len(spec.shape) != rank:
-            raise InvalidRequest(f"{field}.shape", f"rank {rank} as in query", _shape(spec))
+            raise InvalidRequest(f"{field}.shape", f"rank {rank} as in query", shown(spec))
 
     (batch, query_heads, query_length, head_dim) = _axes(query.shape, length_first)
     (key_batch, kv_heads, kv_length, key_dim) = _axes(key.shape, length_first)
     (value_batch, value_heads, value_length, value_dim) = _axes(value.shape, length_first)
     for field, spec, found in (("key", key, key_batch), ("value", value, value_batch)):
         if found != batch:
-            raise InvalidRequest(f"{field}.shape", f"a batch of {batch} as in query", _shape(spec))
+            raise InvalidRequest(f"{field}.shape", f"a batch of {batch} as in query", shown(spec))
     if value_heads != kv_heads:
-        raise InvalidRequest("value.shape", f"{kv_heads} heads as in key", _shape(value))
+        raise InvalidRequest("value.shape", f"{kv_heads} heads as in key", shown(value))
     if value_length != kv_length:
-        raise InvalidRequest("value.shape", f"length {kv_length} as in key", _shape(value))
+        raise InvalidRequest("value.shape", f"length {kv_length} as in key", shown(value))
     for field, spec, heads, width in (
         ("query", query, query_heads, head_dim),
         ("key", key, kv_heads, key_dim),
         ("value", value, value_heads, value_dim),
     ):
         if heads < 1 or width < 1:
-            raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", _shape(spec))
+            raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", shown(spec))
     if query_heads % kv_heads:
         raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of key", f"{query_heads} heads")
 
     score = message.WhichOneof("score")
     if score is None and key_dim != head_dim:
-        raise InvalidRequest("key.shape", f"the width {head_dim} of query, as the dot product needs", _shape(key))
+        raise InvalidRequest("key.shape", f"the width {head_dim} of query, as the dot product needs", shown(key))
     if score == "general":
-        tensors["general.weight"] = _parameter(message, "general.weight", (head_dim, key_dim))
+        tensors["general.weight"] = parameter(message, "general.weight", (head_dim, key_dim))
     elif score == "additive":
-        query_weight = _float_tensor(message, "additive.query_weight")
+        query_weight = float_tensor(message, "additive.query_weight")
         if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
-            raise InvalidRequest("additive.query_weight.shape", f"[U, {head_dim}]", _shape(query_weight))
+            raise InvalidRequest("additive.query_weight.shape", f"[U, {head_dim}]", shown(query_weight))
         units = query_weight.shape[0]
-        tensors["additive.query_weight"] = _parameter(message, "additive.query_weight", (units, head_dim))
-        tensors["additive.key_weight"] = _parameter(message, "additive.key_weight", (units, key_dim))
+        tensors["additive.query_weight"] = parameter(message, "additive.query_weight", (units, head_dim))
+        tensors["additive.key_weight"] = parameter(message, "additive.key_weight", (units, key_dim))
         for name in ("bias", "output_weight"):
             if message.additive.HasField(name):
-                tensors[f"additive.{name}"] = _parameter(message, f"additive.{name}", (units,))
+                tensors[f"additive.{name}"] = parameter(message, f"additive.{name}", (units,))
 
     if packed:
         batch = _batch_of_packed(message)
     for name in ("alibi_slopes", "sinks"):
         if message.HasField(name):
-            tensors[name] = _parameter(message, name, (query_heads,))
+            tensors[name] = parameter(message, name, (query_heads,))
     for name in ("query_lengths", "kv_lengths"):
         if message.HasField(name):
-            tensors[name] = _int_tensor(message, name, ((batch,),))
+            tensors[name] = int_tensor(message, name, ((batch,),))
     if message.HasField("query_lengths") and not packed:
         raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
     if message.HasField("query_offset"):
-        tensors["query_offset"] = _int_tensor(message, "query_offset", ((batch,), (1,), ()))
+        tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
     if message.HasField("mask"):
-        tensors["mask"] = _spec(message, "mask")
+        tensors["mask"] = tensor_at(message, "mask")
         if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
             raise InvalidRequest(
                 "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
             )
     if message.HasField("bias"):
-        tensors["bias"] = _float_tensor(message, "bias")
+        tensors["bias"] = float_tensor(message, "bias")
     if not packed:
         for name in ("mask", "bias"):
             if name in tensors:
@@ -205,15 +184,10 @@ def _check(message: pb.AttendRequest) -> Problem:
         raise InvalidRequest("scale", "a finite number", scale)
     if not (math.isfinite(message.softcap) and message.softcap >= 0):
         raise InvalidRequest("softcap", "a finite number from 0", message.softcap)
-    if message.alignment not in pb.Alignment.values():
-        raise InvalidRequest("alignment", "one of the alignments", message.alignment)
-    if message.return_scores not in SCORE_STAGES:
-        raise InvalidRequest("return_scores", "one of the stages", message.return_scores)
-    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
-        raise InvalidRequest("priority", f"from {-MAX_PRIORITY} to {MAX_PRIORITY}", message.priority)
-
-    window = _window(message)
-    return_scores = SCORE_STAGES[message.return_scores]
+    bottom_right = is_bottom_right(message)
+    return_scores = score_stage_of(message)
+    priority = priority_of(message)
+    window = window_of(message)
     options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
     optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
     return Problem(
@@ -233,23 +207,14 @@ def _check(message: pb.AttendRequest) -> Problem:
         scale=scale,
         softcap=message.softcap,
         causal=message.causal,
-        bottom_right=message.alignment == pb.ALIGNMENT_BOTTOM_RIGHT,
+        bottom_right=bottom_right,
         window=window,
         score=score,
         return_lse=message.return_lse,
         return_scores=return_scores,
-        priority=message.priority,
+        priority=priority,
         group=(query.dtype, query_heads, kv_heads, head_dim, key_dim, value_dim, options, optional),
     )
-
-
-def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int]) -> None:
-    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right."""
-    shape = spec.shape
-    if len(shape) > 4 or any(
-        length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
-    ):
-        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target)}", _shape(spec))
 
 
 def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, int]:
@@ -262,51 +227,6 @@ def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, in
     return batch, heads, length, width
 
 
-def _spec(message: pb.AttendRequest, path: str) -> TensorSpec:
-    """The tensor at a path, its dtype known and its payload as long as its shape says."""
-    owner = message
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    if not owner.HasField(name):
-        raise InvalidRequest(path, "a tensor", "nothing")
-    tensor: tensor_pb2.Tensor = getattr(owner, name)
-    dtype = _dtypes.NUMPY.get(tensor.dtype)
-    if dtype is None:
-        raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
-    shape = tuple(tensor.shape)
-    if any(not 0 <= length <= MAX_LENGTH for length in shape):
-        raise InvalidRequest(f"{path}.shape", f"lengths from 0 to {MAX_LENGTH}", list(shape))
-    payload, size = _wire.read_ticket(tensor.data)
-    expected = math.prod(shape) * dtype.itemsize
-    if size != expected:
-        raise InvalidRequest(f"{path}.data", f"{expected} bytes for {dtype.name} {list(shape)}", f"{size} bytes")
-    return TensorSpec(payload, tensor.dtype, shape)
-
-
-def _float_tensor(message: pb.AttendRequest, path: str) -> TensorSpec:
-    spec = _spec(message, path)
-    if spec.dtype not in _dtypes.FLOATING:
-        raise InvalidRequest(f"{path}.dtype", "a floating dtype", _dtypes.name(spec.dtype))
-    return spec
-
-
-def _parameter(message: pb.AttendRequest, path: str, shape: tuple[int, ...]) -> TensorSpec:
-    spec = _float_tensor(message, path)
-    if spec.shape != shape:
-        raise InvalidRequest(f"{path}.shape", str(list(shape)), _shape(spec))
-    return spec
-
-
-def _int_tensor(message: pb.AttendRequest, path: str, shapes: tuple[tuple[int, ...], ...]) -> TensorSpec:
-    spec = _spec(message, path)
-    if spec.dtype != tensor_pb2.DATA_TYPE_INT64:
-        raise InvalidRequest(f"{path}.dtype", "int64", _dtypes.name(spec.dtype))
-    if spec.shape not in shapes:
-        raise InvalidRequest(f"{path}.shape", " or ".join(str(list(shape)) for shape in shapes), _shape(spec))
-    return spec
-
-
 def _batch_of_packed(message: pb.AttendRequest) -> int:
     for name in ("query_lengths", "kv_lengths"):
         if not message.HasField(name):
@@ -315,16 +235,3 @@ def _batch_of_packed(message: pb.AttendRequest) -> int:
     if len(shape) != 1:
         raise InvalidRequest("query_lengths.shape", "[B]", list(shape))
     return shape[0]
-
-
-def _window(message: pb.AttendRequest) -> tuple[int, int]:
-    if not message.HasField("window"):
-        return -1, -1
-    for side in ("left", "right"):
-        if getattr(message.window, side) < -1:
-            raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
-    return min(message.window.left, MAX_POSITION), min(message.window.right, MAX_POSITION)
-
-
-def _shape(spec: TensorSpec) -> str:
-    return f"shape {list(spec.shape)}"

@@ -6,46 +6,27 @@ message of its tensors, whose header is the same for all requests with the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server.devices.device import RequestResult
-from attnserve_server.request import Request
+from attnserve_server.work import Phases, RequestResult
 
-REPLY_ATTEND_FIELD = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
+if TYPE_CHECKING:
+    from attnserve_server.request import Request
+
 REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
 REPLIES_FIELD = pb.AttendStreamResponse.REPLIES_FIELD_NUMBER
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """How long each phase of a request took, in seconds."""
-
-    decode: float
-    queue: float
-    staging: float
-    compute: float
-    encode: float
 
 
 def encode_attend_response(
     request: Request, result: RequestResult, phases: Phases, batch_size: int
 ) -> tuple[list[_wire.Buffer], int]:
     """The pieces of the reply, and their length together."""
-    timings = pb.AttendResponse(
-        timings=pb.Timings(
-            decode_ns=round(phases.decode * 1e9),
-            queue_ns=round(phases.queue * 1e9),
-            staging_ns=round(phases.staging * 1e9),
-            compute_ns=round(phases.compute * 1e9),
-            encode_ns=round(phases.encode * 1e9),
-        ),
-        batch_size=batch_size,
-    ).SerializeToString()
-    payloads = [payload for payload in (result.output, result.lse, result.scores) if payload is not None]
+    payloads = payloads_of(result)
     problem = request.problem
     header = _tensors_header(
         problem.dtype,
@@ -57,8 +38,25 @@ def encode_attend_response(
         request.longest[1] if problem.return_scores is not None else None,
         tuple(map(len, payloads)),
     )
+    timings = pb.AttendResponse(timings=timings_of(phases), batch_size=batch_size).SerializeToString()
     pieces, size = _wire.join(pb.AttendResponse, header, payloads)
     return [timings, *pieces], len(timings) + size
+
+
+def payloads_of(result: RequestResult) -> list[memoryview]:
+    """The payloads of a reply, in the order of its tensors."""
+    return [payload for payload in (result.output, result.lse, result.scores) if payload is not None]
+
+
+def timings_of(phases: Phases) -> pb.Timings:
+    """The phases, as a reply has them."""
+    return pb.Timings(
+        decode_ns=round(phases.decode * 1e9),
+        queue_ns=round(phases.queue * 1e9),
+        staging_ns=round(phases.staging * 1e9),
+        compute_ns=round(phases.compute * 1e9),
+        encode_ns=round(phases.encode * 1e9),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -80,16 +78,17 @@ def _tensors_header(
         shape[-3], shape[-2] = shape[-2], shape[-3]
     message = pb.AttendResponse()
     remaining = iter(enumerate(sizes))
-    message.output.CopyFrom(_tensor_header(dtype, shape, next(remaining)))
+    message.output.CopyFrom(tensor_header(dtype, shape, next(remaining)))
     if with_lse:
         lse_dtype = dtype if dtype == tensor_pb2.DATA_TYPE_FLOAT64 else tensor_pb2.DATA_TYPE_FLOAT32
-        message.lse.CopyFrom(_tensor_header(lse_dtype, outer, next(remaining)))
+        message.lse.CopyFrom(tensor_header(lse_dtype, outer, next(remaining)))
     if scores_length is not None:
-        message.scores.CopyFrom(_tensor_header(dtype, [*outer, scores_length], next(remaining)))
+        message.scores.CopyFrom(tensor_header(dtype, [*outer, scores_length], next(remaining)))
     return message.SerializeToString()
 
 
-def _tensor_header(dtype: int, shape: list[int], payload: tuple[int, int]) -> tensor_pb2.Tensor:
+def tensor_header(dtype: int, shape: Sequence[int], payload: tuple[int, int]) -> tensor_pb2.Tensor:
+    """A tensor with a ticket: the number and the length of its payload."""
     return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(*payload))  # type: ignore[arg-type]
 
 

@@ -5,17 +5,27 @@ What depends on contents is checked here: lengths, their sums, and offsets. Payl
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from attnserve import _dtypes, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.problem import MAX_POSITION, Problem, check_broadcast, problem_of
+from attnserve_server.options import check_offset
+from attnserve_server.problem import Problem, problem_of
+from attnserve_server.reply import encode_attend_response
+from attnserve_server.tensors import check_broadcast, read_integers
+from attnserve_server.work import BatchResult, Phases, RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+CALL_COST = 1_000_000
+"""What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
 
 MAX_KNOWN_HEADER = 1024
 """A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
@@ -45,12 +55,15 @@ class Extent:
     longest: tuple[int, int]
     query_tokens: int
     flops: int
+    cost: int
     reply_bytes: int
 
 
 @dataclass(slots=True)
 class Request:
     """A problem with its payloads, and what it comes to."""
+
+    reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
 
     problem: Problem
     payloads: list[memoryview]
@@ -74,13 +87,36 @@ class Request:
 
     @property
     def flops(self) -> int:
-        """What it costs to compute."""
+        """The floating-point operations that it asks for."""
         return self.extent.flops
+
+    @property
+    def cost(self) -> int:
+        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        return self.extent.cost
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for requests that one batch can hold."""
+        return self.problem.group
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.problem.priority
 
     @property
     def reply_bytes(self) -> int:
         """The bytes of the reply's tensors."""
         return self.extent.reply_bytes
+
+    def run_batch(self, device: Device, batch: Sequence[Request]) -> BatchResult:
+        """Computes a batch of attentions."""
+        return device.run(batch)
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The pieces of the encoded reply, and their length together."""
+        return encode_attend_response(self, result, phases, batch_size)
 
     def payload(self, name: str) -> memoryview:
         """The elements of a tensor that the problem has."""
@@ -115,9 +151,9 @@ _known = lru_cache(maxsize=4096)(_follows)
 
 def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
     """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
-    query_lengths = _integers(problem, payloads, "query_lengths")
-    kv_lengths = _integers(problem, payloads, "kv_lengths")
-    offsets = _integers(problem, payloads, "query_offset")
+    query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
+    kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)
+    offsets = read_integers(problem.tensors.get("query_offset"), payloads)
     _check_lengths(problem, query_lengths, kv_lengths)
     longest = problem.query_length, problem.kv_length
     sequences = problem.batch
@@ -130,11 +166,17 @@ def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
+    flops = problem.flops(pairs, rows, problem.kv_length * sequences)
+    if problem.one_by_one:
+        calls = sum(span.sequences for span in spans if span.query_length)
+    else:
+        calls = 0 if problem.stackable and len(spans) == 1 else len(spans)
     return Extent(
         spans=spans,
         longest=longest,
         query_tokens=rows,
-        flops=problem.flops(pairs, rows, problem.kv_length * sequences),
+        flops=flops,
+        cost=flops + calls * CALL_COST,
         reply_bytes=_reply_bytes(problem, rows, longest[1]),
     )
 
@@ -148,15 +190,6 @@ def _reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
     if problem.return_scores is not None:
         width += longest_kv * itemsize
     return rows * problem.query_heads * width
-
-
-def _integers(problem: Problem, payloads: list[memoryview], name: str) -> tuple[int, ...] | None:
-    spec = problem.tensors.get(name)
-    if spec is None:
-        return None
-    if spec.payload < 0:
-        return ()
-    return struct.unpack(f"<{spec.size // 8}q", payloads[spec.payload])
 
 
 def _check_lengths(problem: Problem, query_lengths: tuple[int, ...] | None, kv_lengths: tuple[int, ...] | None) -> None:
@@ -204,6 +237,5 @@ def _offset(problem: Problem, offsets: tuple[int, ...] | None, index: int, query
     offset = kv_length - query_length if problem.bottom_right else 0
     if offsets:
         offset = offsets[index if len(offsets) > 1 else 0]
-        if not -MAX_POSITION <= offset <= MAX_POSITION:
-            raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
+        check_offset(index, offset)
     return offset if problem.needs_positions else 0

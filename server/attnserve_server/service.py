@@ -19,7 +19,6 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError
 from attnserve_server.metrics import Metrics
-from attnserve_server.reply import encode_attend_response
 from attnserve_server.request import read_request
 from attnserve_server.stream import CallStream
 
@@ -95,7 +94,7 @@ class AttentionService:
             if isinstance(outcome, RequestError):
                 raise outcome
             begin, phases = perf_counter(), outcome.phases
-            pieces, _ = encode_attend_response(entry.request, outcome.result, phases, outcome.batch_size)
+            pieces, _ = request.encode(outcome.result, phases, outcome.batch_size)
             reply_message = b"".join(pieces)
             encode = phases.encode + perf_counter() - begin
             self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)

@@ -22,7 +22,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Cancelled, DeadlineExceeded, InvalidRequest, Malformed, Overloaded, RequestError
 from attnserve_server.metrics import Metrics
-from attnserve_server.reply import REPLY_ATTEND_FIELD, REPLY_ERROR_FIELD, encode_attend_response, stream_reply
+from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.request import read_request
 
 MAX_JOINED_BYTES: Final = 1 << 20
@@ -77,19 +77,16 @@ class CallStream:
         self._reader = asyncio.create_task(self._read())
         if self._ended:
             self._reader.cancel()
+        whole = asyncio.create_task(self._read_and_drain(self._reader))
         try:
-            done, _ = await asyncio.wait((self._reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            if writer in done:
+            await asyncio.wait((whole, writer), return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
                 writer.result()  # it ends by itself only if it fails
-            if not self._reader.cancelled():
-                self._reader.result()
-            while self._in_flight or self._outbox or self._unsent_bytes:
-                self._progress.clear()
-                await self._progress.wait()
+            whole.result()
         finally:
             self._gone = True
-            self._reader.cancel()
-            writer.cancel()
+            for task in (whole, self._reader, writer):
+                task.cancel()
             for entry in self._in_flight.values():
                 entry.cancelled = True
             for unsent in self._outbox:
@@ -101,6 +98,15 @@ class CallStream:
         self._ended = True
         if self._reader is not None:
             self._reader.cancel()
+
+    async def _read_and_drain(self, reader: asyncio.Task[None]) -> None:
+        """Ends when nothing more is read and every reply has been sent."""
+        await asyncio.wait((reader,))
+        if not reader.cancelled():
+            reader.result()
+        while self._in_flight or self._outbox or self._unsent_bytes:
+            self._progress.clear()
+            await self._progress.wait()
 
     async def _read(self) -> None:
         while True:
@@ -159,14 +165,14 @@ class CallStream:
             self._engine.release(entry)
             self._metrics.finished("attend_stream", Cancelled.code.name, perf_counter() - entry.arrival)
             return
-        del self._in_flight[call_id]
+        self._in_flight.pop(call_id, None)
         if isinstance(outcome, RequestError):
             self._answer_error(call_id, outcome, entry.arrival, entry)
             return
         begin = perf_counter()
         phases = outcome.phases
-        pieces, size = encode_attend_response(entry.request, outcome.result, phases, outcome.batch_size)
-        pieces, size = stream_reply(call_id, REPLY_ATTEND_FIELD, pieces, size)
+        pieces, size = entry.request.encode(outcome.result, phases, outcome.batch_size)
+        pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
         end = perf_counter()
         self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, phases.encode + end - begin)
         self._metrics.finished("attend_stream", "OK", end - entry.arrival)

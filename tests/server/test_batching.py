@@ -23,15 +23,15 @@ class Entry:
 
     arrival: float = 0.0
     group: str = "a"
-    flops: int = 10
+    cost: int = 10
     received_bytes: int = 1
     priority: int = 0
     deadline: float = math.inf
     cancelled: bool = False
 
 
-def queue_of(*entries: Entry, max_flops: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS) -> BatchQueue[Entry]:
-    queue: BatchQueue[Entry] = BatchQueue(max_flops, max_requests, AGING)
+def queue_of(*entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS) -> BatchQueue[Entry]:
+    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING)
     for entry in entries:
         queue.push(entry)
     return queue
@@ -66,20 +66,20 @@ def test_the_group_of_the_oldest_goes_first_whatever_came_between() -> None:
 
 
 def test_a_batch_is_bounded_by_count() -> None:
-    entries = [Entry(arrival, flops=0) for arrival in range(9)]
+    entries = [Entry(arrival, cost=0) for arrival in range(9)]
     assert popped(queue_of(*entries)) == [entries[:4], entries[4:8], entries[8:]]
 
 
 def test_a_batch_is_bounded_by_cost() -> None:
-    sixty, forty, one = Entry(0, flops=60), Entry(1, flops=40), Entry(2, flops=1)
+    sixty, forty, one = Entry(0, cost=60), Entry(1, cost=40), Entry(2, cost=1)
     assert popped(queue_of(sixty, forty, one)) == [[sixty, forty], [one]]
 
 
 def test_a_request_above_the_bound_of_a_batch_runs_alone() -> None:
-    small, huge, later = Entry(0, flops=1), Entry(1, flops=10 * MAX_FLOPS), Entry(2, flops=1)
+    small, huge, later = Entry(0, cost=1), Entry(1, cost=10 * MAX_FLOPS), Entry(2, cost=1)
     queue = queue_of(small, huge, later)
     batch = queue.pop(3.0)
-    assert (batch.entries, batch.flops) == ([small], 1)
+    assert (batch.entries, batch.cost) == ([small], 1)
     assert popped(queue) == [[huge], [later]]
 
 
@@ -121,10 +121,10 @@ def test_an_entry_that_is_both_is_reported_as_cancelled() -> None:
 
 
 def test_what_nobody_waits_for_takes_no_room_in_a_batch() -> None:
-    gone = [Entry(0, flops=MAX_FLOPS, cancelled=True) for _ in range(2 * MAX_REQUESTS)]
-    runs = [Entry(1, flops=25) for _ in range(4)]
+    gone = [Entry(0, cost=MAX_FLOPS, cancelled=True) for _ in range(2 * MAX_REQUESTS)]
+    runs = [Entry(1, cost=25) for _ in range(4)]
     batch = queue_of(*gone, *runs).pop(2.0)
-    assert (batch.entries, batch.flops, batch.cancelled) == (runs, 100, gone)
+    assert (batch.entries, batch.cost, batch.cancelled) == (runs, 100, gone)
 
 
 def test_a_group_without_anybody_waiting_gives_way_to_the_next() -> None:
@@ -153,7 +153,7 @@ entries = st.builds(
     Entry,
     arrival=st.floats(0, 10),
     group=st.sampled_from("abc"),
-    flops=st.integers(0, 2 * MAX_FLOPS),
+    cost=st.integers(0, 2 * MAX_FLOPS),
     received_bytes=st.integers(0, 9),
     priority=st.integers(-8, 8),
     deadline=st.one_of(st.just(math.inf), st.floats(0, 20)),
@@ -173,7 +173,7 @@ def test_every_entry_comes_out_once(waiting: list[Entry], now: float) -> None:
         assert all(entry.deadline <= now for entry in batch.expired)
         out.update(id(entry) for entry in [*batch.entries, *batch.cancelled, *batch.expired])
     assert out == Counter(id(entry) for entry in waiting)
-    assert (queue.requests, queue.bytes, queue.flops) == (0, 0, 0)
+    assert (queue.requests, queue.bytes, queue.cost) == (0, 0, 0)
 
 
 @given(
@@ -250,23 +250,23 @@ class QueueMachine(RuleBasedStateMachine):
         chosen = 0
         cost = 0
         for entry in candidates[:MAX_REQUESTS]:
-            if chosen and cost + entry.flops > MAX_FLOPS:
+            if chosen and cost + entry.cost > MAX_FLOPS:
                 break
             chosen += 1
-            cost += entry.flops
+            cost += entry.cost
         # Entries that are due at the same moment may come in any order, and then fit or not.
         assert [due(entry) for entry in batch.entries] == [due(entry) for entry in candidates[: len(batch.entries)]]
         if len({due(entry) for entry in candidates}) == len(candidates):
             assert len(batch.entries) == chosen
-        assert batch.flops == sum(entry.flops for entry in batch.entries)
-        assert batch.flops <= MAX_FLOPS or len(batch.entries) == 1
+        assert batch.cost == sum(entry.cost for entry in batch.entries)
+        assert batch.cost <= MAX_FLOPS or len(batch.entries) == 1
         assert len(batch.entries) <= MAX_REQUESTS
 
     @invariant()
     def counts(self) -> None:
         assert self.queue.requests == len(self.model)
         assert self.queue.bytes == sum(entry.received_bytes for entry in self.model)
-        assert self.queue.flops == sum(entry.flops for entry in self.model)
+        assert self.queue.cost == sum(entry.cost for entry in self.model)
         assert self.queue.oldest_arrival() == min((entry.arrival for entry in self.model), default=None)
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.devices import DeviceError, RequestResult, open_device
+from attnserve_server.devices import DeviceError, open_device
+from attnserve_server.work import RequestResult
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.request import Request
 

@@ -20,7 +20,7 @@ import torch
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
-from attnserve_server.devices import BatchResult
+from attnserve_server.work import BatchResult
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
@@ -119,7 +119,7 @@ class Bench:
         assert await self.engine.drain(PATIENCE_S)
         assert all(len(replies) == 1 for replies in self.replies.values())
         assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
-        assert (self.queue.requests, self.queue.bytes, self.queue.flops) == (0, 0, 0)
+        assert (self.queue.requests, self.queue.bytes, self.queue.cost) == (0, 0, 0)
         return outcomes
 
     def count(self, name: str, **labels: str) -> float:

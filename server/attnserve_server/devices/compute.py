@@ -13,12 +13,13 @@ Rows = TypeVar("Rows", torch.Tensor, tuple[torch.Tensor, ...])
 RowFunction: TypeAlias = Callable[..., Rows]
 """Tensors of n rows in, tensors of n rows out; each row of these follows from the same row of those alone."""
 
-ROWS = 32
+ROWS = 16
 """Rows come in multiples of this many, the last ones of no meaning.
 
-On a CPU, torch computes a vector of elements by other instructions than what is left at the end of an array, and a
-product of matrices in another order for some small or odd numbers of rows. With whole multiples of 32 rows, packed,
-and no more than MAX_ROWS, a row's bits depend neither on its place nor on the other rows.
+On a CPU, torch multiplies matrices in another order for some numbers of rows, and computes what is left of an array
+behind its last whole vector by other instructions than the vectors. With multiples of 16 rows, at most MAX_ROWS of them
+and packed, a row's bits depend neither on its place nor on the other rows; but matrices have to be multiplied, and
+functions like exp and tanh applied, at widths that are multiples of 16 too.
 """
 MAX_ROWS = 512
 

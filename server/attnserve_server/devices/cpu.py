@@ -17,11 +17,11 @@ from time import perf_counter
 import torch
 
 from attnserve_server.devices.compute import RowFunction, Rows, chunks
-from attnserve_server.devices.device import BatchResult
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, flash_cpu
 from attnserve_server.request import Request
+from attnserve_server.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided."""

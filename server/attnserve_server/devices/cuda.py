@@ -18,7 +18,6 @@ from time import perf_counter
 
 import torch
 
-from attnserve_server.devices.device import BatchResult, RequestResult
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -35,6 +34,7 @@ from attnserve_server.kernels import (
 )
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request
+from attnserve_server.work import BatchResult, RequestResult
 
 
 class CudaDevice:

@@ -5,36 +5,11 @@ Only modules under `devices/` and `kernels/` import torch, and they are imported
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from attnserve_server.request import Request
-
-
-@dataclass(slots=True)
-class RequestResult:
-    """The elements of a reply's tensors, packed and in the order in which they are sent."""
-
-    output: memoryview
-    lse: memoryview | None
-    scores: memoryview | None
-
-
-@dataclass(slots=True)
-class BatchResult:
-    """The results of a batch, one a request and in its order, and where the time went (seconds).
-
-    `padding` is the share of what was computed that no request asked for.
-    """
-
-    results: list[RequestResult]
-    staging: float
-    compute: float
-    fetch: float
-    padding: float = 0.0
-    kernel_calls: Counter[str] = field(default_factory=Counter)
+from attnserve_server.work import BatchResult
 
 
 class Device(Protocol):
@@ -53,7 +28,7 @@ class Device(Protocol):
     """Batches below so many FLOPs are run faster on the caller's thread than on another."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes a batch; called from one thread at a time. A request's result does not depend on the others."""
+        """Computes a batch of attentions of one group, alone on the device. No result depends on the other requests."""
 
     def warm_up(self) -> None:
         """Does what makes a first call slower than a second."""

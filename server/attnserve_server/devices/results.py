@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from attnserve_server.devices.device import RequestResult
 from attnserve_server.devices.staging import TORCH, StagedCall
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
+from attnserve_server.work import RequestResult
 
 
 def collect(

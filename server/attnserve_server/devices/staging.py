@@ -147,13 +147,7 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
     stacks: dict[object, list[int]] = {}
     for index, request in enumerate(requests):
         problem = request.problem
-        alone = (
-            problem.packed
-            or len(request.spans) > 1
-            or problem.score is not None
-            or "alibi_slopes" in problem.tensors
-            or "sinks" in problem.tensors
-        )
+        alone = len(request.spans) > 1 or not problem.stackable
         stacks.setdefault(index if alone else (id(problem), request.spans), []).append(index)
     return list(stacks.values())
 

@@ -1,0 +1,64 @@
+"""Options that attention and layers have in common, as their messages carry them: checked, in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import InvalidRequest
+
+MAX_POSITION = 1 << 40
+"""Offsets beyond this are an error, and windows beyond it as good as infinite."""
+
+MAX_PRIORITY = 8
+
+ScoreStage: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+SCORE_STAGES: Mapping[int, ScoreStage | None] = {
+    pb.SCORE_STAGE_UNSPECIFIED: None,
+    pb.SCORE_STAGE_RAW: "raw",
+    pb.SCORE_STAGE_CAPPED: "capped",
+    pb.SCORE_STAGE_MASKED: "masked",
+    pb.SCORE_STAGE_WEIGHTS: "weights",
+}
+
+Message: TypeAlias = pb.AttendRequest | pb.ApplyRequest
+
+
+def window_of(message: Message) -> tuple[int, int]:
+    """The window, (-1, -1) where there is none."""
+    if not message.HasField("window"):
+        return -1, -1
+    for side in ("left", "right"):
+        if getattr(message.window, side) < -1:
+            raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
+    return min(message.window.left, MAX_POSITION), min(message.window.right, MAX_POSITION)
+
+
+def is_bottom_right(message: Message) -> bool:
+    """Whether the last query stands at the last key."""
+    if message.alignment not in pb.Alignment.values():
+        raise InvalidRequest("alignment", "one of the alignments", message.alignment)
+    return message.alignment == pb.ALIGNMENT_BOTTOM_RIGHT
+
+
+def score_stage_of(message: Message) -> ScoreStage | None:
+    """Which scores to return."""
+    if message.return_scores not in SCORE_STAGES:
+        raise InvalidRequest("return_scores", "one of the stages", message.return_scores)
+    return SCORE_STAGES[message.return_scores]
+
+
+def priority_of(message: Message) -> int:
+    """The priority."""
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise InvalidRequest("priority", f"from {-MAX_PRIORITY} to {MAX_PRIORITY}", message.priority)
+    return message.priority
+
+
+def check_offset(index: int, offset: int) -> int:
+    """An offset, if it can be one."""
+    if not -MAX_POSITION <= offset <= MAX_POSITION:
+        raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
+    return offset

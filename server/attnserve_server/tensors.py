@@ -1,0 +1,106 @@
+"""Tensors as a request's header describes them: dtype, shape and payload, checked against each other.
+
+In: a message and the path of a tensor in it. Out: a `TensorSpec`, or InvalidRequest with the path.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from attnserve import _dtypes, _wire
+from attnserve.v1 import tensor_pb2
+from attnserve_server.errors import InvalidRequest
+
+MAX_LENGTH = (1 << 31) - 1
+"""The longest axis of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where a tensor's elements are among the payloads (-1 where it has none), and what they are."""
+
+    payload: int
+    dtype: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * _dtypes.NUMPY[self.dtype].itemsize
+
+
+def tensor_at(message: Message, path: str) -> TensorSpec:
+    """The tensor at a path, its dtype known and its payload as long as its shape says."""
+    owner: Any = message
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if not owner.HasField(name):
+        raise InvalidRequest(path, "a tensor", "nothing")
+    tensor: tensor_pb2.Tensor = getattr(owner, name)
+    dtype = _dtypes.NUMPY.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
+    shape = tuple(tensor.shape)
+    if any(not 0 <= length <= MAX_LENGTH for length in shape):
+        raise InvalidRequest(f"{path}.shape", f"lengths from 0 to {MAX_LENGTH}", list(shape))
+    payload, size = _wire.read_ticket(tensor.data)
+    expected = math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise InvalidRequest(f"{path}.data", f"{expected} bytes for {dtype.name} {list(shape)}", f"{size} bytes")
+    return TensorSpec(payload, tensor.dtype, shape)
+
+
+def float_tensor(message: Message, path: str) -> TensorSpec:
+    """The tensor at a path, of a floating dtype."""
+    spec = tensor_at(message, path)
+    if spec.dtype not in _dtypes.FLOATING:
+        raise InvalidRequest(f"{path}.dtype", "a floating dtype", _dtypes.name(spec.dtype))
+    return spec
+
+
+def parameter(message: Message, path: str, shape: tuple[int, ...]) -> TensorSpec:
+    """The tensor at a path, of a floating dtype and a given shape."""
+    spec = float_tensor(message, path)
+    if spec.shape != shape:
+        raise InvalidRequest(f"{path}.shape", str(list(shape)), shown(spec))
+    return spec
+
+
+def int_tensor(message: Message, path: str, shapes: tuple[tuple[int, ...], ...]) -> TensorSpec:
+    """The tensor at a path, of int64 and one of some shapes."""
+    spec = tensor_at(message, path)
+    if spec.dtype != tensor_pb2.DATA_TYPE_INT64:
+        raise InvalidRequest(f"{path}.dtype", "int64", _dtypes.name(spec.dtype))
+    if spec.shape not in shapes:
+        raise InvalidRequest(f"{path}.shape", " or ".join(str(list(shape)) for shape in shapes), shown(spec))
+    return spec
+
+
+def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int]) -> None:
+    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right."""
+    shape = spec.shape
+    if len(shape) > 4 or any(
+        length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target)}", shown(spec))
+
+
+def read_integers(spec: TensorSpec | None, payloads: Sequence[memoryview]) -> tuple[int, ...] | None:
+    """The elements of a tensor of int64; None for no tensor."""
+    if spec is None:
+        return None
+    if spec.payload < 0:
+        return ()
+    return struct.unpack(f"<{spec.size // 8}q", payloads[spec.payload])
+
+
+def shown(spec: TensorSpec) -> str:
+    """A shape, as errors show it."""
+    return f"shape {list(spec.shape)}"

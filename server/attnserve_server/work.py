@@ -1,0 +1,89 @@
+"""What the engine must know of a request, whatever it asks for, and what comes of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+
+from attnserve._wire import Buffer
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long each phase of a request took, in seconds."""
+
+    decode: float
+    queue: float
+    staging: float
+    compute: float
+    encode: float
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """The elements of a reply's tensors, packed and in the order in which they are sent."""
+
+    output: memoryview
+    lse: memoryview | None
+    scores: memoryview | None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """The results of a batch, one a request and in its order, and where the time went (seconds).
+
+    `padding` is the share of what was computed that no request asked for.
+    """
+
+    results: list[RequestResult]
+    staging: float
+    compute: float
+    fetch: float
+    padding: float = 0.0
+    kernel_calls: Counter[str] = field(default_factory=Counter)
+
+
+class Work(Protocol):
+    """One request, decoded and checked."""
+
+    reply_field: ClassVar[int]
+    """The field of `AttendStreamReply` that holds its reply."""
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for requests that one batch can hold."""
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations that it asks for."""
+
+    @property
+    def cost(self) -> int:
+        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+
+    @property
+    def query_tokens(self) -> int:
+        """Rows of queries, over all sequences."""
+
+    @property
+    def received_bytes(self) -> int:
+        """The bytes of the request."""
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of the reply's tensors."""
+
+    def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
+        """Computes a batch of requests of this one's group, alone on the device. No result depends on the others."""
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
+        """The pieces of the encoded reply, and their length together."""
