@@ -5,45 +5,60 @@
     with Client("127.0.0.1:8001") as client:
         result = client.attend(query, key, value, causal=True)     # NumPy in, NumPy out; torch in, torch out
         result.output, result.lse, result.scores, result.timings
+        client.apply("minilm", token_ids, lengths=lengths)             # layers whose weights the server holds
+        client.layers.list()
 
 `AsyncClient` is the same for asyncio, `merge_attention` puts together attentions over disjoint keys, and every error is
 an `AttnServeError`. Everything public is here.
 """
 
+from attnserve._apply import ApplyOptions
 from attnserve._async_client import AsyncClient
+from attnserve._attend import AdditiveScore, AttendOptions, GeneralScore
 from attnserve._client import Client
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
     DeadlineExceededError,
+    FailedPreconditionError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     ProtocolError,
     RequestCancelledError,
     ServerError,
     UnavailableError,
 )
 from attnserve._info import Kernel, Limits, ServerInfo
+from attnserve._layers import AsyncLayers, Layer, Layers
 from attnserve._merge import MergedAttention, merge_attention
-from attnserve._request import AdditiveScore, AttendOptions, GeneralScore
-from attnserve._result import AttentionResult, Timings
+from attnserve._result import AttentionResult, LayerResult, Timings
 from attnserve._version import __version__
 
 __all__ = [
     "AdditiveScore",
+    "ApplyOptions",
     "AsyncClient",
+    "AsyncLayers",
     "AttendOptions",
     "AttentionResult",
     "AttnServeError",
     "Client",
     "ClientClosedError",
     "DeadlineExceededError",
+    "FailedPreconditionError",
     "GeneralScore",
     "InvalidRequestError",
     "Kernel",
+    "Layer",
+    "LayerResult",
+    "Layers",
     "Limits",
     "MergedAttention",
+    "NotFoundError",
     "OverloadedError",
+    "PermissionDeniedError",
     "ProtocolError",
     "RequestCancelledError",
     "ServerError",

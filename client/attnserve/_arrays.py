@@ -45,17 +45,23 @@ def torch_tensor(value: Any) -> Any | None:
 def floating(field: str, value: Any) -> Array:
     """A floating tensor. Plain numbers and lists become float32. InvalidRequestError for any other dtype."""
     array = _as_numpy(field, value)
-    if array.dtype not in _dtypes.WIRE:
-        array = _little_endian(array)
     if not isinstance(value, np.ndarray | np.generic) and array.dtype.kind in "fiu" and _is_plain(value):
         array = array.astype(np.float32)
-    dtype = _dtypes.WIRE.get(array.dtype)
-    if dtype not in _dtypes.FLOATING:
-        raise InvalidRequestError(
-            f"{field}: expected float32, float16, bfloat16 or float64, found {array.dtype}", field=field
-        )
-    assert dtype is not None
-    return _packed(dtype, array)
+    return _floating(field, array, "float32, float16, bfloat16 or float64")
+
+
+def floating_or_ids(field: str, value: Any) -> Array:
+    """A floating tensor, or an int64 tensor where integers are given, or nothing in a list.
+
+    Fractions in lists become float32. InvalidRequestError for any other dtype.
+    """
+    array = _as_numpy(field, value)
+    plain = _is_plain(value)
+    if array.dtype.kind in "iu" or (plain and array.size == 0):
+        return _integers(field, array)
+    if plain and array.dtype.kind == "f":
+        array = array.astype(np.float32)
+    return _floating(field, array, "float32, float16, bfloat16, float64 or integers")
 
 
 def boolean(field: str, value: Any) -> Array:
@@ -79,6 +85,20 @@ def integers(field: str, value: Any) -> Array:
     array = _as_numpy(field, value)
     if array.dtype.kind not in "iu" and not (array.size == 0 and _is_plain(value)):
         raise InvalidRequestError(f"{field}: expected integers, found {array.dtype}", field=field)
+    return _integers(field, array)
+
+
+def _floating(field: str, array: np.ndarray[Any, Any], expected: str) -> Array:
+    if array.dtype not in _dtypes.WIRE:
+        array = _little_endian(array)
+    dtype = _dtypes.WIRE.get(array.dtype)
+    if dtype not in _dtypes.FLOATING:
+        raise InvalidRequestError(f"{field}: expected {expected}, found {array.dtype}", field=field)
+    assert dtype is not None
+    return _packed(dtype, array)
+
+
+def _integers(field: str, array: np.ndarray[Any, Any]) -> Array:
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise InvalidRequestError(f"{field}: expected 64-bit signed integers, found {array.max()}", field=field)
     return _packed(pb.DATA_TYPE_INT64, array.astype(_INT64, copy=False))

@@ -1,25 +1,32 @@
 """The client for asyncio: the surface of `Client`, awaited.
 
-In: the arguments of an attention. Out: its result, or a future of it. The parts: `_request` encodes, `_tasks` carries,
-`_result` decodes.
+In: the arguments of an operation. Out: its result, or a future of it. The parts: `_attend` and `_apply` encode,
+`_tasks` carries, `_reply` decodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
 
+from attnserve._apply import ApplyOptions, encode_apply
+from attnserve._arguments import ArrayLike, ArrayT
+from attnserve._attend import AttendOptions, encode_attend
+from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._errors import ClientClosedError
-from attnserve._info import ServerInfo, decode_info
-from attnserve._request import ArrayLike, ArrayT, AttendOptions, encode_attend
-from attnserve._result import AttentionResult, attention_result, decode_response
+from attnserve._info import SERVER_INFO, ServerInfo
+from attnserve._layers import AsyncLayers
+from attnserve._reply import decode_response
+from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
+from attnserve._rpc import Rpc
 from attnserve._tasks import CallFuture, StreamTransport, UnaryTransport
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -63,24 +70,32 @@ class AsyncClient:
 
         What is wrong with the arguments themselves is raised here; everything else is raised by the future.
         """
-        connection = self._connected()
-        call = encode_attend(query, key, value, default_timeout=self._settings.timeout, **options)
-        future: CallFuture[Any, AttentionResult[ArrayT]]
-        if connection.streams:
-            future = CallFuture(partial(attention_result, call))
-            streams = connection.streams
-            stream = streams[0] if len(streams) == 1 else min(streams, key=len)
-            stream.submit(future, call.pieces, call.size, call.timeout)
-        else:
-            future = CallFuture(lambda data: attention_result(call, decode_response(data)))
-            connection.unary.submit(future, "Attend", call.pieces, call.timeout)
-        return future
+        return self._send(encode_attend(query, key, value, default_timeout=self._settings.timeout, **options))
+
+    async def apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> LayerResult[ArrayT]:
+        """Applies a layer whose weights the server holds. Arguments, result and errors are those of `Client.apply`.
+
+        Cancelling the task that awaits it has the server told.
+        """
+        return await self.submit_apply(layer, input, **options)
+
+    def submit_apply(
+        self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]
+    ) -> asyncio.Future[LayerResult[ArrayT]]:
+        """Asks for a layer to be applied and returns a future of the result.
+
+        Arguments are those of `Client.apply`; the future is as that of `submit`.
+        """
+        return self._send(encode_apply(layer, input, default_timeout=self._settings.timeout, **options))
+
+    @property
+    def layers(self) -> AsyncLayers:
+        """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
+        return AsyncLayers(self._ask)
 
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
-        future = CallFuture(decode_info)
-        self._connected().unary.submit(future, "ServerInfo", [], checked_timeout(timeout))
-        return await future
+        return await self._ask(SERVER_INFO, timeout)
 
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
@@ -93,6 +108,26 @@ class AsyncClient:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+    def _send(self, call: EncodedCall[T]) -> asyncio.Future[T]:
+        connection = self._connected()
+        future: CallFuture[Any, T]
+        if connection.streams:
+            future = CallFuture(call.result)
+            streams = connection.streams
+            stream = streams[0] if len(streams) == 1 else min(streams, key=len)
+            stream.submit(future, call)
+        else:
+            operation = call.operation
+            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            connection.unary.submit(future, operation.path, call.pieces, call.timeout)
+        return future
+
+    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> asyncio.Future[T]:
+        future = CallFuture(rpc.decode)
+        message = rpc.request.SerializeToString()
+        self._connected().unary.submit(future, rpc.path, [message], checked_timeout(timeout), repeatable=rpc.repeatable)
+        return future
 
     def _connected(self) -> _Connection:
         """The connection, made in the running loop when it is first needed."""

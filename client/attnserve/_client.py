@@ -1,7 +1,7 @@
 """The client for threads.
 
-In: the arguments of an attention. Out: its result, or a future of it. The parts: `_request` encodes, `_threads`
-carries, `_result` decodes.
+In: the arguments of an operation. Out: its result, or a future of it. The parts: `_attend` and `_apply` encode,
+`_threads` carries, `_reply` decodes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from attnserve._apply import ApplyOptions, encode_apply
+from attnserve._arguments import ArrayLike, ArrayT
+from attnserve._attend import AttendOptions, encode_attend
+from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._info import ServerInfo, decode_info
-from attnserve._request import ArrayLike, ArrayT, AttendOptions, encode_attend
-from attnserve._result import AttentionResult, attention_result, decode_response
+from attnserve._info import SERVER_INFO, ServerInfo
+from attnserve._layers import Layers
+from attnserve._reply import decode_response
+from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
+from attnserve._rpc import Rpc
 from attnserve._threads import CallFuture, StreamTransport, UnaryTransport
+
+T = TypeVar("T")
 
 
 class Client:
@@ -105,12 +112,7 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
-        future = self.submit(query, key, value, **options)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # nothing, unless an interrupt ended the wait
-            raise
+        return _wait(self.submit(query, key, value, **options))
 
     def submit(
         self, query: ArrayT, key: ArrayLike, value: ArrayLike, **options: Unpack[AttendOptions]
@@ -121,34 +123,99 @@ class Client:
         themselves is raised here; everything else is raised by the future. Callbacks of the future run in the thread
         that reads replies: they must be quick, and must not wait for another call of this client.
         """
-        call = encode_attend(query, key, value, default_timeout=self._settings.timeout, **options)
-        future: CallFuture[Any, AttentionResult[ArrayT]]
-        if self._streams:
-            future = CallFuture(partial(attention_result, call))
-            stream = self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
-            stream.submit(future, call.pieces, call.size, call.timeout)
-        else:
-            future = CallFuture(lambda data: attention_result(call, decode_response(data)))
-            self._unary.submit(future, "Attend", call.pieces, call.timeout)
-        future.client = self
-        return future
+        return self._send(encode_attend(query, key, value, default_timeout=self._settings.timeout, **options))
+
+    def apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> LayerResult[ArrayT]:
+        """Applies a layer whose weights the server holds, and waits for it.
+
+        B is the number of sequences, L and S the input and context length, d_in, d_context and d_out the layer's
+        widths, Hq its query heads. Arrays are NumPy arrays or torch tensors of any device; the result is of the input's
+        kind, on its device. They must not change while the call is in flight.
+
+        - `layer`: the layer's name; `layers` lists them.
+        - `input`: activations, ``[B, L, d_in]``, or ``[L, d_in]`` for one sequence; float32, float16, bfloat16 or
+          float64, which is the dtype of the output. For a layer that begins with an embedding, token ids instead:
+          integers, ``[B, L]`` or ``[L]``; the output then has the layer's dtype.
+        - `lengths`: ``[B]``, for sequences of different lengths. Either they are padded to L (what lies beyond a length
+          is not looked at, and 0 in the output), or packed, end to end: the input is then ``[total, d_in]`` or
+          ``[total]``.
+        - `context`: what the input attends to, for cross-attention: ``[B, S, d_context]``, ``[S, d_context]`` or packed
+          ``[total, d_context]``, padded or packed as the input is, of its dtype. Default: the input itself.
+        - `context_lengths`: ``[B]``, as `lengths`, of the context.
+        - `mask`: bool or 0 and 1, true where a position attends another, broadcast to ``[B, Hq, L, S]``.
+        - `bias`: floating, added to the scores, broadcast like `mask`.
+        - `causal`: input i attends position j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
+          ``"bottom_right"``: it is ``S - L``. Default None: as the layer is defined.
+        - `query_offset`: the offset, an integer or ``[B]``, which rotary and learned positions count from too.
+        - `window`: ``(left, right)``: position p attends ``p - left <= j <= p + right``; -1 is no bound. Default: as
+          the layer is defined.
+        - `segments`: the segment (token type) of each token id, of the input's shape. Default 0.
+        - `return_lse`: whether to return the log-sum-exp of each row and head. Default False.
+        - `return_scores`: ``"raw"``, ``"capped"``, ``"masked"`` (after bias and masks) or ``"weights"``. Default none.
+        - `average_scores`: whether to average the scores over the heads. Default False.
+        - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
+        - `priority`: from -8 to 8, higher runs first. Default 0.
+
+        Transformers say `causal`, `window` and `bias` themselves, and give neither lse nor scores.
+
+        Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
+        """
+        return _wait(self.submit_apply(layer, input, **options))
+
+    def submit_apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> Future[LayerResult[ArrayT]]:
+        """Asks for a layer to be applied and returns a future of the result.
+
+        Arguments are those of `apply`; the future is as that of `submit`.
+        """
+        return self._send(encode_apply(layer, input, default_timeout=self._settings.timeout, **options))
+
+    @property
+    def layers(self) -> Layers:
+        """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``."""
+        return Layers(self._ask)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
-        future = CallFuture(decode_info)
-        self._unary.submit(future, "ServerInfo", [], checked_timeout(timeout))
-        return future.result()
+        return self._ask(SERVER_INFO, timeout)
 
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
         self._forgotten.detach()
         _close(*self._parts)
 
+    def _send(self, call: EncodedCall[T]) -> Future[T]:
+        future: CallFuture[Any, T]
+        if self._streams:
+            future = CallFuture(call.result)
+            stream = self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
+            stream.submit(future, call)
+        else:
+            operation = call.operation
+            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            self._unary.submit(future, operation.path, call.pieces, call.timeout)
+        future.client = self
+        return future
+
+    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
+        future = CallFuture(rpc.decode)
+        message = rpc.request.SerializeToString()
+        self._unary.submit(future, rpc.path, [message], checked_timeout(timeout), repeatable=rpc.repeatable)
+        return _wait(future)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _wait(future: Future[T]) -> T:
+    """The result of a future, which is given up if an interrupt ends the wait."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # nothing, unless it was an interrupt
+        raise
 
 
 def _close(transports: Sequence[UnaryTransport | StreamTransport], channel: grpc.Channel) -> None:

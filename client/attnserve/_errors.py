@@ -2,6 +2,9 @@
 
     AttnServeError
     ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where
+    ├── NotFoundError            (LookupError)      no layer, or no file, has that name
+    ├── FailedPreconditionError                     the server is not set up for what was asked
+    ├── PermissionDeniedError    (PermissionError)  the server does not do that for this caller
     ├── OverloadedError                             the server is full; `retry_delay` says when to come back
     ├── DeadlineExceededError    (TimeoutError)     no reply within the timeout
     ├── UnavailableError         (ConnectionError)  no server, or none that takes calls, after all retries
@@ -64,6 +67,24 @@ class InvalidRequestError(AttnServeError, ValueError):
         """The field that is wrong, such as ``key`` or ``window.left``; None if it is not one field."""
 
 
+class NotFoundError(AttnServeError, LookupError):
+    """What the request names is not there: a layer, or a file of definitions."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class FailedPreconditionError(AttnServeError):
+    """The request is in order and the server is not set up for it, such as loading without a model directory."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class PermissionDeniedError(AttnServeError, PermissionError):
+    """The server does not do that for this caller, or does not know who it is."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class OverloadedError(AttnServeError):
     """The server is full, or takes no message that large. The SDK does not retry: that would feed the overload."""
 
@@ -97,7 +118,7 @@ class RequestCancelledError(AttnServeError):
 
 
 class ServerError(AttnServeError):
-    """The server failed to compute, or has no such method, or refuses this caller."""
+    """The server failed to compute, or has no such method."""
 
     default_code = grpc.StatusCode.INTERNAL
 
@@ -122,9 +143,11 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _CLASSES: Final[dict[grpc.StatusCode, type[AttnServeError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
-    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
-    grpc.StatusCode.NOT_FOUND: InvalidRequestError,
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from google.protobuf.message import DecodeError
+from typing import Final
 
 from attnserve import _dtypes
-from attnserve._errors import ProtocolError
+from attnserve._config import SERVICE
+from attnserve._rpc import Rpc
 from attnserve.v1 import attention_pb2 as pb
 
 
@@ -27,6 +27,8 @@ class Limits:
     """The floating-point operations that one batch may have; one request may have more, and then runs alone."""
     max_batch_requests: int
     """The most requests in one batch."""
+    max_message_calls: int
+    """The most calls, and the most cancelled ones, in one message of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,7 @@ class ServerInfo:
     """What is enabled, such as ``reflection``."""
 
 
-def decode_info(data: bytes) -> ServerInfo:
-    """A serialised `ServerInfoResponse`. ProtocolError if the bytes are none."""
-    try:
-        info = pb.ServerInfoResponse.FromString(data)
-    except DecodeError as error:
-        raise ProtocolError(f"the server sent what is not a ServerInfoResponse: {error}") from error
+def _read(info: pb.ServerInfoResponse) -> ServerInfo:
     limits = info.limits
     return ServerInfo(
         version=info.version,
@@ -84,7 +81,12 @@ def decode_info(data: bytes) -> ServerInfo:
             max_flops=limits.max_flops,
             max_batch_flops=limits.max_batch_flops,
             max_batch_requests=limits.max_batch_requests,
+            max_message_calls=limits.max_message_calls,
         ),
         kernels=tuple(Kernel(kernel.name, kernel.description) for kernel in info.kernels),
         features=tuple(info.features),
     )
+
+
+SERVER_INFO: Final = Rpc(SERVICE + "ServerInfo", pb.ServerInfoRequest(), pb.ServerInfoResponse, _read)
+"""Asks a server what it is."""

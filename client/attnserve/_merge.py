@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnserve import _arrays
-from attnserve._request import Layout
+from attnserve._attend import Layout
 from attnserve._result import AttentionResult
 
 

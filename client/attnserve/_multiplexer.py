@@ -29,7 +29,7 @@ from attnserve._errors import (
     ProtocolError,
     error_from_status,
 )
-from attnserve._result import Attended, Reply
+from attnserve._reply import Reply, Response
 from attnserve._wire import Buffer, field_prefix, varint
 
 T = TypeVar("T")
@@ -37,12 +37,14 @@ T = TypeVar("T")
 MESSAGE_BYTES: Final = 1 << 20
 """What a message holds at most, unless a single call is larger: beyond it, joining calls saves nothing more."""
 
+MESSAGE_CALLS: Final = 1024
+"""How many calls a message holds at most, and how many cancelled ones; servers say in `Limits` what they take."""
+
 # The fields of AttendStreamRequest and AttendStreamCall.
 _CANCEL: Final = 1
 _CALLS: Final = 2
 _ID: Final = varint(1 << 3)
 _TIMEOUT: Final = 2
-_ATTEND: Final = 15
 
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -51,11 +53,15 @@ _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 class Call(Generic[T]):
     """One call and where it stands."""
 
-    __slots__ = ("attempts", "deadline", "id", "message_size", "owner", "pieces", "size", "stream", "timeout")
+    __slots__ = ("attempts", "deadline", "field", "id", "message_size", "owner", "pieces", "size", "stream", "timeout")
 
-    def __init__(self, owner: T, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None) -> None:
+    def __init__(
+        self, owner: T, field: int, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None
+    ) -> None:
         self.owner: Final = owner
         """Whoever waits for the outcome; means nothing here."""
+        self.field: Final = field
+        """The number of the field that the request has in a stream's call: what is asked for."""
         self.pieces: Final = pieces
         """The serialised request, kept until the outcome: the call may have to be sent again."""
         self.size: Final = size
@@ -73,7 +79,7 @@ class Call(Generic[T]):
         """How many attempts have failed."""
 
 
-Outcome: TypeAlias = tuple[Call[T], Attended | AttnServeError]
+Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]
 
 
 class Multiplexer(Generic[T]):
@@ -133,17 +139,19 @@ class Multiplexer(Generic[T]):
             self._cancelled.append(call.id)
 
     def next_message(self, stream: int, now: float) -> list[Buffer] | None:
-        """The pieces of the next message for a stream: all that is ready, up to a bound. None if there is nothing."""
+        """The pieces of the next message for a stream: all that is ready, up to a bound on their size and on their
+        number. None if there is nothing.
+        """
         if stream != self._stream or not (self._ready or self._cancelled):
             return None
         message: list[Buffer] = []
         calls: list[Call[T]] = []
         size = 0
         if self._cancelled:
-            ids = b"".join(map(varint, self._cancelled))
+            ids = b"".join(map(varint, self._cancelled[:MESSAGE_CALLS]))
             message += (field_prefix(_CANCEL, len(ids)), ids)
-            self._cancelled.clear()
-        while self._ready:
+            del self._cancelled[:MESSAGE_CALLS]
+        while self._ready and len(calls) < MESSAGE_CALLS:
             call = self._ready[0]
             if call.id in self._calls and call.deadline > now:  # one that is too late is left to `tick`
                 if calls and size + call.size > self._message_bytes:
@@ -152,7 +160,7 @@ class Multiplexer(Generic[T]):
                 if call.deadline != inf:
                     timeout = _duration(call.deadline - now)
                     envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
-                envelope += field_prefix(_ATTEND, call.size)
+                envelope += field_prefix(call.field, call.size)
                 message.append(field_prefix(_CALLS, len(envelope) + call.size) + envelope)
                 message += call.pieces
                 size += call.size

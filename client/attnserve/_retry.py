@@ -2,8 +2,8 @@
 
 The rule: attention is pure, so that a call that may or may not have run can be sent again. It is, up to `retries`
 times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE) or when the stream that
-carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come again, and
-an overload, which retries would feed.
+carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come again, an
+overload, which retries would feed, and a call that changes the server.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class RetryPolicy:
             return error_from_status(status)
         delay = self.delay(attempts, now, deadline)
         return given_up(status, attempts) if delay is None else delay
+
+
+NO_RETRIES: Final = RetryPolicy(0)
+"""For calls that must not be sent again."""
 
 
 def given_up(status: Status, attempts: int) -> AttnServeError:

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from google.rpc.status_pb2 import Status
 
+from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
 from attnserve._errors import (
     AttnServeError,
@@ -27,8 +28,8 @@ from attnserve._errors import (
     status_from_rpc_error,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
-from attnserve._result import Attended, decode_replies
-from attnserve._retry import RetryPolicy
+from attnserve._reply import Response, decode_replies
+from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._wire import Buffer
 
 R = TypeVar("R")
@@ -66,7 +67,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
             self.set_result(result)
 
 
-StreamFuture: TypeAlias = CallFuture[Attended, Any]
+StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
 class StreamTransport:
@@ -86,11 +87,11 @@ class StreamTransport:
         """How many calls are in flight."""
         return len(self._multiplexer)
 
-    def submit(self, future: StreamFuture, pieces: list[Buffer], size: int, timeout: float | None) -> None:
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any]) -> None:
         """Sends a call. The future is settled when its outcome is there."""
         if self._closed:
             raise ClientClosedError
-        call = Call(future, pieces, size, time.monotonic(), timeout)
+        call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         future.withdraw = partial(self._withdraw, call)
         self._multiplexer.add(call)
         self._advance()
@@ -180,19 +181,30 @@ class UnaryTransport:
     """Calls that each travel by themselves."""
 
     def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy) -> None:
-        self._methods: dict[str, Any] = {
-            name: channel.unary_unary(SERVICE + name, None, None) for name in ("Attend", "ServerInfo")
-        }
+        self._channel = channel
+        self._methods: dict[str, Any] = {}
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
         self._closed = False
 
-    def submit(self, future: CallFuture[bytes, Any], method: str, pieces: list[Buffer], timeout: float | None) -> None:
-        """Sends a call of a method. The future is settled when its outcome is there."""
+    def submit(
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        timeout: float | None,
+        *,
+        repeatable: bool = True,
+    ) -> None:
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there."""
         if self._closed:
             raise ClientClosedError
         deadline = inf if timeout is None else time.monotonic() + timeout
-        task = asyncio.get_running_loop().create_task(self._call(future, self._methods[method], pieces, deadline))
+        if path not in self._methods:
+            self._methods[path] = self._channel.unary_unary(path, None, None)
+        policy = self._policy if repeatable else NO_RETRIES
+        call = self._call(future, self._methods[path], pieces, deadline, policy)
+        task = asyncio.get_running_loop().create_task(call)
         self._tasks[task] = future
         future.withdraw = task.cancel
         task.add_done_callback(self._tasks.pop)
@@ -206,7 +218,9 @@ class UnaryTransport:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _call(self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float) -> None:
+    async def _call(
+        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+    ) -> None:
         attempts = 0
         while True:
             remaining = None if deadline == inf else deadline - time.monotonic()
@@ -218,7 +232,7 @@ class UnaryTransport:
                 return
             except grpc.RpcError as error:
                 attempts += 1
-                verdict = self._policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
+                verdict = policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
             if isinstance(verdict, AttnServeError):
                 future.settle(verdict)
                 return

@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import grpc
 from google.rpc.status_pb2 import Status
 
+from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
 from attnserve._errors import (
     AttnServeError,
@@ -27,8 +28,8 @@ from attnserve._errors import (
     status_from_rpc_error,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
-from attnserve._result import Attended, decode_replies
-from attnserve._retry import RetryPolicy
+from attnserve._reply import Response, decode_replies
+from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._wire import Buffer
 
 R = TypeVar("R")
@@ -70,7 +71,7 @@ class CallFuture(Future[T], Generic[R, T]):
             self.set_result(result)
 
 
-StreamFuture: TypeAlias = CallFuture[Attended, Any]
+StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
 class StreamTransport:
@@ -91,9 +92,9 @@ class StreamTransport:
         """How many calls are in flight."""
         return len(self._multiplexer)
 
-    def submit(self, future: StreamFuture, pieces: list[Buffer], size: int, timeout: float | None) -> None:
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any]) -> None:
         """Sends a call. The future is settled when its outcome is there."""
-        call = Call(future, pieces, size, time.monotonic(), timeout)
+        call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         future.withdraw = partial(self._withdraw, call)
         with self._lock:
             if self._closed:
@@ -195,13 +196,16 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
 class _UnaryCall:
     """One call that travels by itself, through all its attempts."""
 
-    __slots__ = ("attempts", "deadline", "future", "method", "pieces", "rpc", "timer")
+    __slots__ = ("attempts", "deadline", "future", "method", "pieces", "policy", "rpc", "timer")
 
-    def __init__(self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float) -> None:
+    def __init__(
+        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+    ) -> None:
         self.future: Final = future
         self.method: Final = method
         self.pieces: Final = pieces
         self.deadline: Final = deadline
+        self.policy: Final = policy
         self.attempts = 0
         self.rpc: Any = None
         self.timer: threading.Timer | None = None
@@ -211,22 +215,32 @@ class UnaryTransport:
     """Calls that each travel by themselves."""
 
     def __init__(self, channel: grpc.Channel, policy: RetryPolicy) -> None:
-        self._methods: dict[str, Any] = {
-            name: channel.unary_unary(SERVICE + name, None, None) for name in ("Attend", "ServerInfo")
-        }
+        self._channel = channel
+        self._methods: dict[str, Any] = {}
         self._policy = policy
         self._lock = threading.Lock()
         self._calls: set[_UnaryCall] = set()
         self._closed = False
 
-    def submit(self, future: CallFuture[bytes, Any], method: str, pieces: list[Buffer], timeout: float | None) -> None:
-        """Sends a call of a method. The future is settled when its outcome is there."""
+    def submit(
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        timeout: float | None,
+        *,
+        repeatable: bool = True,
+    ) -> None:
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there."""
         deadline = inf if timeout is None else time.monotonic() + timeout
-        call = _UnaryCall(future, self._methods[method], pieces, deadline)
-        future.withdraw = partial(self._withdraw, call)
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
+            if path not in self._methods:
+                self._methods[path] = self._channel.unary_unary(path, None, None)
+            policy = self._policy if repeatable else NO_RETRIES
+            call = _UnaryCall(future, self._methods[path], pieces, deadline, policy)
+            future.withdraw = partial(self._withdraw, call)
             self._calls.add(call)
         self._send(call)
 
@@ -254,7 +268,7 @@ class UnaryTransport:
             self._finish(call, rpc.result())
             return
         call.attempts += 1
-        verdict = self._policy.after(status_from_rpc_error(rpc), call.attempts, time.monotonic(), call.deadline)
+        verdict = call.policy.after(status_from_rpc_error(rpc), call.attempts, time.monotonic(), call.deadline)
         if isinstance(verdict, AttnServeError):
             self._finish(call, verdict)
             return

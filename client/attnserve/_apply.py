@@ -1,0 +1,143 @@
+"""One application of a resident layer to ask for: the arguments of `apply` as an encoded `ApplyRequest`.
+
+In: a layer's name, arrays, tensors and options, as the caller has them. Out: `ApplyCall`, the message in pieces and the
+way from its response to a `LayerResult`. The part of the message that does not depend on the arrays' contents is
+encoded once and remembered, so that asking again for the same layer, shapes and options is cheap.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, Final, Generic, TypedDict, cast
+
+from attnserve import _arguments, _arrays, _call
+from attnserve._arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._call import EncodedCall, Tensors
+from attnserve._config import checked_timeout
+from attnserve._operation import APPLY
+from attnserve._reply import Response
+from attnserve._result import LayerResult
+from attnserve.v1 import attention_pb2 as pb
+
+_ALIGNMENTS: Final[dict[Any, tuple[bool | None, pb.Alignment]]] = {
+    None: (None, pb.ALIGNMENT_UNSPECIFIED),
+    **_arguments.ALIGNMENTS,
+}
+
+
+class ApplyOptions(TypedDict, total=False):
+    """The keyword arguments of `apply` and `submit_apply`; `Client.apply` says what they mean."""
+
+    context: ArrayLike | None
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    lengths: ArrayLike | None
+    context_lengths: ArrayLike | None
+    segments: ArrayLike | None
+    query_offset: ArrayLike | None
+    causal: Causal | None
+    window: tuple[int, int] | None
+    return_lse: bool
+    return_scores: Scores | None
+    average_scores: bool
+    priority: int
+    timeout: float | None
+
+
+class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
+    """An encoded `ApplyRequest`."""
+
+    __slots__ = ()
+
+    operation = APPLY
+
+    def result(self, response: Response) -> LayerResult[ArrayT]:
+        """The result of the call. ProtocolError if the response is not one to this call."""
+        parts = self.parts(response)
+        return LayerResult(*parts, cast(pb.ApplyResponse, response.message).layer_version)
+
+
+def encode_apply(
+    layer: str,
+    input: ArrayT,
+    *,
+    context: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    context_lengths: ArrayLike | None = None,
+    segments: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    causal: Causal | None = None,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    return_scores: Scores | None = None,
+    average_scores: bool = False,
+    priority: int = 0,
+    timeout: float | EllipsisType | None = ...,
+    default_timeout: float | None = None,
+) -> ApplyCall[ArrayT]:
+    """The call that `Client.apply` describes. InvalidRequestError names an argument that no server would take."""
+    timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    arrays = [("input", _arrays.floating_or_ids("input", input))]
+    if context is not None:
+        arrays.append(("context", _arrays.floating("context", context)))
+    if mask is not None:
+        arrays.append(("mask", _arrays.boolean("mask", mask)))
+    if bias is not None:
+        arrays.append(("bias", _arrays.floating("bias", bias)))
+    if lengths is not None:
+        arrays.append(("lengths", _arguments.lengths("lengths", lengths)))
+    if context_lengths is not None:
+        arrays.append(("context_lengths", _arguments.lengths("context_lengths", context_lengths)))
+    for field, integers in (("query_offset", query_offset), ("segments", segments)):
+        if integers is not None:
+            arrays.append((field, _arrays.integers(field, integers)))
+
+    header = _header(
+        _call.tensors(arrays),
+        _arguments.text("layer", layer),
+        _arguments.choice("causal", _ALIGNMENTS, causal),
+        _arguments.window(window),
+        bool(return_lse),
+        _arguments.choice("return_scores", _arguments.STAGES, return_scores),
+        bool(average_scores),
+        priority if priority == 0 else _arguments.integer("priority", priority, 32),
+    )
+    return ApplyCall(
+        header,
+        arrays,
+        input,
+        returns_lse=bool(return_lse),
+        returns_scores=return_scores is not None,
+        timeout=timeout,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _header(
+    tensors: Tensors,
+    layer: str,
+    causal: tuple[bool | None, pb.Alignment],
+    window: tuple[int, int] | None,
+    return_lse: bool,
+    return_scores: pb.ScoreStage,
+    average_scores: bool,
+    priority: int,
+) -> bytes:
+    """The request with tickets for its tensors."""
+    request = pb.ApplyRequest(
+        layer=layer,
+        alignment=causal[1],
+        return_lse=return_lse,
+        return_scores=return_scores,
+        average_scores=average_scores,
+        priority=priority,
+    )
+    if causal[0] is not None:
+        request.causal = causal[0]
+    if window is not None:
+        request.window.SetInParent()
+        request.window.left, request.window.right = window
+    return _call.header(request, tensors)

@@ -1,0 +1,93 @@
+"""Arguments that operations have in common: their types, what the words among them mean, and their checks.
+
+In: what the caller gave. Out: what goes into a message, or an `InvalidRequestError` with the field's name. Checked is
+only what needs no knowledge of attention. The server is the authority on the rest.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from attnserve import _arrays
+from attnserve._arrays import Array
+from attnserve._errors import InvalidRequestError
+from attnserve.v1 import attention_pb2 as pb
+
+ArrayT = TypeVar("ArrayT")
+"""The caller's kind of array: what the query or the input is, so is the result. NumPy arrays or torch tensors."""
+
+ArrayLike: TypeAlias = Any
+"""A NumPy array, a torch tensor, or numbers in lists."""
+
+Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
+Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+ALIGNMENTS: Final[dict[Any, tuple[bool, pb.Alignment]]] = {
+    False: (False, pb.ALIGNMENT_UNSPECIFIED),
+    True: (True, pb.ALIGNMENT_TOP_LEFT),
+    "top_left": (True, pb.ALIGNMENT_TOP_LEFT),
+    "bottom_right": (True, pb.ALIGNMENT_BOTTOM_RIGHT),
+}
+"""What `causal` says: whether there is a causal mask, and where the first query stands."""
+
+STAGES: Final[dict[Any, pb.ScoreStage]] = {
+    None: pb.SCORE_STAGE_UNSPECIFIED,
+    "raw": pb.SCORE_STAGE_RAW,
+    "capped": pb.SCORE_STAGE_CAPPED,
+    "masked": pb.SCORE_STAGE_MASKED,
+    "weights": pb.SCORE_STAGE_WEIGHTS,
+}
+"""What `return_scores` asks for."""
+
+
+def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
+    """What a word among some choices means."""
+    try:
+        return choices[value]
+    except (KeyError, TypeError):
+        expected = ", ".join(map(repr, choices))
+        raise InvalidRequestError(f"{field}: expected one of {expected}, found {value!r}", field=field) from None
+
+
+def number(field: str, value: Any) -> float:
+    """A number of any type."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequestError(f"{field}: expected a number, found {value!r}", field=field) from None
+
+
+def integer(field: str, value: Any, bits: int) -> int:
+    """A signed integer of so many bits, of any type."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise InvalidRequestError(f"{field}: expected an integer, found {value!r}", field=field) from None
+    if not -(1 << bits - 1) <= index < 1 << bits - 1:
+        raise InvalidRequestError(f"{field}: expected an integer of {bits} bits, found {index}", field=field)
+    return index
+
+
+def window(value: Any) -> tuple[int, int] | None:
+    """A sliding window ``(left, right)``; None for none."""
+    if value is None:
+        return None
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        raise InvalidRequestError(f"window: expected (left, right), found {value!r}", field="window") from None
+    return integer("window.left", left, 64), integer("window.right", right, 64)
+
+
+def lengths(field: str, value: Any) -> Array:
+    """The lengths of sequences, ``[B]``; one integer is the length of one sequence."""
+    array = _arrays.integers(field, value)
+    return array if array.shape else array._replace(shape=(1,))
+
+
+def text(field: str, value: Any) -> str:
+    """A name or a path, which is never empty."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
+    return value

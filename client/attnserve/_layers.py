@@ -1,0 +1,186 @@
+"""The layers that a server holds: what they are, and listing, loading and unloading them.
+
+In: names, and files of definitions on the server. Out: `Layer`, plain frozen values. `Layers` and `AsyncLayers` are the
+`layers` of the two clients and say the same in threads and in tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+from attnserve import _arguments, _dtypes
+from attnserve._errors import ProtocolError
+from attnserve._rpc import Rpc
+from attnserve.v1 import layers_pb2 as pb
+
+T = TypeVar("T")
+
+Names: TypeAlias = str | Iterable[str]
+"""The name of a layer, or the names of several."""
+
+_SERVICE: Final = "/attnserve.v1.LayerService/"
+
+_LOAD_TIMEOUT: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer that a server holds."""
+
+    name: str
+    """Its name."""
+    kind: str
+    """What it is: ``multi_head``, ``single_head``, ``additive``, ``general`` or ``transformer``."""
+    dtype: str
+    """The dtype of its parameters on the device, such as ``float32``."""
+    parameters: int
+    """How many parameters it has."""
+    bytes: int
+    """The bytes that they take on the device."""
+    version: int
+    """Grows with each load of a layer, across all names."""
+    input_width: int
+    """The width of its input; 0 if it takes token ids."""
+    context_width: int
+    """The width of its context; 0 if it takes none."""
+    output_width: int
+    """The width of its output."""
+    query_heads: int
+    """Its query heads; 1 where there are no heads."""
+    kv_heads: int
+    """Its key/value heads; 1 where there are no heads."""
+    head_dim: int
+    """The width of each of its query heads (of the hidden units, for additive scores)."""
+    blocks: int
+    """Its blocks, for a transformer; 0 for others."""
+    vocabulary: int
+    """The size of its vocabulary; 0 if it takes activations."""
+    causal: bool
+    """Whether it is causal by its definition."""
+
+
+class Ask(Protocol):
+    """Sends an Rpc and waits for its answer, at most so many seconds."""
+
+    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
+        """The answer."""
+
+
+class AskLater(Protocol):
+    """Sends an Rpc; its answer is to be awaited."""
+
+    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> Awaitable[T]:
+        """The answer, to come."""
+
+
+class Layers:
+    """The layers of a server: `Client.layers`.
+
+    `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`: beside those of every call,
+    `PermissionDeniedError` where the server lets nobody do that. What changes the server is sent once and not again:
+    after an `UnavailableError`, `list` says what came of it.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
+        """All layers that are loaded, by name."""
+        return self._ask(_listing(), timeout)
+
+    def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
+        """One layer. `NotFoundError` if none has that name."""
+        return self._ask(_getting(name), timeout)
+
+    def load(self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
+        """Loads layers, all or none, and returns them by name. One that has the name of another replaces it at once.
+
+        `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
+        layers, and nothing stands for all. `InvalidRequestError` says what is wrong with a definition or its weights,
+        `NotFoundError` that there is no such file or layer, `OverloadedError` that there is no memory for it.
+        """
+        return self._ask(_loading(definitions, names), timeout)
+
+    def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
+        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is not there."""
+        self._ask(_unloading(names), timeout)
+
+
+class AsyncLayers:
+    """The layers of a server: `AsyncClient.layers`. Everything is as with `Layers`, awaited."""
+
+    def __init__(self, ask: AskLater) -> None:
+        self._ask = ask
+
+    async def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
+        """All layers that are loaded, by name."""
+        return await self._ask(_listing(), timeout)
+
+    async def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
+        """One layer. `NotFoundError` if none has that name."""
+        return await self._ask(_getting(name), timeout)
+
+    async def load(
+        self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT
+    ) -> tuple[Layer, ...]:
+        """Loads layers, all or none, and returns them by name, as `Layers.load` does."""
+        return await self._ask(_loading(definitions, names), timeout)
+
+    async def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
+        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is not there."""
+        await self._ask(_unloading(names), timeout)
+
+
+def _listing() -> Rpc[pb.LayerServiceListResponse, tuple[Layer, ...]]:
+    return Rpc(_SERVICE + "List", pb.LayerServiceListRequest(), pb.LayerServiceListResponse, _layers)
+
+
+def _getting(name: str) -> Rpc[pb.LayerServiceGetResponse, Layer]:
+    request = pb.LayerServiceGetRequest(name=_arguments.text("name", name))
+    return Rpc(_SERVICE + "Get", request, pb.LayerServiceGetResponse, _only_layer)
+
+
+def _loading(definitions: str, names: Names) -> Rpc[pb.LayerServiceLoadResponse, tuple[Layer, ...]]:
+    request = pb.LayerServiceLoadRequest(definitions=_arguments.text("definitions", definitions), names=_names(names))
+    return Rpc(_SERVICE + "Load", request, pb.LayerServiceLoadResponse, _layers, repeatable=False)
+
+
+def _unloading(names: Names) -> Rpc[pb.LayerServiceUnloadResponse, None]:
+    request = pb.LayerServiceUnloadRequest(names=_names(names))
+    return Rpc(_SERVICE + "Unload", request, pb.LayerServiceUnloadResponse, lambda response: None, repeatable=False)
+
+
+def _names(names: Names) -> Iterable[str]:
+    return [_arguments.text("names", name) for name in ((names,) if isinstance(names, str) else names)]
+
+
+def _layers(response: pb.LayerServiceListResponse | pb.LayerServiceLoadResponse) -> tuple[Layer, ...]:
+    return tuple(map(_layer, response.layers))
+
+
+def _only_layer(response: pb.LayerServiceGetResponse) -> Layer:
+    if not response.HasField("layer"):
+        raise ProtocolError("the server was asked for a layer and replied without one")
+    return _layer(response.layer)
+
+
+def _layer(layer: pb.Layer) -> Layer:
+    return Layer(
+        name=layer.name,
+        kind=layer.kind,
+        dtype=_dtypes.name(layer.dtype),
+        parameters=layer.parameters,
+        bytes=layer.bytes,
+        version=layer.version,
+        input_width=layer.input_width,
+        context_width=layer.context_width,
+        output_width=layer.output_width,
+        query_heads=layer.query_heads,
+        kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        blocks=layer.blocks,
+        vocabulary=layer.vocabulary,
+        causal=layer.causal,
+    )
