@@ -110,6 +110,47 @@ def test_what_is_not_int64_is_refused(value: Any) -> None:
     assert caught.value.field == "kv_lengths"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [3, 4],
+        (3, 4),
+        np.array([3, 4], np.uint8),
+        np.array([3, 4], ">i4"),
+        torch.tensor([3, 4], dtype=torch.int32),
+        torch.tensor([3, 4]),
+    ],
+)
+def test_integers_where_either_may_be_are_ids(value: Any) -> None:
+    sent = _arrays.floating_or_ids("input", value)
+    assert (sent.dtype, sent.shape) == (pb.DATA_TYPE_INT64, (2,))
+    np.testing.assert_array_equal(elements(sent), [3, 4])
+
+
+def test_no_ids_are_still_ids() -> None:
+    assert _arrays.floating_or_ids("input", []).dtype == pb.DATA_TYPE_INT64
+    assert _arrays.floating_or_ids("input", np.zeros((0, 4), np.float16)).dtype == pb.DATA_TYPE_FLOAT16
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_where_either_may_be_travel_as_they_are(dtype: Any) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    assert _arrays.floating_or_ids("input", array) == _arrays.floating("input", array)
+
+
+def test_fractions_where_either_may_be_become_float32() -> None:
+    for value in ([0.5, 2], [[1.0]], 0.25):
+        assert _arrays.floating_or_ids("input", value) == _arrays.floating("input", value)
+        assert _arrays.floating_or_ids("input", value).dtype == pb.DATA_TYPE_FLOAT32
+
+
+@pytest.mark.parametrize("value", [np.ones(2, bool), [True], "text", torch.ones(2, dtype=torch.complex64), [2**70]])
+def test_what_is_neither_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"input: expected .* or integers, found") as caught:
+        _arrays.floating_or_ids("input", value)
+    assert caught.value.field == "input"
+
+
 @pytest.mark.parametrize("dtype", TORCH_FLOATS)
 @pytest.mark.parametrize("shape", [(), (0, 2), (2, 3, 4)])
 def test_torch_there_and_back(dtype: Any, shape: tuple[int, ...]) -> None:

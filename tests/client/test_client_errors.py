@@ -25,6 +25,10 @@ def status(code: grpc.StatusCode, *details: Any) -> Status:
     ("code", "error", "builtin"),
     [
         (grpc.StatusCode.INVALID_ARGUMENT, attnserve.InvalidRequestError, ValueError),
+        (grpc.StatusCode.NOT_FOUND, attnserve.NotFoundError, LookupError),
+        (grpc.StatusCode.FAILED_PRECONDITION, attnserve.FailedPreconditionError, Exception),
+        (grpc.StatusCode.PERMISSION_DENIED, attnserve.PermissionDeniedError, PermissionError),
+        (grpc.StatusCode.UNAUTHENTICATED, attnserve.PermissionDeniedError, PermissionError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, attnserve.OverloadedError, Exception),
         (grpc.StatusCode.DEADLINE_EXCEEDED, attnserve.DeadlineExceededError, TimeoutError),
         (grpc.StatusCode.UNAVAILABLE, attnserve.UnavailableError, ConnectionError),

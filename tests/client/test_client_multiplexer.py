@@ -11,21 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import (
+    AttnServeError,
     ClientClosedError,
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
     ProtocolError,
-    ServerError,
     UnavailableError,
 )
-from attnserve._multiplexer import Call, Multiplexer
-from attnserve._result import Attended, Reply
+from attnserve._multiplexer import MESSAGE_CALLS, Call, Multiplexer
+from attnserve._operation import APPLY, ATTEND, Operation
+from attnserve._reply import Reply, Response
 from attnserve._retry import RetryPolicy
 from attnserve.v1 import attention_pb2 as pb
 
 POLICY = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 1.0)
-DONE = Attended(pb.AttendResponse(), [])
+DONE = Response(ATTEND, pb.AttendResponse(), [])
 
 
 def status(code: grpc.StatusCode) -> Status:
@@ -33,12 +34,22 @@ def status(code: grpc.StatusCode) -> Status:
 
 
 def call(
-    name: Any, *, priority: int = 1, padding: int = 0, now: float = 0.0, timeout: float | None = None
+    name: Any,
+    *,
+    operation: Operation = ATTEND,
+    priority: int = 1,
+    padding: int = 0,
+    now: float = 0.0,
+    timeout: float | None = None,
 ) -> Call[Any]:
-    request = pb.AttendRequest(priority=priority)
-    request.query.data = bytes(padding)
+    request: Any = operation.request_type(priority=priority)
+    (request.query if operation is ATTEND else request.input).data = bytes(padding)
     data = request.SerializeToString()
-    return Call(name, [data[:1], data[1:]], len(data), now, timeout)
+    return Call(name, operation.number, [data[:1], data[1:]], len(data), now, timeout)
+
+
+def asked(sent: pb.AttendStreamCall) -> pb.AttendRequest | pb.ApplyRequest:
+    return sent.apply if sent.WhichOneof("operation") == "apply" else sent.attend
 
 
 def message(multiplexer: Multiplexer[Any], stream: int, now: float = 0.0) -> pb.AttendStreamRequest | None:
@@ -66,6 +77,51 @@ def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     assert not sent.calls[0].HasField("timeout")
     assert sent.calls[1].timeout.ToTimedelta().total_seconds() == 2.25
     assert message(multiplexer, stream) is None
+
+
+def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
+    """Each in its own field of the call, so that a server knows which it is."""
+    for number in range(3):
+        multiplexer.add(call(number, priority=number))
+        multiplexer.add(call(number, priority=-number, operation=APPLY))
+    stream = multiplexer.opened()
+    sent = message(multiplexer, stream)
+    assert sent is not None
+    assert [c.WhichOneof("operation") for c in sent.calls] == ["attend", "apply"] * 3
+    assert [c.attend.priority for c in sent.calls[::2]] == [0, 1, 2]
+    assert [c.apply.priority for c in sent.calls[1::2]] == [0, -1, -2]
+    results = [Response(APPLY, pb.ApplyResponse(layer_version=c.id), []) for c in sent.calls]
+    replies = [Reply(c.id, result) for c, result in zip(sent.calls, results, strict=True)]
+    outcomes = multiplexer.resolve(stream, reversed(replies), 0.0)
+    assert [c.owner for c, _ in outcomes] == [2, 2, 1, 1, 0, 0]
+    assert [result for _, result in outcomes] == list(reversed(results))
+
+
+def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multiplexer: Multiplexer[Any]) -> None:
+    calls = [call(number) for number in range(2 * MESSAGE_CALLS + 3)]
+    for each in calls:
+        multiplexer.add(each)
+    stream = multiplexer.opened()
+    ids = []
+    for expected in (MESSAGE_CALLS, MESSAGE_CALLS, 3):
+        sent = message(multiplexer, stream)
+        assert sent is not None
+        assert len(sent.calls) == expected
+        ids += [c.id for c in sent.calls]
+    assert message(multiplexer, stream) is None
+    assert ids == [each.id for each in calls]
+    for each in calls:
+        assert multiplexer.cancel(each)
+    multiplexer.add(last := call("last"))
+    cancelled: list[int] = []
+    for expected in (MESSAGE_CALLS, MESSAGE_CALLS, 3):
+        sent = message(multiplexer, stream)
+        assert sent is not None
+        assert len(sent.cancel) == expected
+        assert [c.id for c in sent.calls] == ([last.id] if not cancelled else [])
+        cancelled += sent.cancel
+    assert message(multiplexer, stream) is None
+    assert cancelled == ids
 
 
 @pytest.mark.parametrize("timeout", [1e-12, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
@@ -225,7 +281,8 @@ def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer
     message(multiplexer, stream)
     outcomes = multiplexer.broken(stream, status(code), 0.0)
     assert [c.owner for c, _ in outcomes] == ["a", "b"]
-    assert all(isinstance(error, ServerError) and error.code is code for _, error in outcomes)
+    assert all(isinstance(error, AttnServeError) and error.code is code for _, error in outcomes)
+    assert not any(isinstance(error, UnavailableError) for _, error in outcomes)
 
 
 @pytest.mark.parametrize("limit", [100, 1000, 10_000])
@@ -311,8 +368,8 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
         for each, outcome in outcomes:
             assert each.owner not in settled
             assert each.owner not in withdrawn
-            if isinstance(outcome, Attended):
-                assert outcome.response.batch_size == each.owner
+            if isinstance(outcome, Response):
+                assert outcome.message.batch_size == each.owner
             settled[each.owner] = outcome
 
     actions = st.sampled_from(["add", "add", "send", "send", "reply", "reply", "refuse", "break", "cancel", "wait"])
@@ -324,17 +381,22 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
             number = len(calls) + 1
             timeout = data.draw(st.sampled_from([None, 0.05, 10.0]))
             calls[number] = call(
-                number, priority=number, padding=data.draw(st.integers(0, 80)), now=now, timeout=timeout
+                number,
+                operation=data.draw(st.sampled_from([ATTEND, APPLY])),
+                priority=number,
+                padding=data.draw(st.integers(0, 80)),
+                now=now,
+                timeout=timeout,
             )
             multiplexer.add(calls[number])
         elif action == "send" and stream:
             sent = message(multiplexer, stream, now)
-            on_wire[stream].update({c.id: c.attend.priority for c in sent.calls} if sent else {})
+            on_wire[stream].update({c.id: asked(c).priority for c in sent.calls} if sent else {})
         elif action in ("reply", "refuse"):
             waiting = [(s, i) for s, ids in on_wire.items() for i in ids]
             if waiting:
                 where, which = data.draw(st.sampled_from(waiting))
-                done = Attended(pb.AttendResponse(batch_size=on_wire[where].pop(which)), [])
+                done = Response(ATTEND, pb.AttendResponse(batch_size=on_wire[where].pop(which)), [])
                 result = done if action == "reply" else status(grpc.StatusCode.UNAVAILABLE)
                 settle(multiplexer.resolve(where, [Reply(which, result)], now))
         elif action == "break" and on_wire:

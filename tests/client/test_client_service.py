@@ -23,6 +23,7 @@ from attnserve import (
     _cli,
     merge_attention,
 )
+from attnserve._multiplexer import MESSAGE_CALLS
 
 torch = pytest.importorskip("torch")
 
@@ -196,6 +197,21 @@ def test_a_message_longer_than_the_server_takes(start_server: Callable[..., Any]
         np.testing.assert_allclose(futures[2].result().output, expected(*after), atol=2e-6)
 
 
+def test_more_calls_at_once_than_a_message_may_hold(start_server: Callable[..., Any]) -> None:
+    """A server that takes just as many in one message as the SDK sends at most, and has room for all of them."""
+    address = start_server("--max-message-calls", str(MESSAGE_CALLS), "--max-requests", "4096").address
+    query, key, value = triple(14, 1, 1, 1, 4)
+    output = expected(query, key, value)
+    with Client(address) as client:
+        futures = [client.submit(query, key, value) for _ in range(3 * MESSAGE_CALLS)]
+        for future in futures:
+            np.testing.assert_allclose(future.result(timeout=60).output, output, atol=2e-6)
+        withdrawn = [client.submit(query, key, value) for _ in range(3 * MESSAGE_CALLS)]
+        for future in withdrawn:
+            future.cancel()
+        np.testing.assert_allclose(client.attend(query, key, value).output, output, atol=2e-6)
+
+
 def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
     """The same client, the same address, another server: what is called in between waits for it or says so."""
     first = start_server()
@@ -235,6 +251,7 @@ def test_server_info(client: Client, server: Any) -> None:
     assert info.device
     assert {"float32", "float16", "bfloat16", "float64"} >= set(info.dtypes) > {"float32"}
     assert info.limits.max_message_bytes > 0
+    assert info.limits.max_message_calls >= MESSAGE_CALLS
     assert info.kernels
     assert all(kernel.name and kernel.description for kernel in info.kernels)
 
