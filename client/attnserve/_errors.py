@@ -3,7 +3,7 @@
     AttnServeError
     ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where
     ├── NotFoundError            (LookupError)      no layer, or no file, has that name
-    ├── FailedPreconditionError                     the server is not set up for what was asked
+    ├── FailedPreconditionError                     the server is not in a state to do that
     ├── PermissionDeniedError    (PermissionError)  the server does not do that for this caller
     ├── OverloadedError                             the server is full; `retry_delay` says when to come back
     ├── DeadlineExceededError    (TimeoutError)     no reply within the timeout
@@ -74,7 +74,7 @@ class NotFoundError(AttnServeError, LookupError):
 
 
 class FailedPreconditionError(AttnServeError):
-    """The request is in order and the server is not set up for it, such as loading without a model directory."""
+    """The request is in order, and the server is not in a state to do it."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
