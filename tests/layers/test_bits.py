@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers.layer import Layer, LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import (
@@ -145,3 +145,35 @@ def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[t
     architecture = ARCHITECTURES[name]
     requests = [random_request(architecture, dtype, lengths, seed) for lengths, seed in drawn]
     assert_company_changes_nothing(layers_of(architecture, devices, dtype), requests)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("lengths", [[[700]], [[250], [250]], [[3], [600], [1, 1], [64]]], ids=str)
+def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, lengths: list[list[int]]) -> None:
+    """Wide enough that even one thread computes it in several ranges of rows, and two threads in others."""
+    feed_forward = FeedForward(width=128, hidden=200, activation="gelu")
+    architecture = Transformer(blocks=1, block=make.block(128, 4, feed_forward=feed_forward))
+    layers = layers_of(architecture, devices, dtype)
+    requests = [make.packed(*(make.random_rows(length, 128, length, dtype) for length in each)) for each in lengths]
+    small = make.packed(make.random_rows(5, 128, 0, dtype))
+    assert layers[1].flops([5], None, small.options) < SPLIT_FLOPS < layers[1].flops([700], None, small.options)
+    assert_company_changes_nothing(layers, [small, *requests, small])
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", ["plain", "encoder"])
+def test_what_is_not_finite_stays_where_it_is(devices: Devices, name: str, dtype: Dtype) -> None:
+    """A request of NaNs beside others, of the same length too."""
+    architecture = ARCHITECTURES[name]
+    layers = layers_of(architecture, devices, dtype)
+    if name == "encoder":  # its inputs are ids: a table with a NaN in it
+        parameters = make.random_parameters(architecture, 0, dtype)
+        parameters["embedding.token.weight"][7] = torch.nan
+        layers = {n: make.layer_of(architecture, parameters, device, dtype) for n, device in devices.items()}
+        requests = [LayerInput(input=torch.full((9,), token), lengths=[9]) for token in (6, 7, 8)]
+    else:
+        requests = [make.packed(make.random_rows(9, 64, seed, dtype)) for seed in range(3)]
+        requests[1].input[:] = torch.nan
+    assert_company_changes_nothing(layers, requests)
+    finite = [bool(reply.output.isfinite().all()) for reply in make.run(layers[2], *requests)]
+    assert finite == [True, False, True]

@@ -23,8 +23,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 class FeedForwardRows:
     """A feed-forward part with its parameters.
 
-    Hidden units are filled up to whole vectors: they are 0 and weigh nothing, and half precisions' activations would
-    otherwise not have the same bits in every row.
+    The units that fill up the hidden ones to whole vectors are 0 and weigh nothing.
     """
 
     def __init__(self, specification: FeedForward, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
