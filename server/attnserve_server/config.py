@@ -112,6 +112,7 @@ _TCP_OR_UNIX: Final = _matches(
     "host:port (port 0 is a free one) or unix:/path",
     lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
 )
+_TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str)
 _DEVICE: Final = _matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
 
 
@@ -191,6 +192,17 @@ class Config:
     )
     drain_grace: float = _setting(
         _DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
+    )
+    layers: str = _setting(
+        _TEXT,
+        "",
+        "A file of layer definitions (docs/layers.md), whose layers are loaded before the server is ready.",
+    )
+    model_directory: str = _setting(
+        _TEXT,
+        "",
+        "The directory of definitions and weights, which nothing that is loaded leaves. Default: that of `layers`; "
+        "without either, no layers can be loaded.",
     )
     reflection: bool = _setting(_TRUTH, True, "Whether gRPC reflection describes the service to tools.")
     log_level: str = _setting(_words("debug", "info", "warning", "error"), "info", "The least severe log line written.")

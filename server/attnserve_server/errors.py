@@ -2,6 +2,7 @@
 
     RequestError
     ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
+    ├── NotFound             NOT_FOUND            ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
@@ -70,6 +71,15 @@ class Malformed(InvalidRequest):
 
     def __init__(self, field: str, what: object) -> None:
         super().__init__(field, "a serialised message", what, reason="MALFORMED_MESSAGE")
+
+
+class NotFound(RequestError):
+    """A name that nothing has."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"there is no {what} {name!r}", "NOT_FOUND", name=name)
 
 
 class Overloaded(RequestError):

@@ -17,12 +17,13 @@ from prometheus_client.core import GaugeMetricFamily
 
 from attnserve_server.histogram import Histogram
 
-OPERATIONS: Final = ("attend", "attend_stream")
-"""What a caller can ask for: by itself, or as one call of a stream."""
+OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream")
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream."""
 
 CODES: Final = (
     "OK",
     "INVALID_ARGUMENT",
+    "NOT_FOUND",
     "RESOURCE_EXHAUSTED",
     "DEADLINE_EXCEEDED",
     "CANCELLED",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from functools import partial
+from pathlib import Path
 
 import torch
 from grpc import aio
@@ -21,8 +23,12 @@ from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine, Entry
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
+from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.request import read_layer_request
 from attnserve_server.metrics import Metrics
-from attnserve_server.service import SERVICE_NAME, AttentionService
+from attnserve_server.request import read_request
+from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +84,11 @@ class Server:
             in_flight_bytes=lambda: admission.bytes,
             device_memory=self.device.memory if self.device.memory() else None,
         )
-        self._service = AttentionService(self.engine, self.metrics, config.max_message_calls, self._info)
+        directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
+        self.registry = Registry(self.device, Path(directory).resolve() if directory else None)
+        readers: dict[str, Read] = {"attend": read_request, "apply": partial(read_layer_request, self.registry)}
+        self._service = AttentionService(self.engine, self.metrics, readers, config.max_message_calls, self._info)
+        self._layer_service = LayerService(self.registry)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
         self._grpc = aio.server(
             options=(
@@ -94,10 +104,11 @@ class Server:
         """Binds both ports, warms the device up and becomes ready; the addresses of gRPC and HTTP."""
         http_address = await self._http.start()
         self._service.register(self._grpc)
+        self._layer_service.register(self._grpc)
         self.health.register(self._grpc)
         if self._config.reflection:
             reflection.enable_server_reflection(
-                (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._grpc
+                (SERVICE_NAME, LAYER_SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._grpc
             )
         listen = self._config.listen
         try:
@@ -106,8 +117,16 @@ class Server:
             raise ListenError("listen", listen, "the address is taken or not ours") from None
         await self._grpc.start()
         await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
+        if self._config.layers:
+            await self._load_layers()
         await self.health.set("serving")
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
+
+    async def _load_layers(self) -> None:
+        """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
+        for loaded in await self.registry.load(Path(self._config.layers)):
+            specification = loaded.specification
+            print(f"layer: {loaded.name}, {specification.kind}, {loaded.outline}, {loaded.bytes} bytes", flush=True)
 
     async def drain(self) -> None:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""

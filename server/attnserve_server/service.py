@@ -7,9 +7,10 @@ unary call is the status of its RPC, an error of a call on a stream travels in i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
-from typing import Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,22 +20,34 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError
 from attnserve_server.metrics import Metrics
-from attnserve_server.request import read_request
 from attnserve_server.stream import CallStream
+from attnserve_server.work import Work
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 
 
+Read: TypeAlias = Callable[[bytes, int, int], Work]
+"""Reads a request out of a part of a message. Raises RequestError."""
+
+
 class AttentionService:
-    """The service on one engine. `info` gives the answer of ServerInfo."""
+    """The service on one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
+    them on a stream; `info` gives the answer of ServerInfo.
+    """
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, max_message_calls: int, info: Callable[[], pb.ServerInfoResponse]
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        readers: Mapping[str, Read],
+        max_message_calls: int,
+        info: Callable[[], pb.ServerInfoResponse],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._readers = readers
         self._max_message_calls = max_message_calls
         self._info = info
         self._streams: set[CallStream] = set()
@@ -42,7 +55,8 @@ class AttentionService:
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Attend": grpc.unary_unary_rpc_method_handler(self._attend),
+            "Attend": grpc.unary_unary_rpc_method_handler(partial(self._call, "attend")),
+            "Apply": grpc.unary_unary_rpc_method_handler(partial(self._call, "apply")),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": grpc.unary_unary_rpc_method_handler(self._server_info),
         }
@@ -53,27 +67,26 @@ class AttentionService:
         for stream in self._streams:
             stream.end()
 
-    async def _attend(self, message: bytes, context: Context) -> bytes:
+    async def _call(self, operation: str, message: bytes, context: Context) -> bytes:
         arrival = perf_counter()
         self._metrics.received(len(message))
         try:
-            reply = await self._answer(message, arrival, context.time_remaining())
+            reply = await self._answer(operation, message, arrival, context.time_remaining())
         except RequestError as error:
             if isinstance(error, Overloaded):
                 self._metrics.rejected(error.bound)
-            self._metrics.finished("attend", error.code.name, perf_counter() - arrival)
+            self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
             await abort(context, error)
-            raise AssertionError("abort raises") from error
         except asyncio.CancelledError:
-            self._metrics.finished("attend", "CANCELLED", perf_counter() - arrival)
+            self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
             raise
         self._metrics.sent(len(reply))
-        self._metrics.finished("attend", "OK", perf_counter() - arrival)
+        self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
 
-    async def _answer(self, message: bytes, arrival: float, timeout: float | None) -> bytes:
+    async def _answer(self, operation: str, message: bytes, arrival: float, timeout: float | None) -> bytes:
         """The reply to a unary call. Raises RequestError."""
-        request = read_request(message)
+        request = self._readers[operation](message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
@@ -103,7 +116,7 @@ class AttentionService:
             self._engine.release(entry)
 
     async def _attend_stream(self, _: object, context: Context) -> None:
-        stream = CallStream(self._engine, self._metrics, context, self._max_message_calls)
+        stream = CallStream(self._engine, self._metrics, self._readers, context, self._max_message_calls)
         self._streams.add(stream)
         self._metrics.stream_opened()
         try:
@@ -122,7 +135,7 @@ class AttentionService:
         return self._info().SerializeToString()
 
 
-async def abort(context: Context, error: RequestError) -> None:
+async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends an RPC with an error's status and details."""
     metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.status().SerializeToString())]
     if isinstance(error, Overloaded):

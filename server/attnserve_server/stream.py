@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -23,7 +24,7 @@ from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Cancelled, DeadlineExceeded, InvalidRequest, Malformed, Overloaded, RequestError
 from attnserve_server.metrics import Metrics
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
-from attnserve_server.request import read_request
+from attnserve_server.work import Work
 
 MAX_JOINED_BYTES: Final = 1 << 20
 """Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
@@ -36,12 +37,25 @@ MAX_ID_BYTES: Final = 10
 """The longest varint."""
 
 
+OPERATIONS: Final = {
+    pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
+    pb.AttendStreamCall.APPLY_FIELD_NUMBER: "apply",
+}
+"""The fields of a call that hold what it asks for."""
+
+
 class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), and where its AttendRequest lies."""
+    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies."""
 
     id: int
     timeout: float | None
-    attend: tuple[bytes, int, int] | None
+    operation: str | None
+    request: tuple[bytes, int, int]
+
+    @property
+    def label(self) -> str:
+        """What the metrics call it."""
+        return f"{self.operation or 'attend'}_stream"
 
 
 class Unsent(NamedTuple):
@@ -56,10 +70,16 @@ class CallStream:
     """One AttendStream RPC."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, context: aio.ServicerContext[bytes, bytes], max_message_calls: int
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        readers: Mapping[str, Callable[[bytes, int, int], Work]],
+        context: aio.ServicerContext[bytes, bytes],
+        max_message_calls: int,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._readers = readers
         self._context = context
         self._max_message_calls = max_message_calls
         self._in_flight: dict[int, Entry] = {}
@@ -133,41 +153,35 @@ class CallStream:
             try:
                 self._start(call, arrival, begin)
             except RequestError as error:
-                self._answer_error(call.id, error, arrival, None)
+                self._answer_error(call.id, call.label, error, arrival, None)
             begin = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float) -> None:
         """Submits a call whose decoding began at `begin`. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
-        if call.attend is None:
+        if call.operation is None:
             raise InvalidRequest("operation", "one of the operations", "nothing")
         deadline = float("inf")
         if call.timeout is not None:
             if call.timeout <= 0:
                 raise DeadlineExceeded
             deadline = arrival + call.timeout
-        request = read_request(*call.attend)
-        call_id = call.id
-        entry = Entry(
-            request,
-            lambda entry, outcome: self._answer(call_id, entry, outcome),
-            arrival,
-            deadline,
-            perf_counter() - begin,
-        )
+        request = self._readers[call.operation](*call.request)
+        reply = partial(self._answer, call.id, call.label)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin)
         self._engine.submit(entry)
-        self._in_flight[call_id] = entry
+        self._in_flight[call.id] = entry
 
-    def _answer(self, call_id: int, entry: Entry, outcome: Outcome | RequestError) -> None:
+    def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
             self._engine.release(entry)
-            self._metrics.finished("attend_stream", Cancelled.code.name, perf_counter() - entry.arrival)
+            self._metrics.finished(label, Cancelled.code.name, perf_counter() - entry.arrival)
             return
         self._in_flight.pop(call_id, None)
         if isinstance(outcome, RequestError):
-            self._answer_error(call_id, outcome, entry.arrival, entry)
+            self._answer_error(call_id, label, outcome, entry.arrival, entry)
             return
         begin = perf_counter()
         phases = outcome.phases
@@ -175,13 +189,13 @@ class CallStream:
         pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
         end = perf_counter()
         self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, phases.encode + end - begin)
-        self._metrics.finished("attend_stream", "OK", end - entry.arrival)
+        self._metrics.finished(label, "OK", end - entry.arrival)
         self._send(Unsent(pieces, size, entry))
 
-    def _answer_error(self, call_id: int, error: RequestError, arrival: float, entry: Entry | None) -> None:
+    def _answer_error(self, call_id: int, label: str, error: RequestError, arrival: float, entry: Entry | None) -> None:
         if isinstance(error, Overloaded):
             self._metrics.rejected(error.bound)
-        self._metrics.finished("attend_stream", error.code.name, perf_counter() - arrival)
+        self._metrics.finished(label, error.code.name, perf_counter() - arrival)
         status = error.status().SerializeToString()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
         self._send(Unsent(pieces, size, entry))
@@ -235,12 +249,14 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
 
 
 def _read_call(message: bytes, at: int, end: int) -> Call:
-    """The call that lies in a part of a message. What is not its AttendRequest is left to protobuf."""
-    attends: list[tuple[int, int]] = []
+    """The call that lies in a part of a message. What is not its operation is left to protobuf."""
+    found: dict[int, list[tuple[int, int]]] = {}
     rest: list[bytes] = []
     for number, wire_type, start, content, behind in _wire.fields(message, at, end):
-        if number == pb.AttendStreamCall.ATTEND_FIELD_NUMBER and wire_type == 2:
-            attends.append((content, behind))
+        if number in OPERATIONS and wire_type == 2:
+            # Of different operations the last counts; one that is given again, with no other between, is merged.
+            parts = found.pop(number, [])
+            found = {number: [*parts, (content, behind)]}
         else:
             rest.append(message[start:behind])
     envelope = pb.AttendStreamCall.FromString(b"".join(rest))
@@ -248,10 +264,11 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     if envelope.HasField("timeout"):
         duration: Duration = envelope.timeout
         timeout = duration.seconds + duration.nanos * 1e-9
-    if not attends:
-        return Call(envelope.id, timeout, None)
-    if len(attends) == 1:
-        return Call(envelope.id, timeout, (message, *attends[0]))
+    if not found:
+        return Call(envelope.id, timeout, None, (b"", 0, 0))
+    ((number, places),) = found.items()
+    if len(places) == 1:
+        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]))
     # A message field given several times is the merger of them all, which is what their bytes end to end mean.
-    merged = b"".join(message[begin:stop] for begin, stop in attends)
-    return Call(envelope.id, timeout, (merged, 0, len(merged)))
+    merged = b"".join(message[begin:stop] for begin, stop in places)
+    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)))

@@ -145,15 +145,69 @@ class AttendResponse(_message.Message):
     scores: _tensor_pb2.Tensor
     def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
+class ApplyRequest(_message.Message):
+    __slots__ = ("layer", "causal", "alignment", "window", "return_lse", "return_scores", "priority", "average_scores", "input", "context", "mask", "bias", "lengths", "context_lengths", "query_offset", "segments")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CAUSAL_FIELD_NUMBER: _ClassVar[int]
+    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RETURN_LSE_FIELD_NUMBER: _ClassVar[int]
+    RETURN_SCORES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_SCORES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    causal: bool
+    alignment: Alignment
+    window: Window
+    return_lse: bool
+    return_scores: ScoreStage
+    priority: int
+    average_scores: bool
+    input: _tensor_pb2.Tensor
+    context: _tensor_pb2.Tensor
+    mask: _tensor_pb2.Tensor
+    bias: _tensor_pb2.Tensor
+    lengths: _tensor_pb2.Tensor
+    context_lengths: _tensor_pb2.Tensor
+    query_offset: _tensor_pb2.Tensor
+    segments: _tensor_pb2.Tensor
+    def __init__(self, layer: _Optional[str] = ..., causal: bool = ..., alignment: _Optional[_Union[Alignment, str]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., return_lse: bool = ..., return_scores: _Optional[_Union[ScoreStage, str]] = ..., priority: _Optional[int] = ..., average_scores: bool = ..., input: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_offset: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., segments: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class ApplyResponse(_message.Message):
+    __slots__ = ("timings", "batch_size", "layer_version", "output", "lse", "scores")
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    LSE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    timings: Timings
+    batch_size: int
+    layer_version: int
+    output: _tensor_pb2.Tensor
+    lse: _tensor_pb2.Tensor
+    scores: _tensor_pb2.Tensor
+    def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., layer_version: _Optional[int] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
 class AttendStreamCall(_message.Message):
-    __slots__ = ("id", "timeout", "attend")
+    __slots__ = ("id", "timeout", "apply", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
     timeout: _duration_pb2.Duration
+    apply: ApplyRequest
     attend: AttendRequest
-    def __init__(self, id: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., apply: _Optional[_Union[ApplyRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
 
 class AttendStreamRequest(_message.Message):
     __slots__ = ("cancel", "calls")
@@ -164,14 +218,16 @@ class AttendStreamRequest(_message.Message):
     def __init__(self, cancel: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[AttendStreamCall, _Mapping]]] = ...) -> None: ...
 
 class AttendStreamReply(_message.Message):
-    __slots__ = ("id", "error", "attend")
+    __slots__ = ("id", "error", "apply", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
     error: _status_pb2.Status
+    apply: ApplyResponse
     attend: AttendResponse
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attend: _Optional[_Union[AttendResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., apply: _Optional[_Union[ApplyResponse, _Mapping]] = ..., attend: _Optional[_Union[AttendResponse, _Mapping]] = ...) -> None: ...
 
 class AttendStreamResponse(_message.Message):
     __slots__ = ("replies",)

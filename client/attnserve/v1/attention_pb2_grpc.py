@@ -41,6 +41,11 @@ class AttentionServiceStub(object):
                 request_serializer=attnserve_dot_v1_dot_attention__pb2.AttendRequest.SerializeToString,
                 response_deserializer=attnserve_dot_v1_dot_attention__pb2.AttendResponse.FromString,
                 _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/attnserve.v1.AttentionService/Apply',
+                request_serializer=attnserve_dot_v1_dot_attention__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=attnserve_dot_v1_dot_attention__pb2.ApplyResponse.FromString,
+                _registered_method=True)
         self.AttendStream = channel.stream_stream(
                 '/attnserve.v1.AttentionService/AttendStream',
                 request_serializer=attnserve_dot_v1_dot_attention__pb2.AttendStreamRequest.SerializeToString,
@@ -67,8 +72,15 @@ class AttentionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Apply(self, request, context):
+        """Applies a resident layer. Errors: as for Attend, and NOT_FOUND where no layer has that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AttendStream(self, request_iterator, context):
-        """Computes any number of attentions over one stream, which is the fast way. Each message carries one or more
+        """Computes any number of calls over one stream, which is the fast way. Each message carries one or more
         calls, or replies. Replies come as they finish, in any order, each with the id of its call. An error of a
         call travels in its reply; the stream goes on. The server ends the stream when the caller has half-closed
         it and every reply has been sent.
@@ -91,6 +103,11 @@ def add_AttentionServiceServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=attnserve_dot_v1_dot_attention__pb2.AttendRequest.FromString,
                     response_serializer=attnserve_dot_v1_dot_attention__pb2.AttendResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=attnserve_dot_v1_dot_attention__pb2.ApplyRequest.FromString,
+                    response_serializer=attnserve_dot_v1_dot_attention__pb2.ApplyResponse.SerializeToString,
             ),
             'AttendStream': grpc.stream_stream_rpc_method_handler(
                     servicer.AttendStream,
@@ -132,6 +149,33 @@ class AttentionService(object):
             '/attnserve.v1.AttentionService/Attend',
             attnserve_dot_v1_dot_attention__pb2.AttendRequest.SerializeToString,
             attnserve_dot_v1_dot_attention__pb2.AttendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/attnserve.v1.AttentionService/Apply',
+            attnserve_dot_v1_dot_attention__pb2.ApplyRequest.SerializeToString,
+            attnserve_dot_v1_dot_attention__pb2.ApplyResponse.FromString,
             options,
             channel_credentials,
             insecure,

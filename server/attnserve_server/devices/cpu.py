@@ -39,6 +39,7 @@ class CpuDevice:
         self.inline_flops = inline_flops
         self.description = _processor()
         self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor)
+        self._kernel_calls: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, "attnserve-cpu") if threads > 1 else None
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
@@ -54,7 +55,7 @@ class CpuDevice:
             staging=after_staging - begin,
             compute=after_compute - after_staging,
             fetch=perf_counter() - after_compute,
-            kernel_calls=Counter(result.kernel for result in results),
+            kernel_calls=self.take_kernel_calls(),
         )
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
@@ -74,11 +75,19 @@ class CpuDevice:
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, which are computed on all threads if they cost enough."""
         if self._pool is None or flops < SPLIT_FLOPS:
-            return [attend(call) for call in calls]
-        few = len(calls) < 2 * self.threads
-        divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
-        computed = self._pool.map(attend, [part for parts, _ in divided for part in parts])
-        return [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
+            results = [attend(call) for call in calls]
+        else:
+            few = len(calls) < 2 * self.threads
+            divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
+            computed = self._pool.map(attend, [part for parts, _ in divided for part in parts])
+            results = [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
+        self._kernel_calls.update(result.kernel for result in results)
+        return results
+
+    def take_kernel_calls(self) -> Counter[str]:
+        """The calls of kernels since they were last taken."""
+        taken, self._kernel_calls = self._kernel_calls, Counter()
+        return taken
 
     def warm_up(self) -> None:
         """Runs each kernel once, on each thread."""

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 
+from attnserve_server.devices.compute import RowFunction, Rows
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -49,7 +50,8 @@ class CudaDevice:
         torch.set_float32_matmul_precision("highest")
         self.name = f"cuda:{index}"
         self.description = torch.cuda.get_device_name(index)
-        self._device = torch.device("cuda", index)
+        self._device = self.torch_device = torch.device("cuda", index)
+        self._kernel_calls: Counter[str] = Counter()
         self._transfers = CudaTransfers(self._device)
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
@@ -61,6 +63,23 @@ class CudaDevice:
             # Whoever keeps the error keeps the frames that it passed, and they the tensors of a batch that failed.
             traceback.clear_frames(error.__traceback__)
             raise
+
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
+        """`function(*tensors)`, at once: the device has threads of its own."""
+        return function(*tensors)
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """The results of calls, with what is not finite in them mended."""
+        results = [attend(call) for call in calls]
+        for call, result in zip(calls, results, strict=True):
+            self._kernel_calls[result.kernel] += 1
+            _mend(call, result)
+        return results
+
+    def take_kernel_calls(self) -> Counter[str]:
+        """The calls of kernels since they were last taken."""
+        taken, self._kernel_calls = self._kernel_calls, Counter()
+        return taken
 
     def warm_up(self) -> None:
         """Loads every kernel, and pins memory; on a thread that ends.

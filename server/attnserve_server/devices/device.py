@@ -5,15 +5,17 @@ Only modules under `devices/` and `kernels/` import torch, and they are imported
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from attnserve_server.devices.compute import Compute
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
 
 
-class Device(Protocol):
-    """Where attention is computed."""
+class Device(Compute, Protocol):
+    """Where attention and layers are computed."""
 
     name: str
     """Such as `cpu` or `cuda:0`."""
@@ -29,6 +31,9 @@ class Device(Protocol):
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions of one group, alone on the device. No result depends on the other requests."""
+
+    def take_kernel_calls(self) -> Counter[str]:
+        """The calls of kernels, by name, that `attend` has made since it was last asked."""
 
     def warm_up(self) -> None:
         """Does what makes a first call slower than a second."""

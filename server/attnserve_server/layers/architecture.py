@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeAlias
 
 from attnserve_server.layers.specification import (
     Architecture,
@@ -24,8 +24,7 @@ from attnserve_server.layers.specification import (
     Transformer,
 )
 
-Shape = tuple[int, ...]
-T = TypeVar("T")
+Shape: TypeAlias = tuple[int, ...]
 
 
 class UndeterminedError(Exception):
@@ -60,9 +59,9 @@ class Evidence:
         return self.options[key]
 
     def length(self, name: str, axis: int) -> int | None:
-        """How long an axis of a parameter is in the file; None where it is not there, or has no such axis."""
+        """How long an axis of a parameter is in the file; None where there is no such parameter, axis or element."""
         shape = self.shapes.get(name, ())
-        return shape[axis] if axis < len(shape) else None
+        return shape[axis] or None if axis < len(shape) else None
 
     def below(self, prefix: str) -> Evidence:
         """The same of the parameters that a prefix begins, without it."""
@@ -101,16 +100,19 @@ def _quotient(key: str, rows: int, name: str, divisor: int) -> int:
     return rows // divisor
 
 
+_HEADS: Final = ("heads", "kv_heads", "head_dim", "value_dim")
+
+
 def attention(evidence: Evidence, width: int | None = None, contexts: int | None = None, scope: str = "") -> Attention:
     """Attention whose parameters are `query.weight` and so on; `width` and `contexts` where they are known already.
 
     The options of a cross-attention have a scope, `cross.`; its heads are those of the self-attention unless declared.
     """
     said = evidence.get
-    heads, head_dim = said(scope + "heads", said("heads")), said(scope + "head_dim", said("head_dim"))
+    own = any(scope + key in evidence.options for key in _HEADS)
+    heads, kv_heads, head_dim, value_dim = (said((scope if own else "") + key) for key in _HEADS)
     if heads is None and head_dim is None:
         evidence.required(scope + "heads", "a number of heads")
-    kv_heads, value_dim = said(scope + "kv_heads", said("kv_heads")), said(scope + "value_dim", said("value_dim"))
     rows = evidence.length("query.weight", 0)
     if heads is None:
         heads = _quotient(scope + "head_dim", known(scope + "heads", rows), "query.weight", head_dim)

@@ -47,13 +47,14 @@ def resolve(directory: Path, file: str, layer: str = "") -> Path:
     root = directory.resolve()
     try:
         path = (root / file).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte, too long a name
-        raise LayerError([Defect(layer, "", file, "a path", f"{type(error).__name__}")]) from None
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a zero byte, a name that is too long
+        raise LayerError([Defect(layer, "", file[:200], "a path that can be followed", "one that cannot")]) from None
     if Path(file).is_absolute() or not path.is_relative_to(root):
         raise LayerError(
             [Defect(layer, "", file, "a path below the model directory, relative to it", "one that leaves it")]
         )
-    if not path.exists():
+    if not there:
         raise NoSuchFileError([Defect(layer, "", file, "a file", "no such file in the model directory")])
     return path
 

@@ -1,0 +1,136 @@
+"""A request to apply a layer, as its header states it: checked apart from the layer and from contents, and remembered.
+
+Notation: B sequences of L inputs and S context rows; what the rank lacks is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.options import is_bottom_right, priority_of, score_stage_of, window_of
+from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, shown, tensor_at
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """What is asked of which layer. `length` and `context_length` are the totals where `packed`, else of each sequence.
+
+    `batched` inputs have an axis of sequences, packed ones have lengths instead; a single sequence has neither.
+    `context_length` is None without a context.
+    """
+
+    layer: str
+    tensors: Mapping[str, TensorSpec]
+    options: LayerOptions
+    priority: int
+    takes_ids: bool
+    batched: bool
+    packed: bool
+    batch: int
+    length: int
+    context_length: int | None
+
+
+@lru_cache(maxsize=4096)
+def application_of(header: bytes) -> Application:
+    """The application that a serialised header (of `ApplyRequest`, with tickets) states. Raises InvalidRequest."""
+    try:
+        message = pb.ApplyRequest.FromString(header)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    if not message.layer:
+        raise InvalidRequest("layer", "the name of a layer", "nothing")
+    tensors = {"input": tensor_at(message, "input")}
+    spec = tensors["input"]
+    takes_ids = spec.dtype == tensor_pb2.DATA_TYPE_INT64
+    if not takes_ids and spec.dtype not in _dtypes.FLOATING:
+        raise InvalidRequest("input.dtype", "a floating dtype, or int64 for token ids", _dtypes.name(spec.dtype))
+    axes = len(spec.shape) - (0 if takes_ids else 1)
+    if axes not in (1, 2):
+        ranks = "[B, L] or [L]" if takes_ids else "[B, L, d_in] or [L, d_in]"
+        raise InvalidRequest("input.shape", f"{ranks}, or one axis less and lengths", shown(spec))
+    batched = axes == 2
+    packed = not batched and message.HasField("lengths")
+    batch = spec.shape[0] if batched else 1
+    if packed:
+        shape = tuple(message.lengths.shape)
+        if len(shape) != 1:
+            raise InvalidRequest("lengths.shape", "[B]", list(shape))
+        batch = shape[0]
+    if message.HasField("lengths"):
+        tensors["lengths"] = int_tensor(message, "lengths", ((batch,),))
+    context_length = _context(message, tensors, batched, packed, batch)
+    if message.HasField("query_offset"):
+        tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
+    if message.HasField("segments"):
+        if not takes_ids:
+            raise InvalidRequest("segments", "none, for only token ids have segments", "a tensor")
+        tensors["segments"] = int_tensor(message, "segments", (spec.shape,))
+    if message.HasField("mask"):
+        tensors["mask"] = tensor_at(message, "mask")
+        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
+            raise InvalidRequest("mask.dtype", "bool (what is added is `bias`)", _dtypes.name(tensors["mask"].dtype))
+    if message.HasField("bias"):
+        tensors["bias"] = float_tensor(message, "bias")
+    for name in ("mask", "bias"):
+        if name in tensors and len(tensors[name].shape) > 4:
+            raise InvalidRequest(f"{name}.shape", "rank 4 at most", shown(tensors[name]))
+    options = LayerOptions(
+        causal=message.causal if message.HasField("causal") else None,
+        window=window_of(message) if message.HasField("window") else None,
+        bottom_right=is_bottom_right(message),
+        return_lse=message.return_lse,
+        return_scores=score_stage_of(message),
+        average_scores=message.average_scores,
+    )
+    return Application(
+        layer=message.layer,
+        tensors=tensors,
+        options=options,
+        priority=priority_of(message),
+        takes_ids=takes_ids,
+        batched=batched,
+        packed=packed,
+        batch=batch,
+        length=spec.shape[1] if batched else spec.shape[0],
+        context_length=context_length,
+    )
+
+
+def _context(
+    message: pb.ApplyRequest, tensors: dict[str, TensorSpec], batched: bool, packed: bool, batch: int
+) -> int | None:
+    """The length of the context, which is laid out as the input is; None without one."""
+    if not message.HasField("context"):
+        if message.HasField("context_lengths"):
+            raise InvalidRequest("context_lengths", "none without a context", "a tensor")
+        return None
+    spec = tensors["context"] = float_tensor(message, "context")
+    if tensors["input"].dtype not in (spec.dtype, tensor_pb2.DATA_TYPE_INT64):
+        found = _dtypes.name(spec.dtype)
+        raise InvalidRequest("context.dtype", f"{_dtypes.name(tensors['input'].dtype)} as in input", found)
+    if len(spec.shape) != (3 if batched else 2) or (batched and spec.shape[0] != batch):
+        expected = f"[{batch}, S, d_context]" if batched else "[S, d_context]"
+        raise InvalidRequest("context.shape", f"{expected}, laid out as the input is", shown(spec))
+    if message.HasField("context_lengths"):
+        tensors["context_lengths"] = int_tensor(message, "context_lengths", ((batch,),))
+    elif packed:
+        raise InvalidRequest("context_lengths", "the lengths of the packed context", "nothing")
+    return spec.shape[1] if batched else spec.shape[0]
+
+
+def check_masks(application: Application, heads: int, longest: int, longest_context: int) -> None:
+    """Raises InvalidRequest unless mask and bias broadcast to [B, Hq, L, S]."""
+    for name in ("mask", "bias"):
+        if name in application.tensors:
+            target = (application.batch, heads, longest, longest_context)
+            check_broadcast(name, application.tensors[name], target)

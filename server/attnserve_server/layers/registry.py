@@ -1,0 +1,100 @@
+"""The layers that are loaded, by name: loading and unloading them while others run.
+
+A request holds the `Loaded` that it was read for: a layer that is replaced or unloaded lives until the last of its
+requests is done, and its memory goes with it. Lives on the event loop; files are read beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from attnserve_server.devices import Device
+from attnserve_server.errors import NotFound
+from attnserve_server.layers.checkpoint import load, resolve_file
+from attnserve_server.layers.definitions import load_definitions
+from attnserve_server.layers.layer import Layer
+from attnserve_server.layers.outline import Outline, outline
+from attnserve_server.layers.specification import LayerSpecification
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A layer on the device. `version` grows with each load, across all names."""
+
+    layer: Layer
+    outline: Outline
+    version: int
+    parameters: int
+    bytes: int
+
+    @property
+    def specification(self) -> LayerSpecification:
+        """What it is."""
+        return self.layer.specification
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.specification.name
+
+
+class Registry:
+    """The layers of one server. `directory` is the model directory; None if nothing can be loaded."""
+
+    def __init__(self, device: Device, directory: Path | None) -> None:
+        self._device = device
+        self._directory = directory
+        self._layers: dict[str, Loaded] = {}
+        self._versions = itertools.count(1)
+        self._loading = asyncio.Lock()
+
+    def get(self, name: str) -> Loaded:
+        """A layer by its name. Raises NotFound."""
+        loaded = self._layers.get(name)
+        if loaded is None:
+            raise NotFound("layer", name)
+        return loaded
+
+    def all(self) -> list[Loaded]:
+        """All layers, by name."""
+        return [self._layers[name] for name in sorted(self._layers)]
+
+    async def load(self, definitions: str | Path, names: Collection[str] = ()) -> list[Loaded]:
+        """Loads the layers of a file, all or none; what has their names is replaced at once. A `str` is a caller's, and
+        must be below the model directory; a `Path` is the operator's, and is opened as it is.
+
+        Raises LayerError with everything that is wrong, NotFound if there is no model directory.
+        """
+        directory = self._directory
+        if directory is None:
+            raise NotFound("model directory for", str(definitions))
+        async with self._loading:
+            loop = asyncio.get_running_loop()
+            loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
+            self._layers |= {each.name: each for each in loaded}
+        return loaded
+
+    def unload(self, names: Collection[str]) -> None:
+        """Unloads layers, all or none. Raises NotFound."""
+        for name in names:
+            self.get(name)
+        for name in set(names):
+            del self._layers[name]
+
+    def _read(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
+        from attnserve_server.layers.build import build_layer
+
+        loaded = []
+        path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
+        for specification in load_definitions(path, directory, names):
+            parameters = load(specification, directory, self._device.torch_device)
+            count = sum(prod(shape) for shape in specification.architecture.shapes().values())
+            size = sum(tensor.nbytes for tensor in parameters.values())
+            layer = build_layer(specification, parameters, self._device)
+            loaded.append(Loaded(layer, outline(specification), next(self._versions), count, size))
+        return sorted(loaded, key=lambda each: each.name)
