@@ -14,6 +14,7 @@ from google.rpc import code_pb2, error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.stream import read_message
@@ -263,10 +264,11 @@ def test_a_caller_that_does_not_read_is_not_read_from(server: Server, channel: g
 
 durations = st.builds(Duration, seconds=st.integers(-5, 5), nanos=st.integers(-999_999_999, 999_999_999))
 attends = st.builds(messages.random_attend, st.integers(0, 5), st.integers(0, 2))
+applies = st.builds(lambda name, causal: pb.ApplyRequest(layer=name, causal=causal), st.text(), st.booleans())
 drawn_calls = st.builds(
-    lambda call_id, attend, timeout: pb.AttendStreamCall(id=call_id, attend=attend, timeout=timeout),
+    lambda call_id, operation, timeout: pb.AttendStreamCall(id=call_id, timeout=timeout, **operation),
     st.integers(0, 2**64 - 1),
-    st.none() | attends,
+    st.just({}) | attends.map(lambda attend: {"attend": attend}) | applies.map(lambda apply: {"apply": apply}),
     st.none() | durations,
 )
 drawn_messages = st.builds(
@@ -288,10 +290,23 @@ def test_a_message_is_read_as_protobuf_reads_it(one: pb.AttendStreamRequest, oth
         assert (found.timeout is not None) == wanted.HasField("timeout")
         if found.timeout is not None:
             assert found.timeout == pytest.approx(wanted.timeout.seconds + wanted.timeout.nanos / 1e9, abs=1e-12)
-        assert (found.attend is not None) == wanted.HasField("attend")
-        if found.attend is not None:
-            buffer, at, end = found.attend
-            assert pb.AttendRequest.FromString(buffer[at:end]) == wanted.attend
+        assert found.operation == wanted.WhichOneof("operation")
+        if found.operation is not None:
+            buffer, at, end = found.request
+            asked = getattr(wanted, found.operation)
+            assert type(asked).FromString(buffer[at:end]) == asked
+
+
+def test_of_two_operations_the_last_counts() -> None:
+    first, last = pb.AttendStreamCall(attend=messages.random_attend(0)), pb.AttendStreamCall(id=3)
+    last.apply.layer = "a"
+    again = pb.AttendStreamCall(apply=pb.ApplyRequest(causal=True))
+    body = first.SerializeToString() + last.SerializeToString() + again.SerializeToString()
+    expected = pb.AttendStreamCall.FromString(body)
+    _, (call,) = read_message(b"\x12" + _wire.varint(len(body)) + body, 1)
+    assert (call.id, call.operation) == (3, expected.WhichOneof("operation"))
+    buffer, at, end = call.request
+    assert pb.ApplyRequest.FromString(buffer[at:end]) == expected.apply
 
 
 def test_a_message_has_a_bounded_number_of_calls() -> None:
@@ -314,8 +329,6 @@ def test_a_request_in_parts_is_the_merger_of_them() -> None:
     message = pb.AttendStreamRequest.FromString(b"")
     message.calls.add().ParseFromString(body)
     envelope = b"\x12" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7]) + body
-    _, ((call_id, timeout, attend),) = read_message(envelope, 100)
-    assert (call_id, timeout) == (7, None)
-    assert attend is not None
-    buffer, at, end = attend
+    _, ((call_id, timeout, operation, (buffer, at, end)),) = read_message(envelope, 100)
+    assert (call_id, timeout, operation) == (7, None, "attend")
     assert pb.AttendRequest.FromString(buffer[at:end]) == message.calls[0].attend
