@@ -157,7 +157,7 @@ def _config_options(
     options, objections = options_of(config, preset.family, definition.number)
     for objection in objections:
         option = objection.option
-        if not option or (belongs(option, definition.kind)):
+        if not option or (belongs(option, definition.kind) and option not in definition.options):
             report.add(path, objection.field, objection.expected, objection.found)
     return {option: value for option, value in options.items() if belongs(option, definition.kind)}
 

@@ -1,0 +1,322 @@
+"""Checkpoints: headers, shards, paths that try to leave the model directory, and what is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+
+from attnserve_server.layers.checkpoint import inspect, load, resolve
+from attnserve_server.layers.errors import LayerError, NoSuchFileError
+from attnserve_server.layers.header import HeaderError, read_header
+from attnserve_server.layers.specification import Dtype, LayerSpecification, LearnedScore, ParameterSource
+
+FILE = "weights.safetensors"
+
+
+def general(source: ParameterSource, inputs: int, contexts: int, dtype: Dtype = "float32") -> LayerSpecification:
+    """A layer with one parameter, [inputs, contexts]."""
+    return LayerSpecification(
+        name="score",
+        kind="general",
+        architecture=LearnedScore(score="general", inputs=inputs, contexts=contexts, outputs=contexts),
+        dtype=dtype,
+        file=FILE,
+        parameters={"score.weight": source},
+    )
+
+
+def content(header: Any, data: bytes = b"") -> bytes:
+    """A safetensors file with any header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(shape: list[Any], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_the_header_says_what_safetensors_itself_reads(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn)
+    tensors = {str(dtype): torch.zeros(2, index + 1).to(dtype) for index, dtype in enumerate(dtypes)}
+    tensors |= {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 5)}
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    found = inspect(tmp_path, FILE)
+    assert {name: info.shape for name, info in found.items()} == {name: (*t.shape,) for name, t in tensors.items()}
+    names = ("float32", "float16", "bfloat16", "float64")
+    assert [found[f"torch.{name}"].dtype for name in names] == list(names)
+    assert found["torch.int64"].dtype == "I64"
+
+
+BROKEN: dict[str, bytes] = {
+    "empty": b"",
+    "short": b"\x01\x02",
+    "no header": (100).to_bytes(8, "little"),
+    "a huge header": (2**63).to_bytes(8, "little") + bytes(100),
+    "no JSON": content(b"{not json"),
+    "not UTF-8": content(b'{"\xff": 1}'),
+    "deep JSON": content(b"[" * 200_000),
+    "a list": content([1]),
+    "no shape": content({"a": {"dtype": "F32", "data_offsets": [0, 0]}}),
+    "a negative length": content({"a": entry([-1, -1], 0, 4)}, bytes(4)),
+    "a length that is no number": content({"a": entry([True], 0, 4)}, bytes(4)),
+    "a name twice": content(b'{"a": %s, "a": %s}' % ((json.dumps(entry([1], 0, 4)).encode(),) * 2), bytes(4)),
+    "too few bytes for the shape": content({"a": entry([2], 0, 4)}, bytes(4)),
+    "a gap": content({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)),
+    "an overlap": content({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8)),
+    "backwards": content({"a": entry([1], 4, 0, "X9")}, bytes(4)),
+    "cut off": content({"a": entry([2], 0, 8)}, bytes(7)),
+    "something behind": content({"a": entry([2], 0, 8)}, bytes(9)),
+    "a pickle": b"\x80\x04\x95" + bytes(100),
+    "a zip, as torch.save writes it": b"PK\x03\x04" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_files_that_are_not_what_they_say(tmp_path: Path, what: str) -> None:
+    (tmp_path / FILE).write_bytes(BROKEN[what])
+    with pytest.raises(LayerError) as caught:
+        inspect(tmp_path, FILE)
+    (defect,) = caught.value.defects
+    assert (defect.file, defect.parameter) == (FILE, "")
+    assert str(tmp_path) not in str(caught.value)
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_any_damage_of_a_header_is_an_error_or_a_header(
+    tmp_path_factory: pytest.TempPathFactory, at: int, value: int
+) -> None:
+    """Nothing but HeaderError comes out, and what is accepted fills the file exactly."""
+    data = bytearray(save({"first": torch.ones(2, 3), "second": torch.ones(4)}))
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    data[min(at, len(data) - 1)] = value
+    path.write_bytes(data)
+    try:
+        tensors = read_header(path)
+    except HeaderError:
+        return
+    items = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+    known = {name: info for name, info in tensors.items() if info.dtype in items}
+    if len(known) == len(tensors):
+        count = sum(items[info.dtype] * torch.Size(info.shape).numel() for info in tensors.values())
+        assert count + 8 + int.from_bytes(data[:8], "little") == len(data)
+
+
+@given(st.integers(0, 300))
+def test_every_truncation_is_found_out(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
+    data = save({"first": torch.ones(2, 3), "second": torch.ones(4)})
+    path = tmp_path_factory.getbasetemp() / "truncated"
+    path.write_bytes(data[: min(kept, len(data) - 1)])
+    with pytest.raises(HeaderError):
+        read_header(path)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A model directory, with a file beside it that must not be reached."""
+    directory = tmp_path / "models"
+    (directory / "inner").mkdir(parents=True)
+    for path in (directory / FILE, tmp_path / "secret.safetensors"):
+        save_file({"weight": torch.arange(6.0).reshape(2, 3)}, path)
+    return directory
+
+
+def link(path: Path, target: Path | str) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+ESCAPES: dict[str, Callable[[Path], str]] = {
+    "parent": lambda _: "../secret.safetensors",
+    "parent from within": lambda _: "inner/../../secret.safetensors",
+    "absolute": lambda models: str(models.parent / "secret.safetensors"),
+    "absolute, though within": lambda models: str(models / FILE),
+    "link": lambda models: link(models / "link", models.parent / "secret.safetensors") and "link",
+    "relative link": lambda models: link(models / "inner/link", "../../secret.safetensors") and "inner/link",
+    "link to a directory": lambda models: link(models / "up", "..") and "up/secret.safetensors",
+    "link over links": lambda models: (link(models / "a", ".."), link(models / "b", "a")) and "b/secret.safetensors",
+    "a sibling with the same beginning": lambda models: "../models-secret",
+    "links in a circle": lambda models: (link(models / "c", "d"), link(models / "d", "c")) and "c",
+    "zero byte": lambda _: "a\0b",
+    "too long": lambda _: "a/" * 5000,
+}
+
+
+@pytest.mark.parametrize("way", ESCAPES)
+def test_no_path_leaves_the_model_directory(models: Path, way: str) -> None:
+    (models.parent / "models-secret").write_bytes((models / FILE).read_bytes())
+    file = ESCAPES[way](models)
+    with pytest.raises(LayerError) as caught:
+        inspect(models, file)
+    assert not isinstance(caught.value, NoSuchFileError)  # nor does it say whether there is a file
+    with pytest.raises(LayerError):
+        load(general_of(file), models)
+
+
+def general_of(file: str) -> LayerSpecification:
+    layer = general(ParameterSource(tensor="weight"), 2, 3)
+    return LayerSpecification(
+        name=layer.name,
+        kind=layer.kind,
+        architecture=layer.architecture,
+        dtype=layer.dtype,
+        file=file,
+        parameters=layer.parameters,
+    )
+
+
+def test_shards_do_not_leave_it_either(models: Path) -> None:
+    index = {"weight_map": {"weight": "../secret.safetensors"}}
+    (models / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LayerError, match="a path below the model directory"):
+        inspect(models, ".")
+
+
+def test_links_within_it_are_followed(models: Path) -> None:
+    """As a download cache lays its files out."""
+    link(models / "inner" / "model.safetensors", f"../{FILE}")
+    assert inspect(models, "inner")["weight"].shape == (2, 3)
+    link(models.parent / "elsewhere", models)
+    assert resolve(models.parent / "elsewhere", FILE) == (models / FILE).resolve()
+
+
+def test_what_is_no_file(models: Path) -> None:
+    with pytest.raises(NoSuchFileError):
+        inspect(models, "none.safetensors")
+    with pytest.raises(NoSuchFileError, match=r"model.safetensors or model.safetensors.index.json, found neither"):
+        inspect(models, "inner")
+    os.mkfifo(models / "pipe.safetensors")
+    with pytest.raises(LayerError, match="expected a file, found something else"):
+        inspect(models, "pipe.safetensors")
+
+
+def test_shards(tmp_path: Path) -> None:
+    tensors = {f"weight.{index}": torch.randn(2, 3) for index in range(4)}
+    places = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(tensors)}
+    for shard in set(places.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if places[name] == shard}, tmp_path / shard)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert set(inspect(tmp_path, index.name)) == set(inspect(tmp_path, ".")) == set(tensors)
+    for name, tensor in tensors.items():
+        layer = general_with(index.name, ParameterSource(tensor=name))
+        assert torch.equal(load(layer, tmp_path)["score.weight"], tensor)
+
+    index.write_text(
+        json.dumps({"weight_map": {**places, "other": "part-0.safetensors", "more": "part-7.safetensors"}})
+    )
+    (tmp_path / "part-1.safetensors").write_bytes(b"nothing")
+    with pytest.raises(LayerError) as caught:
+        inspect(tmp_path, index.name)
+    assert sorted(defect.file for defect in caught.value.defects) == [f"part-{n}.safetensors" for n in (0, 1, 7)]
+    for text in ("[]", "{", '{"weight_map": {"a": 1}}', "\xff"):
+        index.write_text(text)
+        with pytest.raises(LayerError):
+            inspect(tmp_path, index.name)
+
+
+def general_with(file: str, source: ParameterSource) -> LayerSpecification:
+    return LayerSpecification(
+        name="score",
+        kind="general",
+        architecture=LearnedScore(score="general", inputs=2, contexts=3, outputs=3),
+        dtype="float32",
+        file=file,
+        parameters={"score.weight": source},
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(None, None), (1, 3), (None, 2), (4, None)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_parameters_are_taken_turned_and_cast(
+    tmp_path: Path, dtype: Dtype, start: int | None, stop: int | None, transposed: bool
+) -> None:
+    stored = torch.randn(6, 6)
+    save_file({"before": torch.ones(3), "weight": stored}, tmp_path / FILE)
+    expected = (stored.T if transposed else stored)[start:stop]
+    source = ParameterSource(tensor="weight", transposed=transposed, start=start, stop=stop)
+    parameters = load(general(source, len(expected), 6, dtype), tmp_path)
+    assert list(parameters) == ["score.weight"]
+    found = parameters["score.weight"]
+    assert found.dtype == getattr(torch, dtype)
+    assert found.is_contiguous()
+    assert found.data_ptr() % 64 == 0
+    assert torch.equal(found, expected.to(found.dtype))
+
+
+def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
+    """A parameter is a copy: whoever owns the file may cut it, and the pages of a mapping would be gone."""
+    save_file({"weight": torch.ones(64, 64)}, tmp_path / FILE)
+    parameters = load(general(ParameterSource(tensor="weight"), 64, 64), tmp_path)
+    os.truncate(tmp_path / FILE, 0)
+    assert parameters["score.weight"].sum() == 64 * 64
+
+
+def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
+    """nn.Linear(units, 1) keeps the weights of an additive score as [1, units]."""
+    tensors = {"q": torch.randn(4, 3), "k": torch.randn(4, 5), "v": torch.randn(1, 4), "b": torch.randn(4, 1)}
+    save_file(tensors, tmp_path / FILE)
+    names = {"query.weight": "q", "key.weight": "k", "score.weight": "v", "bias": "b"}
+    layer = LayerSpecification(
+        name="additive",
+        kind="additive",
+        architecture=LearnedScore(score="additive", inputs=3, contexts=5, outputs=5, units=4, bias=True),
+        dtype="float32",
+        file=FILE,
+        parameters={name: ParameterSource(tensor=tensor) for name, tensor in names.items()},
+    )
+    parameters = load(layer, tmp_path)
+    assert parameters["score.weight"].shape == parameters["bias"].shape == (4,)
+    assert torch.equal(parameters["score.weight"], tensors["v"][0])
+
+
+def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
+    save_file({"q": torch.randn(4, 3), "k": torch.zeros(4, 5, dtype=torch.int8), "v": torch.randn(4)}, tmp_path / FILE)
+    layer = LayerSpecification(
+        name="additive",
+        kind="additive",
+        architecture=LearnedScore(score="additive", inputs=7, contexts=5, outputs=5, units=4, bias=True),
+        dtype="float32",
+        file=FILE,
+        parameters={
+            "query.weight": ParameterSource(tensor="q"),
+            "key.weight": ParameterSource(tensor="k"),
+            "score.weight": ParameterSource(tensor="v", start=1, stop=3),
+            "bias": ParameterSource(tensor="b"),
+            "key.bias": ParameterSource(tensor="b"),
+        },
+    )
+    with pytest.raises(LayerError) as caught:
+        load(layer, tmp_path)
+    told = {defect.parameter: (defect.expected, defect.found) for defect in caught.value.defects}
+    assert told["query.weight"] == ("[4, 7]", "[4, 3] ('q')")
+    assert told["key.weight"] == ("a tensor of float32, float16, bfloat16, float64", "'k' of I8")
+    assert told["score.weight"] == ("[4]", "[2] ('v', [4], rows 1 to 3)")
+    assert told["bias"] == ("tensor 'b' for [4]", "no such tensor")
+    assert told["key.bias"][1] == "one that it does not have"
+    assert len(told) == 5
+    assert {(defect.layer, defect.file) for defect in caught.value.defects} == {("additive", FILE)}
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_elements_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
+    stored = torch.tensor([[1.0, 7e4], [-torch.inf, 2.0]])
+    save_file({"weight": stored}, tmp_path / FILE)
+    source = ParameterSource(tensor="weight")
+    with pytest.raises(LayerError, match="elements within the range of float16, found one of"):
+        load(general(source, 2, 2, "float16"), tmp_path)
+    assert torch.equal(load(general(source, 2, 2, "bfloat16"), tmp_path)["score.weight"], stored.bfloat16())
+
+
+def test_what_was_saved_is_what_safetensors_loads(models: Path) -> None:
+    layer = general(ParameterSource(tensor="weight"), 2, 3)
+    assert torch.equal(load(layer, models)["score.weight"], load_file(models / FILE)["weight"])
