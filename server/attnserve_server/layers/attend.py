@@ -114,7 +114,7 @@ def _rows_of(
 
 def _of_sequences(rows: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
     """[count, H, length, D] of rows [n, H, D], in the same memory."""
-    return torch.unflatten(rows[start : start + count * length], 0, (count, length)).transpose(1, 2)
+    return rows[start : start + count * length].view(count, length, *rows.shape[1:]).transpose(1, 2)
 
 
 def replies(

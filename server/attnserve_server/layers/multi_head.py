@@ -134,4 +134,4 @@ class MultiHead:
 
 def _heads(rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:
     """[n, H, width] of some columns, in the same memory."""
-    return torch.unflatten(rows[:, columns], 1, (-1, width))
+    return rows[:, columns].view(len(rows), (columns.stop - columns.start) // width, width)
