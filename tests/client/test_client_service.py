@@ -19,6 +19,7 @@ from attnserve import (
     Client,
     DeadlineExceededError,
     InvalidRequestError,
+    NotFoundError,
     ServerInfo,
     _cli,
     merge_attention,
@@ -126,6 +127,15 @@ def test_the_server_names_the_field(either: Client) -> None:
         either.attend(query, key, value, priority=9)
     assert caught.value.field == "priority"
     np.testing.assert_allclose(either.attend(query, key, value).output, expected(query, key, value), atol=2e-6)
+
+
+@pytest.mark.parametrize("input", [np.ones((3, 4), np.float32), [1, 2, 3]], ids=["activations", "ids"])
+def test_a_layer_that_is_not_there(either: Client, input: Any) -> None:
+    futures = [either.submit(*triple(15)), either.submit_apply("no/such/layer", input), either.submit(*triple(16))]
+    with pytest.raises(NotFoundError, match="no/such/layer"):
+        futures[1].result()
+    for seed, future in ((15, futures[0]), (16, futures[2])):
+        np.testing.assert_allclose(future.result().output, expected(*triple(seed)), atol=2e-6)
 
 
 def test_parts_of_the_keys_merge(client: Client) -> None:
@@ -254,6 +264,19 @@ def test_server_info(client: Client, server: Any) -> None:
     assert info.limits.max_message_calls >= MESSAGE_CALLS
     assert info.kernels
     assert all(kernel.name and kernel.description for kernel in info.kernels)
+
+
+async def test_a_server_without_layers(server: Any, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    async with AsyncClient(server.address) as in_tasks:
+        assert client.layers.list() == await in_tasks.layers.list() == ()
+        for failing in (client.layers.get, client.layers.unload):
+            with pytest.raises(NotFoundError, match="no/such/layer"):
+                failing("no/such/layer")
+        for awaited in (in_tasks.layers.get, in_tasks.layers.unload):
+            with pytest.raises(NotFoundError, match="no/such/layer"):
+                await awaited("no/such/layer")
+    assert _cli.main(["layers", server.address]) == 0
+    assert capsys.readouterr().out == "no layers are loaded\n"
 
 
 def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
