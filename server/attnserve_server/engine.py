@@ -209,13 +209,11 @@ class Engine:
                 for entry in entries:
                     self._reply(entry, ComputationFailed(type(outcome).__name__))
                 continue
-            self._metrics.batch(
-                len(entries),
-                sum(entry.request.flops for entry in entries),
-                sum(entry.request.query_tokens for entry in entries),
-                outcome.padding,
-                outcome.kernel_calls,
-            )
+            flops = sum(entry.request.flops for entry in entries)
+            tokens = sum(entry.request.query_tokens for entry in entries)
+            self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
+            if (layer := entries[0].request.layer) is not None:
+                self._metrics.layer_batch(layer, len(entries), tokens, flops)
             for entry, result in zip(entries, outcome.results, strict=True):
                 phases = Phases(entry.decode, begin - entry.arrival, outcome.staging, outcome.compute, outcome.fetch)
                 self._reply(entry, Outcome(result, phases, len(entries)))

@@ -9,7 +9,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
 
 MAX_POSITION = 1 << 40
-"""Offsets beyond this are an error, and windows beyond it as good as infinite."""
+"""Offsets beyond this are an error. No axis of a tensor comes near it."""
 
 MAX_PRIORITY = 8
 
@@ -33,7 +33,9 @@ def window_of(message: Message) -> tuple[int, int]:
     for side in ("left", "right"):
         if getattr(message.window, side) < -1:
             raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
-    return min(message.window.left, MAX_POSITION), min(message.window.right, MAX_POSITION)
+    # Wider than the distance of any two positions is no bound.
+    left, right = (-1 if side > 2 * MAX_POSITION else side for side in (message.window.left, message.window.right))
+    return left, right
 
 
 def is_bottom_right(message: Message) -> bool:

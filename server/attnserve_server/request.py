@@ -96,6 +96,10 @@ class Request:
         return self.extent.cost
 
     @property
+    def layer(self) -> None:
+        """No layer."""
+
+    @property
     def group(self) -> Hashable:
         """Equal for requests that one batch can hold."""
         return self.problem.group

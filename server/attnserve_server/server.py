@@ -85,7 +85,7 @@ class Server:
             device_memory=self.device.memory if self.device.memory() else None,
         )
         directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
-        self.registry = Registry(self.device, Path(directory).resolve() if directory else None)
+        self.registry = Registry(self.device, Path(directory).resolve() if directory else None, self.metrics.layers)
         readers: dict[str, Read] = {"attend": read_request, "apply": partial(read_layer_request, self.registry)}
         self._service = AttentionService(self.engine, self.metrics, readers, config.max_message_calls, self._info)
         self._layer_service = LayerService(self.registry)

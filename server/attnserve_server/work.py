@@ -55,6 +55,10 @@ class Work(Protocol):
     """The field of `AttendStreamReply` that holds its reply."""
 
     @property
+    def layer(self) -> str | None:
+        """The name of the layer that it applies; None for attention."""
+
+    @property
     def group(self) -> Hashable:
         """Equal for requests that one batch can hold."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -44,10 +44,15 @@ class Loaded:
 
 
 class Registry:
-    """The layers of one server. `directory` is the model directory; None if nothing can be loaded."""
+    """The layers of one server. `directory` is the model directory; None if nothing can be loaded. `changed` is told
+    the bytes of all layers by name when they have changed.
+    """
 
-    def __init__(self, device: Device, directory: Path | None) -> None:
+    def __init__(
+        self, device: Device, directory: Path | None, changed: Callable[[Mapping[str, int]], None] = lambda sizes: None
+    ) -> None:
         self._device = device
+        self._changed = changed
         self._directory = directory
         self._layers: dict[str, Loaded] = {}
         self._versions = itertools.count(1)
@@ -77,6 +82,7 @@ class Registry:
             loop = asyncio.get_running_loop()
             loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
             self._layers |= {each.name: each for each in loaded}
+        self._tell()
         return loaded
 
     def unload(self, names: Collection[str]) -> None:
@@ -85,6 +91,10 @@ class Registry:
             self.get(name)
         for name in set(names):
             del self._layers[name]
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed({each.name: each.bytes for each in self._layers.values()})
 
     def _read(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
         from attnserve_server.layers.build import build_layer

@@ -50,6 +50,11 @@ class LayerRequest:
     reply_bytes: int
 
     @property
+    def layer(self) -> str:
+        """The name of the layer."""
+        return self.loaded.name
+
+    @property
     def group(self) -> Hashable:
         """Requests for one version of one layer share batches."""
         return self.loaded
