@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import calls
 import grpc
 import numpy as np
 import pytest
@@ -203,6 +204,7 @@ def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) 
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/attnserve.v1.AttentionService/Attend")(b"", timeout=30)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    calls.until_nothing_is_in_flight(server.http_address)  # a reply counts until it has been written
     with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=30) as response:
         text = response.read().decode()
     read = {
