@@ -145,7 +145,8 @@ class Config:
         256 * 2**20,
         "The longest message received. One message of a stream may carry several requests.",
     )
-    max_message_calls: int = _setting(_count(), 4096, "The most calls in one message of a stream.")
+    # The SDK puts at most 1024 calls into a message.
+    max_message_calls: int = _setting(_count(1024), 4096, "The most calls in one message of a stream.")
     max_requests: int = _setting(
         _count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
     )

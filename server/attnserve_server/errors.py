@@ -3,6 +3,7 @@
     RequestError
     ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
     ├── NotFound             NOT_FOUND            ErrorInfo
+    ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
@@ -80,6 +81,12 @@ class NotFound(RequestError):
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(f"there is no {what} {name!r}", "NOT_FOUND", name=name)
+
+
+class FailedPrecondition(RequestError):
+    """A request that this server, as it is set up, cannot meet."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Overloaded(RequestError):

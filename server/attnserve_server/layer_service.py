@@ -9,7 +9,7 @@ from grpc import aio
 
 from attnserve.v1 import layers_pb2 as pb
 from attnserve.v1 import layers_pb2_grpc
-from attnserve_server.errors import InvalidRequest, NotFound, RequestError
+from attnserve_server.errors import ComputationFailed, InvalidRequest, NotFound, RequestError
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.service import abort
@@ -56,6 +56,9 @@ class LayerService:
             return await abort(context, InvalidRequest("definitions", "layers that can be loaded", str(error)))
         except RequestError as error:
             return await abort(context, error)
+        except Exception:  # no memory, most likely; what gRPC would tell the caller of it is not for callers
+            logger.exception("layers were not loaded", extra={"definitions": request.definitions})
+            return await abort(context, ComputationFailed("the layers could not be brought to the device"))
         logger.info("loaded %s", ", ".join(each.name for each in loaded))
         return pb.LayerServiceLoadResponse(layers=map(_message, loaded))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import Case, Plan
 
-from attnserve._request import encode_attend
+from attnserve._attend import encode_attend
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.devices import open_device

@@ -22,14 +22,14 @@ from cases import Case, Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve._request import encode_attend
+from attnserve._attend import encode_attend
 from attnserve_server.devices import packing
 from attnserve_server.devices.cuda import run_batch
-from attnserve_server.work import BatchResult
 from attnserve_server.devices.packing import pack
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
 from attnserve_server.kernels.band import Band
 from attnserve_server.request import Request, read_request
+from attnserve_server.work import BatchResult
 
 HALF = ("float16", "bfloat16")
 FEW = settings(max_examples=max(15, settings().max_examples // 10))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
-from attnserve_server.work import RequestResult
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.request import Request
+from attnserve_server.work import RequestResult
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)

@@ -20,7 +20,6 @@ import torch
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
-from attnserve_server.work import BatchResult
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
@@ -34,6 +33,7 @@ from attnserve_server.errors import (
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import Request
+from attnserve_server.work import BatchResult
 
 INLINE, BESIDE = 10**15, -1
 """Inline FLOPs with which every batch runs on the loop, and with which none does."""

@@ -80,7 +80,7 @@ class LayerServiceServicer(object):
     def Load(self, request, context):
         """Loads layers, all or none. A layer whose name is taken replaces the one that has it, at once: requests in flight
         finish on the old one. Errors: INVALID_ARGUMENT (a definition, a file or a parameter is not as it should be),
-        NOT_FOUND (no such file), RESOURCE_EXHAUSTED (no memory).
+        NOT_FOUND (no such file), FAILED_PRECONDITION (the server has no model directory), INTERNAL (no memory).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from attnserve_server.devices import Device
-from attnserve_server.errors import NotFound
+from attnserve_server.errors import FailedPrecondition, NotFound
 from attnserve_server.layers.checkpoint import load, resolve_file
 from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.layer import Layer
@@ -73,11 +73,11 @@ class Registry:
         """Loads the layers of a file, all or none; what has their names is replaced at once. A `str` is a caller's, and
         must be below the model directory; a `Path` is the operator's, and is opened as it is.
 
-        Raises LayerError with everything that is wrong, NotFound if there is no model directory.
+        Raises LayerError with everything that is wrong, FailedPrecondition if there is no model directory.
         """
         directory = self._directory
         if directory is None:
-            raise NotFound("model directory for", str(definitions))
+            raise FailedPrecondition("the server has no model directory", "NO_MODEL_DIRECTORY")
         async with self._loading:
             loop = asyncio.get_running_loop()
             loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
