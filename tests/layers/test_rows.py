@@ -134,7 +134,7 @@ def test_maps_side_by_side_are_each_map(dtype: Dtype, widths: tuple[int, ...]) -
     rows = make.random_rows(32, 21, 0, dtype)
     weights = [make.random_rows(width, 21, width, dtype) for width in widths]
     biases = [make.random_rows(1, width, width, dtype)[0] if place else None for place, width in enumerate(widths)]
-    together = Projection(weights, biases)
+    together = Projection.of(weights, biases)
     bound = {"float64": 1e-13, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}[dtype]
     for first, stop in itertools.combinations(range(len(widths) + 1), 2):
         part = together.part(first, stop)

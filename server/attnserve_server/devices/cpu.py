@@ -94,6 +94,7 @@ class CpuDevice:
         query = torch.randn(1, 2 * self.threads, 16, 16)
         for scores in (None, "weights"):
             self.attend([AttentionCall(query, query, query, 0.25, return_scores=scores)], SPLIT_FLOPS)
+        self.take_kernel_calls()
 
     def memory(self) -> dict[str, int]:
         """Nothing: the host's memory is the process' own."""

@@ -28,7 +28,7 @@ class FeedForwardRows:
 
     def __init__(self, specification: FeedForward, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
         names = ("gate", "up") if specification.gated else ("up",)
-        self._up = Projection(
+        self._up = Projection.of(
             [parameters[f"{prefix}{name}.weight"] for name in names],
             [parameters.get(f"{prefix}{name}.bias") for name in names],
         )

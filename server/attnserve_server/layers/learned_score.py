@@ -38,7 +38,7 @@ class LearnedScoreHead:
         )
         self._value = None
         if specification.value:
-            self._value = Projection([parameters["value.weight"]], [parameters.get("value.bias")])
+            self._value = Projection.of([parameters["value.weight"]], [parameters.get("value.bias")])
 
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None

@@ -34,10 +34,10 @@ class MultiHead:
         ]
         weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
         if specification.inputs == specification.contexts:
-            self._all = Projection(weights, biases)
+            self._all = Projection.of(weights, biases)
             self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
         else:
-            self._query, self._context = Projection(weights[:1], biases[:1]), Projection(weights[1:], biases[1:])
+            self._query, self._context = Projection.of(weights[:1], biases[:1]), Projection.of(weights[1:], biases[1:])
         self._output = Linear.of(parameters, f"{prefix}output") if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32

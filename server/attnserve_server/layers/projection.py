@@ -6,6 +6,7 @@ already: of rows that begin anywhere in memory, some would be multiplied in anot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,26 +22,28 @@ class Projection:
     Columns between them, up to a multiple of WIDTH, are 0.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, columns: Sequence[slice]) -> None:
+        self._weight, self._bias, self.columns = weight, bias, columns
+
+    @staticmethod
+    def of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Projection:
+        """The maps of some weights, with biases or without."""
         widths = [_whole(len(weight)) for weight in weights]
-        edges = [sum(widths[:place]) for place in range(len(widths) + 1)]
-        self.columns = [slice(edge, edge + len(weight)) for edge, weight in zip(edges, weights, strict=False)]
-        self._edges = edges
-        self._weight = _joined(
-            [_filled(_widened(weight), width) for weight, width in zip(weights, widths, strict=True)]
-        )
-        self._bias = None
-        if any(bias is not None for bias in biases):
-            there = [
-                weight.new_zeros(width) if bias is None else _filled(bias, width)
-                for bias, weight, width in zip(biases, weights, widths, strict=True)
-            ]
-            self._bias = _joined(there)
+        starts = itertools.accumulate(widths, initial=0)
+        columns = [slice(start, start + len(weight)) for start, weight in zip(starts, weights, strict=False)]
+        weight = _joined([_filled(_widened(weight), width) for weight, width in zip(weights, widths, strict=True)])
+        if all(bias is None for bias in biases):
+            return Projection(weight, None, columns)
+        there = [
+            weight.new_zeros(width) if bias is None else _filled(bias, width)
+            for bias, width in zip(biases, widths, strict=True)
+        ]
+        return Projection(weight, _joined(there), columns)
 
     @property
     def width(self) -> int:
         """The columns of all outputs."""
-        return self._edges[-1]
+        return len(self._weight)
 
     @property
     def row_flops(self) -> int:
@@ -52,14 +55,10 @@ class Projection:
         return apply_linear(rows, self._weight, self._bias)
 
     def part(self, first: int, stop: int) -> Projection:
-        """Some of the maps, of the same memory."""
-        projection = object.__new__(Projection)
-        begin, end = self._edges[first], self._edges[stop]
-        projection._edges = [edge - begin for edge in self._edges[first : stop + 1]]
-        projection.columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:stop]]
-        projection._weight = self._weight[begin:end]
-        projection._bias = None if self._bias is None else self._bias[begin:end]
-        return projection
+        """Some of the maps, in the same memory."""
+        begin, end = self.columns[first].start, _whole(self.columns[stop - 1].stop)
+        columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:stop]]
+        return Projection(self._weight[begin:end], None if self._bias is None else self._bias[begin:end], columns)
 
 
 class Linear:
