@@ -54,6 +54,13 @@ def _joined(
     )
 
 
+def exact_dtype(query: torch.Tensor) -> torch.dtype:
+    """The dtype that this kernel computes such queries in: parameters of scores that have it need no conversion."""
+    if query.dtype == torch.float64 or (query.device.type == "cpu" and query.dtype == torch.float32):
+        return torch.float64
+    return torch.float32
+
+
 def _units(call: AttentionCall) -> int:
     """The hidden units of a score."""
     return call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
@@ -62,7 +69,7 @@ def _units(call: AttentionCall) -> int:
 def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Output, lse and scores of sequences, together."""
     query, key, value = call.query, call.key, call.value
-    exact = torch.float64 if query.device.type == "cpu" and query.dtype == torch.float32 else call.accumulation_dtype
+    exact = exact_dtype(query)
     (count, query_heads, query_length, _), (_, kv_heads, kv_length, _) = query.shape, key.shape
     device, width = query.device, value.shape[-1]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from attnserve_server.devices.compute import Compute
-from attnserve_server.kernels import AdditiveScore, GeneralScore
+from attnserve_server.kernels import AdditiveScore, GeneralScore, math
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.multi_head import Heads
 from attnserve_server.layers.projection import Projection
@@ -19,17 +19,18 @@ class LearnedScoreHead:
     """The head with its parameters. The kernel applies those of the score; values are projected here."""
 
     def __init__(self, specification: LearnedScore, parameters: Mapping[str, torch.Tensor]) -> None:
+        # Kept as the kernel computes with them: it would convert them again for every sequence.
+        wide = {
+            name: values.to(math.exact_dtype(values))
+            for name, values in parameters.items()
+            if not name.startswith("value.")
+        }
         score: AdditiveScore | GeneralScore
         if specification.score == "additive":
-            score = AdditiveScore(
-                parameters["query.weight"],
-                parameters["key.weight"],
-                parameters.get("bias"),
-                parameters.get("score.weight"),
-            )
+            score = AdditiveScore(wide["query.weight"], wide["key.weight"], wide.get("bias"), wide.get("score.weight"))
             width = 2 * specification.units
         else:
-            score = GeneralScore(parameters["score.weight"])
+            score = GeneralScore(wide["score.weight"])
             width = specification.contexts
         self.scoring = Scoring(
             scale=1.0 if specification.scale is None else specification.scale,
