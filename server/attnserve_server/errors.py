@@ -25,6 +25,18 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "attnserve"
 """The domain of every ErrorInfo."""
 
+MAX_SHOWN = 1000
+"""The longest part of a message that says what was found, in characters: a unary call's status travels, several times
+over, in trailers, of which gRPC accepts 8 KiB."""
+
+MAX_NAME = 128
+"""How much of a name that nothing has is shown: names of layers are no longer."""
+
+
+def shortened(text: str) -> str:
+    """The text, cut if it is longer than what may be shown."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 class RequestError(Exception):
     """A request that gets an error for its reply. `reason` is a constant that a program can compare."""
@@ -55,9 +67,9 @@ class InvalidRequest(RequestError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, expected: str, found: object, reason: str = "INVALID_FIELD") -> None:
-        super().__init__(f"{field}: expected {expected}, found {found}", reason, field=field)
+        self.description = shortened(f"expected {expected}, found {found}")
+        super().__init__(f"{field}: {self.description}", reason, field=field)
         self.field = field
-        self.description = f"expected {expected}, found {found}"
 
     def details(self) -> list[Message]:
         """ErrorInfo, and BadRequest with the path of the field."""
@@ -80,6 +92,7 @@ class NotFound(RequestError):
     code = grpc.StatusCode.NOT_FOUND
 
     def __init__(self, what: str, name: str) -> None:
+        name = name[:MAX_NAME]
         super().__init__(f"there is no {what} {name!r}", "NOT_FOUND", name=name)
 
 

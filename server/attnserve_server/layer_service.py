@@ -9,7 +9,7 @@ from grpc import aio
 
 from attnserve.v1 import layers_pb2 as pb
 from attnserve.v1 import layers_pb2_grpc
-from attnserve_server.errors import ComputationFailed, InvalidRequest, NotFound, RequestError
+from attnserve_server.errors import MAX_SHOWN, ComputationFailed, InvalidRequest, NotFound, RequestError
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.service import abort
@@ -53,7 +53,7 @@ class LayerService:
             return await abort(context, NotFound("file", request.definitions))
         except LayerError as error:
             logger.warning("layers were not loaded", extra={"definitions": request.definitions, "error": error})
-            return await abort(context, InvalidRequest("definitions", "layers that can be loaded", str(error)))
+            return await abort(context, InvalidRequest("definitions", "layers that can be loaded", _summary(error)))
         except RequestError as error:
             return await abort(context, error)
         except Exception:  # no memory, most likely; what gRPC would tell the caller of it is not for callers
@@ -74,6 +74,19 @@ class LayerService:
             return await abort(context, error)
         logger.info("unloaded %s", ", ".join(request.names))
         return pb.LayerServiceUnloadResponse()
+
+
+def _summary(error: LayerError) -> str:
+    """The first defects, as many as a status has room for; the log has all."""
+    lines: list[str] = []
+    room = MAX_SHOWN - 100  # for the words around them
+    for line in map(str, error.defects):
+        room -= len(line)
+        if lines and room < 0:
+            break
+        lines.append(line)
+    more = len(error.defects) - len(lines)
+    return "\n".join([*lines, *[f"and {more} more"] * bool(more)])
 
 
 def _message(loaded: Loaded) -> pb.Layer:

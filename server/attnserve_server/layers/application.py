@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -40,7 +39,6 @@ class Application:
     context_length: int | None
 
 
-@lru_cache(maxsize=4096)
 def application_of(header: bytes) -> Application:
     """The application that a serialised header (of `ApplyRequest`, with tickets) states. Raises InvalidRequest."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +26,7 @@ from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.options import check_offset
 from attnserve_server.reply import payloads_of, tensor_header, timings_of
-from attnserve_server.request import CALL_COST
+from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
 from attnserve_server.tensors import read_integers
 from attnserve_server.work import BatchResult, Phases, RequestResult
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 WIRE = {dtype: value for value, dtype in TORCH.items() if dtype != torch.uint8}
 """The wire's dtype of each floating dtype of torch."""
+
+_known = lru_cache(maxsize=4096)(application_of)
 
 
 @dataclass(slots=True)
@@ -142,7 +145,7 @@ def read_layer_request(registry: Registry, buffer: bytes, at: int = 0, end: int 
         header, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
-    application = application_of(header)
+    application = _known(header) if len(header) <= MAX_KNOWN_HEADER else application_of(header)
     loaded = registry.get(application.layer)
     specification = loaded.specification
     layer = loaded.outline
@@ -170,8 +173,8 @@ def read_layer_request(registry: Registry, buffer: bytes, at: int = 0, end: int 
         context=None if context_lengths is None else read.rows("context", context_lengths, dtype),
         context_lengths=context_lengths,
         offsets=offsets,
-        mask=read.broadcast("mask", max(lengths, default=0), max(keys, default=0), torch.bool),
-        bias=read.broadcast("bias", max(lengths, default=0), max(keys, default=0), exact),
+        mask=read.broadcast("mask", max(lengths), max(keys), torch.bool) if lengths else None,
+        bias=read.broadcast("bias", max(lengths), max(keys), exact) if lengths else None,
         segments=read.rows("segments", lengths, None) if "segments" in application.tensors else None,
         options=application.options,
     )
@@ -195,7 +198,7 @@ def _read_lengths(
     def lengths(name: str, rows: int) -> list[int]:
         given = read_integers(tensors.get(name), payloads)
         if given is None:
-            return [rows] * application.batch
+            return [rows] * (0 if _is_empty(application) else application.batch)
         for index, length in enumerate(given):
             if not 0 <= length <= rows:
                 raise InvalidRequest(f"{name}[{index}]", f"from 0 to {rows}", length)
@@ -204,14 +207,22 @@ def _read_lengths(
         return list(given)
 
     context = application.context_length
+    own = lengths("lengths", application.length)
+    context_lengths = None if context is None else lengths("context_lengths", context)
     offsets = read_integers(tensors.get("query_offset"), payloads)
     each = None
     if offsets is not None:
         each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
         if len(each) == 1:
-            each *= application.batch
-    context_lengths = None if context is None else lengths("context_lengths", context)
-    return lengths("lengths", application.length), context_lengths, each
+            each *= len(own)
+    if _is_empty(application):
+        return [], None if context is None else [], None
+    return own, context_lengths, each
+
+
+def _is_empty(application: Application) -> bool:
+    """Whether there is nothing to compute, however many sequences without rows a request says there are."""
+    return application.batched and not application.length and not application.context_length
 
 
 class _Reader:
