@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -128,4 +129,38 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 def client(server: Server) -> Iterator[Client]:
     """A client of the shared server."""
     with Client(server.address) as client:
+        yield client
+
+
+@dataclass(frozen=True)
+class Models:
+    """A model directory with `layers.toml`, and the module (in float64) of each of its layers."""
+
+    directory: Path
+    modules: dict[str, Any] = field(repr=False)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The checkpoints of `checkpoints`."""
+    import checkpoints  # and with it torch and transformers, which most runs of few tests need not wait for
+
+    directory = tmp_path_factory.mktemp("models")
+    return Models(directory, checkpoints.write(directory))
+
+
+@pytest.fixture(scope="session")
+def layer_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that tests of layers share: it holds those of `models`."""
+    flags = ("--layers", str(models.directory / "layers.toml"))
+    server = Server(flags, tmp_path_factory.mktemp("layer-server") / "stderr")
+    yield server
+    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
+    assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture(scope="session")
+def layer_client(layer_server: Server) -> Iterator[Client]:
+    """A client of the server with layers."""
+    with Client(layer_server.address) as client:
         yield client

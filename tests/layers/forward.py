@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,30 +59,38 @@ def rotated(heads: Floats, rotary: Rotary) -> Floats:
     return turned
 
 
-def attention(x: Floats, context: Floats, layer: Attention, parameters: Parameters) -> Floats:
-    """Multi-head attention of x [L, inputs] over a context [S, contexts]."""
+def attended(
+    x: Floats, context: Floats, layer: Attention, parameters: Parameters, offset: int = 0, **options: Any
+) -> tuple[Floats, oracle.Expected]:
+    """The output of multi-head attention of x [L, inputs] over a context [S, contexts], and what the oracle says of the
+    attention inside. The first input stands at the offset; options of the oracle win over the layer's own.
+    """
     query, key, value = (
-        linear(source, parameters, name).reshape(len(source), heads, -1).swapaxes(0, 1)
-        for source, name, heads in (
-            (x, "query", layer.heads),
-            (context, "key", layer.kv_heads),
-            (context, "value", layer.kv_heads),
+        linear(source, parameters, name).reshape(len(source), heads, width).swapaxes(0, 1)
+        for source, name, heads, width in (
+            (x, "query", layer.heads, layer.head_dim),
+            (context, "key", layer.kv_heads, layer.head_dim),
+            (context, "value", layer.kv_heads, layer.value_dim),
         )
     )
     if layer.rotary is not None:
-        query, key = rotated(query, layer.rotary), rotated(key, layer.rotary)
-    output: Floats = oracle.attend(
-        query,
-        key,
-        value,
-        causal=layer.causal,
-        window=layer.window,
-        scale=layer.scale,
-        softcap=layer.softcap,
-        alibi_slopes=np.array(layer.alibi) if layer.alibi else None,
-    ).output
-    output = output.swapaxes(0, 1).reshape(len(x), -1)
-    return linear(output, parameters, "output") if layer.output else output
+        standing = replace(layer.rotary, offset=layer.rotary.offset + offset)
+        query, key = rotated(query, standing), rotated(key, layer.rotary)
+    own: dict[str, Any] = {
+        "causal": layer.causal,
+        "window": layer.window,
+        "scale": layer.scale,
+        "softcap": layer.softcap,
+        "alibi_slopes": np.array(layer.alibi) if layer.alibi else None,
+    }
+    inside = oracle.attend(query, key, value, **own | options)
+    output: Floats = inside.output.swapaxes(0, 1).reshape(len(x), layer.heads * layer.value_dim)
+    return linear(output, parameters, "output") if layer.output else output, inside
+
+
+def attention(x: Floats, context: Floats, layer: Attention, parameters: Parameters) -> Floats:
+    """Multi-head attention of x [L, inputs] over a context [S, contexts], as the layer is defined."""
+    return attended(x, context, layer, parameters)[0]
 
 
 def feed_forward(x: Floats, layer: FeedForward, parameters: Parameters) -> Floats:
