@@ -187,13 +187,14 @@ class Client:
         future: CallFuture[Any, T]
         if self._streams:
             future = CallFuture(call.result)
+            future.client = self  # before it is sent: the reply lets go of the client
             stream = self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
             stream.submit(future, call)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            future.client = self
             self._unary.submit(future, operation.path, call.pieces, call.timeout)
-        future.client = self
         return future
 
     def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:

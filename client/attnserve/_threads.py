@@ -51,6 +51,7 @@ class CallFuture(Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel():
             return False
+        self.client = None
         if self.withdraw():
             self.set_running_or_notify_cancel()  # for who waits for several futures
         return True

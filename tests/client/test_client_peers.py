@@ -31,6 +31,7 @@ from attnserve import (
     ServerError,
     UnavailableError,
 )
+from attnserve._threads import CallFuture, StreamTransport
 from attnserve.v1 import attention_pb2 as pb
 
 pytestmark = pytest.mark.timeout(30)
@@ -497,6 +498,25 @@ def test_a_future_keeps_its_client() -> None:
         future = Client(address).submit(array(1), array(1), array(1))
         gc.collect()
         assert future.result().output[0, 0] == 1
+
+
+def test_a_future_lets_go_of_its_client_when_it_is_done(silent: tuple[str, threading.Event]) -> None:
+    with Client(silent[0]) as client:
+        future = client.submit(array(1), array(1), array(1))
+        assert isinstance(future, CallFuture)
+        assert future.cancel()
+        assert future.client is None
+
+
+def test_a_reply_that_is_there_at_once_lets_go_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(transport: StreamTransport, future: CallFuture[Any, Any], call: object) -> None:
+        future.settle(UnavailableError("at once"))
+
+    monkeypatch.setattr(StreamTransport, "submit", submit)
+    with Client() as client:
+        future = client.submit(array(1), array(1), array(1))
+        assert isinstance(future, CallFuture)
+        assert future.client is None
 
 
 def test_cancelled_by_the_server(attend: Attend) -> None:
