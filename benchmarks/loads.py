@@ -1,109 +1,72 @@
-"""Closed loops: so many requests in flight for so many seconds, each reply followed by the next request."""
+"""Closed loops: so many requests in flight, each reply followed by the next request, until a meter says stop.
+
+The requests of a workload are sent in turn, by every way of calling; encoded beforehand where messages are raw.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from time import perf_counter, process_time
+import itertools
+import queue
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any, Final
 
-import numpy as np
 import torch
 from grpc import aio
 
 from attnserve import AsyncClient, Client
-from attnserve_server.kernels import AttentionCall, attend
-from benchmarks.workloads import WIDTH, Workload, call, reply_ids
+from attnserve_server.cpus import usable_cpus
+from benchmarks.messages import call, replies
+from benchmarks.meters import Meter
+from benchmarks.workload import Workload
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-METHOD = "/attnserve.v1.AttentionService/"
-WARM_UP = 0.2
-"""The share of a run's time, before it, that is not counted."""
-MAX_JOINED_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class Measurement:
-    """Latencies in seconds of the replies counted, how long that took, and the load generator's own CPU time."""
-
-    latencies: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    client_cpu: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Requests a second."""
-        return len(self.latencies) / self.seconds if self.seconds else 0.0
-
-    def percentile(self, share: float) -> float:
-        """A percentile of the latencies, in seconds."""
-        return float(np.percentile(self.latencies, share)) if self.latencies else float("nan")
+STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
+CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+MAX_JOINED_BYTES: Final = 1 << 20
 
 
-class Clock:
-    """Counts replies once the warm-up is over, until the time is."""
-
-    def __init__(self, seconds: float) -> None:
-        self.measurement = Measurement()
-        self._begin = perf_counter() + seconds * WARM_UP
-        self._end = self._begin + seconds
-        self._counting = False
-        self._cpu = 0.0
-        self._since = 0.0
-
-    def replied(self, sent_at: float) -> bool:
-        """Counts a reply to a request sent at some time; whether to go on."""
-        now = perf_counter()
-        if self._counting:
-            self.measurement.latencies.append(now - sent_at)
-            if now >= self._end:
-                self.measurement.seconds = now - self._since
-                self.measurement.client_cpu = process_time() - self._cpu
-                return False
-        elif now >= self._begin:
-            self._counting, self._since, self._cpu = True, now, process_time()
-        return True
+def in_process(workload: Workload, meter: Meter) -> None:
+    """Torch in this process, with all cores: batches of all that is in flight, put together beforehand."""
+    batches = workload.batches()
+    torch.set_num_threads(usable_cpus())
+    try:
+        with torch.inference_mode():
+            for batch in itertools.cycle(batches):
+                begin = perf_counter()
+                outputs = batch.compute()
+                for number, output in zip(batch.requests, outputs, strict=True):
+                    if not meter.replied(number, begin, output):
+                        return
+    finally:
+        torch.set_num_threads(1)
 
 
-def in_process(workload: Workload, seconds: float) -> Measurement:
-    """The same call of torch: batches of all that is in flight, all cores."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    query, key, value = (
-        torch.from_numpy(array).expand(workload.in_flight, -1, -1, -1).contiguous() for array in workload.arrays()
-    )
-    clock = Clock(seconds)
-    while True:
-        begin = perf_counter()
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        for _ in range(workload.in_flight):
-            if not clock.replied(begin):
-                torch.set_num_threads(1)
-                return clock.measurement
-
-
-async def raw_stream(address: str, workload: Workload, seconds: float) -> Measurement:
+async def raw_stream(address: str, workload: Workload, meter: Meter) -> None:
     """Encoded messages over one stream; nothing is decoded but the ids of the replies."""
-    request = workload.request()
-    clock = Clock(seconds)
+    operation = workload.operation
+    requests = [workload.request(number) for number in workload.numbers]
+    numbers = itertools.cycle(workload.numbers)
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stream = channel.stream_stream(METHOD + "AttendStream")()
-        sent_at: dict[int, float] = {}
-        due = list(range(1, workload.in_flight + 1))
+        stream: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(STREAM)()
+        sent: dict[int, tuple[int, float]] = {}
+        free = list(range(1, workload.in_flight + 1))
         ready = asyncio.Event()
         ready.set()
 
         async def write() -> None:
-            most = max(1, MAX_JOINED_BYTES // len(request))
             while True:
                 await ready.wait()
                 ready.clear()
-                while due:
-                    now = perf_counter()
-                    batch, due[:] = due[:most], due[most:]
-                    for call_id in batch:
-                        sent_at[call_id] = now
-                    await stream.write(b"".join(piece for call_id in batch for piece in call(call_id, request)))
+                while free:
+                    now, pieces, size = perf_counter(), [], 0
+                    while free and size < MAX_JOINED_BYTES:
+                        number, call_id = next(numbers), free.pop()
+                        sent[call_id] = number, now
+                        pieces += call(operation, call_id, requests[number])
+                        size += len(requests[number])
+                    await stream.write(b"".join(pieces))
 
         writer = asyncio.create_task(write())
         try:
@@ -112,98 +75,93 @@ async def raw_stream(address: str, workload: Workload, seconds: float) -> Measur
                 message = await stream.read()
                 if not isinstance(message, bytes):
                     raise RuntimeError(f"the stream ended: {await stream.code()} {await stream.details()}")
-                for call_id in reply_ids(message):
-                    going = clock.replied(sent_at.pop(call_id)) and going
-                    due.append(call_id)
+                for call_id, reply in replies(operation, message):
+                    going = meter.replied(*sent.pop(call_id), reply) and going
+                    free.append(call_id)
                 ready.set()
         finally:
             writer.cancel()
             stream.cancel()
-    return clock.measurement
 
 
-async def raw_unary(address: str, workload: Workload, seconds: float) -> Measurement:
+async def raw_unary(address: str, workload: Workload, meter: Meter) -> None:
     """Encoded messages by unary calls; nothing is decoded."""
-    request = workload.request()
-    clock = Clock(seconds)
+    requests = [workload.request(number) for number in workload.numbers]
+    numbers = itertools.cycle(workload.numbers)
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        attend_rpc = channel.unary_unary(METHOD + "Attend")
+        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(workload.operation.path)
 
         async def caller() -> None:
-            while True:
-                begin = perf_counter()
-                await attend_rpc(request)
-                if not clock.replied(begin):
-                    return
+            going = True
+            while going:
+                number, begin = next(numbers), perf_counter()
+                reply = await rpc(requests[number])
+                going = meter.replied(number, begin, reply)
 
-        callers = [asyncio.create_task(caller()) for _ in range(workload.in_flight)]
-        await asyncio.wait(callers, return_when=asyncio.FIRST_COMPLETED)
-        for task in callers:
-            task.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
-    return clock.measurement
+        await _until_first_ends(caller, workload.in_flight)
 
 
-async def async_sdk(address: str, workload: Workload, seconds: float) -> Measurement:
+async def async_sdk(address: str, workload: Workload, meter: Meter) -> None:
     """AsyncClient: arrays in, arrays out."""
-    query, key, value = workload.arrays()
-    clock = Clock(seconds)
+    arrays = [workload.arrays(number) for number in workload.numbers]
+    numbers = itertools.cycle(workload.numbers)
     async with AsyncClient(address) as client:
 
         async def caller() -> None:
-            while True:
-                begin = perf_counter()
-                await client.attend(query, key, value, causal=True)
-                if not clock.replied(begin):
-                    return
+            going = True
+            while going:
+                number, begin = next(numbers), perf_counter()
+                result = await workload.submit_async(client, arrays[number])
+                going = meter.replied(number, begin, result.output)
 
-        callers = [asyncio.create_task(caller()) for _ in range(workload.in_flight)]
-        await asyncio.wait(callers, return_when=asyncio.FIRST_COMPLETED)
-        for task in callers:
-            task.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
-    return clock.measurement
+        await _until_first_ends(caller, workload.in_flight)
 
 
-def sync_sdk(address: str, workload: Workload, seconds: float) -> Measurement:
+async def _until_first_ends(caller: Callable[[], Awaitable[None]], count: int) -> None:
+    """Runs so many callers until one ends, or fails; the others are ended."""
+    tasks = [asyncio.ensure_future(caller()) for _ in range(count)]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def sync_sdk(address: str, workload: Workload, meter: Meter) -> None:
     """Client: arrays in, arrays out, one thread that keeps several in flight by `submit`."""
-    query, key, value = workload.arrays()
-    clock = Clock(seconds)
+    arrays = [workload.arrays(number) for number in workload.numbers]
+    numbers = itertools.cycle(workload.numbers)
+    going = True
     with Client(address) as client:
         if workload.in_flight == 1:
-            while True:
-                begin = perf_counter()
-                client.attend(query, key, value, causal=True)
-                if not clock.replied(begin):
-                    return clock.measurement
-        futures = []
-        while True:
-            while len(futures) < workload.in_flight:
-                futures.append((perf_counter(), client.submit(query, key, value, causal=True)))
-            begin, future = futures.pop(0)
-            future.result()
-            if not clock.replied(begin):
-                break
-        for _, future in futures:
-            future.result()
-    return clock.measurement
+            while going:
+                number, begin = next(numbers), perf_counter()
+                going = meter.replied(number, begin, workload.ask(client, arrays[number]).output)
+            return
+        done: queue.SimpleQueue[tuple[int, float, Future[Any]]] = queue.SimpleQueue()
+
+        def send() -> None:
+            number, begin = next(numbers), perf_counter()
+            future = workload.submit(client, arrays[number])
+            future.add_done_callback(lambda future: done.put((number, begin, future)))
+
+        for _ in range(workload.in_flight):
+            send()
+        while going:
+            number, begin, future = done.get()
+            going = meter.replied(number, begin, future.result().output)
+            send()
+        # What is in flight ends with the client.
 
 
-def check(address: str, workload: Workload) -> None:
-    """Raises if the service's answer is not that of torch in process; nothing wrong is worth timing."""
-    query, key, value = workload.arrays()
-    with Client(address) as client:
-        output = client.attend(query, key, value, causal=True).output
-    tensors = (torch.from_numpy(array)[None] for array in (query, key, value))
-    expected = attend(AttentionCall(*tensors, scale=WIDTH**-0.5, causal=True)).output[0].numpy()
-    if not np.allclose(output, expected, atol=2e-6):
-        raise RuntimeError(f"workload {workload.name}: the service's answer is wrong")
-
-
-LOADS: dict[str, Callable[[str, Workload, float], object]] = {
+LOADS: Final[dict[str, Callable[[str, Workload, Meter], Awaitable[None] | None]]] = {
     "stream": raw_stream,
     "unary": raw_unary,
     "async SDK": async_sdk,
     "sync SDK": sync_sdk,
 }
-"""Load generators by name: encoded messages over one stream and by unary calls, and both SDKs."""
+"""Load generators by name: encoded messages over one stream and by unary calls, and both SDKs.
+
+They return when the meter says stop, and raise what goes wrong.
+"""

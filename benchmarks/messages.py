@@ -1,0 +1,34 @@
+"""Encoded calls into the messages of a stream, and encoded replies out of them: a client that decodes little else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnserve import _wire
+from attnserve._operation import Operation
+from attnserve.v1 import attention_pb2 as pb
+
+
+def call(operation: Operation, call_id: int, request: bytes) -> list[_wire.Buffer]:
+    """The pieces of one call, as a field of AttendStreamRequest."""
+    envelope = b"\x08" + _wire.varint(call_id) + _wire.field_prefix(operation.number, len(request))
+    prefix = _wire.field_prefix(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, len(envelope) + len(request))
+    return [prefix + envelope, request]
+
+
+def replies(operation: Operation, message: bytes) -> Iterator[tuple[int, memoryview]]:
+    """The ids and the encoded replies in an AttendStreamResponse. RuntimeError at an error."""
+    reply_number = pb.AttendStreamReply.DESCRIPTOR.fields_by_name[operation.field].number
+    view = memoryview(message)
+    for _, _, _, content, end in _wire.fields(message, 0, len(message)):
+        call_id, reply = 0, None
+        for number, _, start, inner, behind in _wire.fields(message, content, end):
+            if number == pb.AttendStreamReply.ID_FIELD_NUMBER:
+                call_id = pb.AttendStreamReply.FromString(message[start:behind]).id
+            elif number == reply_number:
+                reply = view[inner:behind]
+            elif number == pb.AttendStreamReply.ERROR_FIELD_NUMBER:
+                raise RuntimeError(pb.AttendStreamReply.FromString(message[content:end]).error.message)
+        if reply is None:
+            raise RuntimeError("a reply without a result")
+        yield call_id, reply

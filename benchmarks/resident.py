@@ -1,0 +1,144 @@
+"""A resident multi-head layer: callers send activations; 512 wide, 8 heads of 64, float32, causal.
+
+Its weights are random and the same in every run: the service reads them from a file that is written for it, torch in
+process has them as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from attnserve import AsyncClient, Client
+from attnserve._operation import APPLY
+from attnserve.v1 import attention_pb2 as pb
+from benchmarks.workload import HEAD_DIM, HEADS, Array, Batch, Result, Workload, causal_attention, tensor
+
+WIDTH: Final = HEADS * HEAD_DIM
+LAYER: Final = "benchmark"
+
+_DEFINITION: Final = f"""\
+[[layers]]
+name = "{LAYER}"
+preset = "torch.multihead_attention"
+file = "benchmark.safetensors"
+heads = {HEADS}
+causal = true
+"""
+
+
+def weights() -> dict[str, Array]:
+    """The layer's parameters, by the names of torch's nn.MultiheadAttention; of a size that keeps activations' size."""
+    random = np.random.default_rng(512)
+    shapes = {
+        "in_proj_weight": (3 * WIDTH, WIDTH),
+        "in_proj_bias": (3 * WIDTH,),
+        "out_proj.weight": (WIDTH, WIDTH),
+        "out_proj.bias": (WIDTH,),
+    }
+    scale = np.float32(WIDTH**-0.5)
+    return {name: random.standard_normal(shape, dtype=np.float32) * scale for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Resident(Workload):
+    """Requests of any lengths, one sequence each."""
+
+    operation = APPLY
+    # Sums over 512 products, three deep, where SEMANTICS' 2e-6 is for attention alone.
+    tolerance = 1e-5
+
+    def server_flags(self, directory: Path) -> list[str]:
+        """Has the service load the layer before it is ready."""
+        save_file(weights(), directory / "benchmark.safetensors")
+        definitions = directory / "layers.toml"
+        definitions.write_text(_DEFINITION, "utf-8")
+        return ["--layers", str(definitions)]
+
+    def arrays(self, number: int) -> tuple[Array]:
+        """The input, [L, 512], unit-normal."""
+        random = np.random.default_rng(number)
+        return (random.standard_normal(self.output_shape(number), dtype=np.float32),)
+
+    def output_shape(self, number: int) -> tuple[int, ...]:
+        """[L, 512]."""
+        return (self.lengths[number], WIDTH)
+
+    def request(self, number: int) -> bytes:
+        """An encoded ApplyRequest."""
+        (input,) = self.arrays(number)
+        return pb.ApplyRequest(layer=LAYER, input=tensor(input)).SerializeToString()
+
+    def expected(self, number: int) -> Array:
+        """[L, 512], float64."""
+        exact = {name: array.astype(np.float64) for name, array in weights().items()}
+        (input,) = self.arrays(number)
+        projected = input @ exact["in_proj_weight"].T + exact["in_proj_bias"]
+        heads = projected.reshape(len(input), 3, HEADS, HEAD_DIM).transpose(1, 2, 0, 3)
+        attended = causal_attention(*heads).swapaxes(0, 1).reshape(len(input), WIDTH)
+        return np.asarray(attended @ exact["out_proj.weight"].T + exact["out_proj.bias"])
+
+    def batches(self) -> list[Batch]:
+        """Projections over all rows that are in flight; attention stacked if they are of one length, else one by one.
+
+        Padding instead took twice as long on 2 cores, with the projections padded as well as with them packed.
+        """
+        parameters = [torch.from_numpy(array) for array in weights().values()]
+        return [
+            Batch(
+                chunk,
+                partial(
+                    multi_head,
+                    torch.from_numpy(np.concatenate([self.arrays(number)[0] for number in chunk])),
+                    [self.lengths[number] for number in chunk],
+                    *parameters,
+                ),
+            )
+            for chunk in self.chunks()
+        ]
+
+    def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
+        """Sends the arrays of a request and waits for the result."""
+        return client.apply(LAYER, *arrays)
+
+    def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+        return client.submit_apply(LAYER, *arrays)
+
+    def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+        return client.submit_apply(LAYER, *arrays)
+
+
+def multi_head(
+    rows: torch.Tensor,
+    lengths: list[int],
+    in_weight: torch.Tensor,
+    in_bias: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor,
+) -> Sequence[torch.Tensor]:
+    """The layer on packed rows [total, 512], by torch's own functions; the outputs of the sequences."""
+    projected = linear(rows, in_weight, in_bias)
+    if len(set(lengths)) == 1:
+        attended = _attend(projected.view(len(lengths), lengths[0], 3, HEADS, HEAD_DIM)).reshape(len(rows), WIDTH)
+    else:
+        sequences = torch.split_with_sizes(projected.view(1, len(rows), 3, HEADS, HEAD_DIM), lengths, dim=1)
+        attended = torch.cat([_attend(sequence)[0] for sequence in sequences]).view(len(rows), WIDTH)
+    return torch.split_with_sizes(linear(attended, out_weight, out_bias), lengths)
+
+
+def _attend(projected: torch.Tensor) -> torch.Tensor:
+    """[B, L, 3, H, D] to [B, L, H, D]."""
+    query, key, value = projected.permute(2, 0, 3, 1, 4)
+    return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)

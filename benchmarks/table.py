@@ -1,0 +1,64 @@
+"""What was found of a workload, as the cells of a table, for the terminal and for a document."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.measure import IN_PROCESS, baseline
+from benchmarks.results import WorkloadResult
+
+WIDTH: Final = 100
+"""No table is wider, in columns of a terminal."""
+
+HEADINGS: Final = (
+    "",
+    "of\ntorch",
+    "of no\ncompute",
+    "req/s\n",
+    "spread\n",
+    "p50\nµs",
+    "p99\nµs",
+    "server\nCPU µs",
+    "client\nCPU µs",
+    "batch\n",
+)
+"""Ratios first. CPU times are per request."""
+
+MARK: Final = "~"
+
+
+def rows(result: WorkloadResult, cores: int) -> list[list[str]]:
+    """The cells of each way, one a heading."""
+    return [_row(result, way, cores) for way in result.ways]
+
+
+def _row(result: WorkloadResult, way: str, cores: int) -> list[str]:
+    def shown(name: str, digits: int = 0) -> str:
+        value = result.median(way, name)
+        # A second and more is rare, and would not fit.
+        return "" if value is None else f"{value:,.{digits}f}" if value < 1e6 else f"{value:.2g}"
+
+    def ratio(to: str) -> str:
+        value = result.ratio(way, to)
+        return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+    rate = result.ways[way]["requests_per_second"]
+    assert rate is not None
+    return [
+        way,
+        ratio(IN_PROCESS),
+        "" if way == IN_PROCESS else ratio(baseline(way)),
+        shown("requests_per_second") + (f" {MARK}" if result.noisy(way, cores) else ""),
+        f"{rate.spread:.0%}",
+        shown("p50_us"),
+        shown("p99_us"),
+        shown("server_cpu_us"),
+        shown("client_cpu_us"),
+        shown("batch_requests", 1),
+    ]
+
+
+def memory(result: WorkloadResult) -> str:
+    """The service's resident memory, in words."""
+    idle, peak = result.idle_resident_bytes, result.peak_resident_bytes
+    return f"{idle / 2**20:,.0f} MiB" + ("" if peak is None else f", at most {peak / 2**20:,.0f} MiB under load")

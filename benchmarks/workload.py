@@ -1,0 +1,139 @@
+"""What a workload is: requests, so many in flight, that can be sent in every way, computed in process, and checked.
+
+In: lengths and a number in flight. Out: encoded messages for raw streams, calls of the SDK, batches of torch, and what
+the answers must be. Requests have numbers, from 0 on, and are sent in turn: each has contents of its own, so that an
+answer given to another caller shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+
+from attnserve import AsyncClient, AttentionResult, Client, LayerResult
+from attnserve._arrays import from_wire
+from attnserve._operation import Operation
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Result: TypeAlias = AttentionResult[Array] | LayerResult[Array]
+
+HEADS, HEAD_DIM = 8, 64
+
+# Of a length that a computed reply's have, so that what is sent without computation is as long.
+_TIMINGS = pb.Timings(decode_ns=50_000, queue_ns=100_000, staging_ns=50_000, compute_ns=500_000, encode_ns=50_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What torch computes at once in process: the numbers of the requests, and the call, to their outputs in order."""
+
+    requests: tuple[int, ...]
+    compute: Callable[[], Sequence[torch.Tensor] | torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload(ABC):
+    """Requests of some lengths, in tokens, and how many are in flight."""
+
+    name: str
+    in_flight: int
+    lengths: tuple[int, ...]
+
+    operation: ClassVar[Operation]
+    """What is asked of the service."""
+    tolerance: ClassVar[float]
+    """How far an output may be from the exact one."""
+
+    @property
+    def description(self) -> str:
+        """In words."""
+        shortest, longest = min(self.lengths), max(self.lengths)
+        tokens = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
+        return f"{tokens}, {self.in_flight} in flight"
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the requests."""
+        return range(len(self.lengths))
+
+    @property
+    def mean_tokens(self) -> float:
+        """The mean length of the requests."""
+        return sum(self.lengths) / len(self.lengths)
+
+    def server_flags(self, directory: Path) -> list[str]:
+        """The flags that the service needs for this, whose files are written into a directory."""
+        del directory
+        return []
+
+    @abstractmethod
+    def arrays(self, number: int) -> tuple[Array, ...]:
+        """What a caller sends, float32."""
+
+    @abstractmethod
+    def request(self, number: int) -> bytes:
+        """An encoded request."""
+
+    @abstractmethod
+    def output_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of an output."""
+
+    @abstractmethod
+    def expected(self, number: int) -> Array:
+        """An output, computed in float64 by the definition."""
+
+    @abstractmethod
+    def batches(self) -> list[Batch]:
+        """All requests as torch computes them best in process, as many at once as are in flight."""
+
+    @abstractmethod
+    def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
+        """Sends the arrays of a request and waits for the result."""
+
+    @abstractmethod
+    def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+
+    @abstractmethod
+    def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+
+    def reply(self, number: int) -> bytes:
+        """An encoded reply as long as the service's, for a server that computes nothing."""
+        shape = self.output_shape(number)
+        output = tensor(np.zeros(shape, np.float32))
+        return self.operation.response_type(timings=_TIMINGS, batch_size=1, output=output).SerializeToString()
+
+    def output(self, reply: bytes) -> Array:
+        """The output in an encoded reply."""
+        output = self.operation.response_type.FromString(reply).output
+        return from_wire("output", output.dtype, tuple(output.shape), output.data)
+
+    def chunks(self) -> list[tuple[int, ...]]:
+        """The numbers of the requests, as many together as are in flight."""
+        numbers = tuple(self.numbers)
+        return [numbers[first : first + self.in_flight] for first in range(0, len(numbers), self.in_flight)]
+
+
+def tensor(array: Array) -> tensor_pb2.Tensor:
+    """A float32 array as the wire has it."""
+    return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+
+
+def causal_attention(query: Array, key: Array, value: Array) -> Array:
+    """softmax(q k / sqrt(D)) v of [H, L, D] in float64, each query attending the keys up to its own position."""
+    query, key, value = (array.astype(np.float64) for array in (query, key, value))
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    scores = np.where(np.tri(scores.shape[-2], scores.shape[-1]) > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))
