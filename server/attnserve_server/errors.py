@@ -15,12 +15,15 @@ Messages speak of the request alone: no stack traces, no paths, nothing of other
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
+logger = logging.getLogger(__name__)
 
 DOMAIN = "attnserve"
 """The domain of every ErrorInfo."""
@@ -155,3 +158,14 @@ class ComputationFailed(RequestError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the computation failed: {what}", "COMPUTATION_FAILED")
+
+
+def error_for_caller(error: Exception) -> RequestError:
+    """What a caller is told of an error: all of a RequestError; of any other, a bug, only that there was one.
+
+    Left to gRPC, it would be told the exception's own words. The log has them.
+    """
+    if isinstance(error, RequestError):
+        return error
+    logger.error("a request failed through no fault of its own", exc_info=error)
+    return ComputationFailed("an error of the server")

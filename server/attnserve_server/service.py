@@ -18,7 +18,7 @@ from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.engine import Engine, Entry, Outcome
-from attnserve_server.errors import Overloaded, RequestError
+from attnserve_server.errors import Overloaded, RequestError, error_for_caller
 from attnserve_server.metrics import Metrics
 from attnserve_server.stream import CallStream
 from attnserve_server.work import Work
@@ -72,7 +72,8 @@ class AttentionService:
         self._metrics.received(len(message))
         try:
             reply = await self._answer(operation, message, arrival, context.time_remaining())
-        except RequestError as error:
+        except Exception as raised:
+            error = error_for_caller(raised)
             if isinstance(error, Overloaded):
                 self._metrics.rejected(error.bound)
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
@@ -121,8 +122,8 @@ class AttentionService:
         self._metrics.stream_opened()
         try:
             await stream.serve()
-        except RequestError as error:
-            await abort(context, error)
+        except Exception as error:
+            await abort(context, error_for_caller(error))
         finally:
             self._streams.discard(stream)
             self._metrics.stream_closed()

@@ -21,7 +21,15 @@ from grpc import aio
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.engine import Engine, Entry, Outcome
-from attnserve_server.errors import Cancelled, DeadlineExceeded, InvalidRequest, Malformed, Overloaded, RequestError
+from attnserve_server.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Malformed,
+    Overloaded,
+    RequestError,
+    error_for_caller,
+)
 from attnserve_server.metrics import Metrics
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.work import Work
@@ -152,8 +160,8 @@ class CallStream:
         for call in calls:
             try:
                 self._start(call, arrival, begin)
-            except RequestError as error:
-                self._answer_error(call.id, call.label, error, arrival, None)
+            except Exception as error:
+                self._answer_error(call.id, call.label, error_for_caller(error), arrival, None)
             begin = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float) -> None:

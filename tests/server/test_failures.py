@@ -1,0 +1,91 @@
+"""Errors that should not be: what a caller is told of them, and what goes on beside them.
+
+The service is the real one on a socket; the one thing that is not as it should be is a reader of requests, which fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import calls
+import grpc
+import messages
+import pytest
+import torch
+from google.rpc import error_details_pb2, status_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.engine import Engine, Entry
+from attnserve_server.metrics import Metrics
+from attnserve_server.request import read_request
+from attnserve_server.service import AttentionService
+from attnserve_server.work import Work
+
+SECRET = "/a/path/of/the/server"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def read_badly(buffer: bytes, at: int, end: int) -> Work:
+    raise OSError(f"a bug, with {SECRET} in it")
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server that reads Attend as it should, and fails at Apply."""
+    threads = torch.get_num_threads()
+    device, metrics = CpuDevice(1, 10**15), Metrics("0", "0", "cpu")
+    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
+    engine = Engine(device, queue, Admission(10, 10**9, 10**12), metrics)
+    service = AttentionService(
+        engine, metrics, {"attend": read_request, "apply": read_badly}, 64, pb.ServerInfoResponse
+    )
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    service.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+    engine.close()
+    device.close()
+    torch.set_num_threads(threads)
+
+
+def check(status: status_pb2.Status) -> None:
+    """The caller knows that the server failed, and nothing of how."""
+    assert status.code == grpc.StatusCode.INTERNAL.value[0]
+    assert SECRET not in str(status)
+    assert "OSError" not in str(status)
+    assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
+
+
+async def test_a_bug_ends_a_unary_call_without_its_words(
+    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = channel.unary_unary("/attnserve.v1.AttentionService/Apply")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await method(b"", timeout=calls.PATIENCE_S)
+    assert SECRET not in str(caught.value)
+    check(calls.status_of(caught.value))
+    assert SECRET in caplog.text
+
+
+async def test_a_bug_fails_one_call_of_a_stream(channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture) -> None:
+    stream = channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")(timeout=calls.PATIENCE_S)
+    good = messages.random_attend(0)
+    requests = [calls.call(1, good), pb.AttendStreamCall(id=2, apply=pb.ApplyRequest()), calls.call(3, good)]
+    await stream.write(pb.AttendStreamRequest(calls=requests).SerializeToString())
+    replies: dict[int, pb.AttendStreamReply] = {}
+    while len(replies) < 3:
+        message = pb.AttendStreamResponse.FromString(await stream.read())
+        replies |= {reply.id: reply for reply in message.replies}
+    calls.assert_answers(replies[1].attend, good)
+    check(replies[2].error)
+    calls.assert_answers(replies[3].attend, good)
+    assert SECRET in caplog.text
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
