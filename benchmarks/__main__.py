@@ -16,35 +16,15 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine, table
 from benchmarks.measure import measure
-from benchmarks.results import NOISY, Result, WorkloadResult
+from benchmarks.results import NOISY, Result
 from benchmarks.servers import running
 from benchmarks.workloads import WORKLOADS
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
-
-
-def terminal_table(result: WorkloadResult, cores: int) -> Table:
-    """The figures of one workload."""
-    shown = Table(
-        title=f"{result.name}: {result.description}",
-        caption=f"service: resident {table.memory(result)}",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in table.HEADINGS:
-        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for row in table.rows(result, cores):
-        shown.add_row(*row)
-    return shown
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -85,7 +65,7 @@ def main() -> None:
                 progress=lambda doing, name=name: status.update(f"{name}: {doing}"),  # type: ignore[misc]
             )
             results.append(result)
-            console.print(terminal_table(result, int(described["cores"])), "")
+            console.print(table.rendered(result, int(described["cores"])), "")
     found = Result(
         command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         begun=begun.isoformat(timespec="seconds"),

@@ -21,7 +21,7 @@ def describe() -> dict[str, str | int]:
         "cpu": cpu_model(),
         "cores": usable_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in DISTRIBUTIONS},
     }

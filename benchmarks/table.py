@@ -1,8 +1,11 @@
-"""What was found of a workload, as the cells of a table, for the terminal and for a document."""
+"""What was found of a workload, as a table of plain text: in the terminal, and in the document."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from rich import box
+from rich.table import Table
 
 from benchmarks.measure import IN_PROCESS, baseline
 from benchmarks.results import WorkloadResult
@@ -25,6 +28,24 @@ HEADINGS: Final = (
 """Ratios first. CPU times are per request."""
 
 MARK: Final = "~"
+
+
+def rendered(result: WorkloadResult, cores: int) -> Table:
+    """The figures of one workload, on a machine of so many cores."""
+    shown = Table(
+        title=f"{result.name}: {result.description}",
+        caption=f"service: resident {memory(result)}",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in rows(result, cores):
+        shown.add_row(*row)
+    return shown
 
 
 def rows(result: WorkloadResult, cores: int) -> list[list[str]]:

@@ -1,0 +1,120 @@
+"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md.
+
+The document is written by hand but for what stands between its markers, which is written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import textwrap
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from benchmarks import table
+from benchmarks.__main__ import DEFAULT_JSON
+from benchmarks.measure import IN_PROCESS
+from benchmarks.results import NOISY, Result, WorkloadResult
+
+DOCUMENT: Final = Path("docs/performance.md")
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+SERVICE, TRANSPORT = "attnserve, stream", "transport, stream"
+"""What the summary compares: encoded messages on one stream, to the service and to a server that computes nothing."""
+
+SUMMARY: Final = ("", "in process", "no compute", "service", "of torch", "server CPU", "batch", "memory")
+
+
+def report(result: Result) -> str:
+    """All that is generated, in markdown."""
+    return "\n\n".join((_made(result), _summary(result), *(_details(each, result.cores) for each in result.workloads)))
+
+
+def with_report(document: str, text: str) -> str:
+    """A document with a text between its markers. ValueError if it has no such place."""
+    before, found_begin, rest = document.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found_begin or not found_end:
+        raise ValueError(f"no {BEGIN} followed by {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def _made(result: Result) -> str:
+    """How, where and when."""
+    machine = dict(result.machine)
+    cpu, cores, memory = machine.pop("cpu"), machine.pop("cores"), int(machine.pop("memory_bytes"))
+    system = machine.pop("platform")
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items())
+    others = [figures["other_cores"] for each in result.workloads for figures in each.ways.values()]
+    shares = [value / result.cores for figure in others if figure is not None for value in figure.rounds]
+    marked = sum(each.noisy(way, result.cores) for each in result.workloads for way in each.ways)
+    points = (
+        f"Made by `{result.command}` at {result.begun}.",
+        f"{cpu}, {cores} cores, {memory / 2**30:.0f} GiB; {system}; {versions}.",
+        f"The service was started with `{' '.join(result.server_flags)}`, afresh for each workload.",
+        f"Medians of {result.rounds} rounds of {result.seconds:g} s; spread is half the range of the rounds' rates "
+        "over their median.",
+        f"Load average {_loads(result.load_before)} before and {_loads(result.load_after)} after. Other processes took "
+        f"{sum(shares) / len(shares):.1%} of the machine on average, {max(shares):.0%} in the worst round.",
+        f"`{table.MARK}` marks {marked} of {len(others)} rows: a spread above {NOISY:.0%}, or others that took more "
+        f"than {NOISY:.0%} of the machine.",
+    )
+    return "\n".join(textwrap.fill(f"- {point}", table.WIDTH, subsequent_indent="  ") for point in points)
+
+
+def _loads(load: list[float]) -> str:
+    return " / ".join(f"{each:.2f}" for each in load)
+
+
+def _summary(result: Result) -> str:
+    """One line a workload, for the service's stream."""
+    rows: list[tuple[str, ...]] = [SUMMARY]
+    for each in result.workloads:
+        mark = f" {table.MARK}" if each.noisy(SERVICE, result.cores) else ""
+        peak = each.peak_resident_bytes
+        rows.append(
+            (
+                each.name,
+                f"{_median(each, IN_PROCESS, 'requests_per_second'):,.0f}/s",
+                f"{_median(each, TRANSPORT, 'requests_per_second'):,.0f}/s",
+                f"{_median(each, SERVICE, 'requests_per_second'):,.0f}/s{mark}",
+                f"{each.ratio(SERVICE, IN_PROCESS):.2f}",
+                f"{_median(each, SERVICE, 'server_cpu_us'):,.0f} µs",
+                f"{_median(each, SERVICE, 'batch_requests'):.1f}",
+                "" if peak is None else f"{peak / 2**20:,.0f} MiB",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _median(result: WorkloadResult, way: str, figure: str) -> float:
+    """NaN where there is no such figure."""
+    value = result.median(way, figure)
+    return float("nan") if value is None else value
+
+
+def _details(result: WorkloadResult, cores: int) -> str:
+    """The table of one workload, as the terminal showed it."""
+    text = io.StringIO()
+    Console(file=text, width=table.WIDTH, color_system=None).print(table.rendered(result, cores))
+    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return f"```text\n{lines}\n```"
+
+
+def main() -> None:
+    """Writes the document."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="what the benchmark wrote")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
+    options = parser.parse_args()
+    text = with_report(options.document.read_text("utf-8"), report(Result.read(options.json)))
+    options.document.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
