@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.cpus import usable_cpus
 from benchmarks import table
-from benchmarks.measure import IN_PROCESS, TRANSPORT, baseline
+from benchmarks.measure import IN_PROCESS, TRANSPORT, RoundFigures, baseline, quietest
 from benchmarks.messages import call, replies
 from benchmarks.meters import Check, Clock, WrongAnswerError
 from benchmarks.report import BEGIN, END, report, with_report
@@ -211,6 +213,21 @@ def test_clock_counts_what_comes_between_warm_up_and_end(monkeypatch: pytest.Mon
     assert found.tokens == sum(workload.lengths[2:5])
     assert found.seconds == 10.0
     assert found.server_cpu == 3.0
+
+
+def test_what_others_disturb_is_measured_again() -> None:
+    def timed_with(*other_cores: float) -> Callable[[], RoundFigures]:
+        figures = iter(other_cores)
+        return lambda: {"other_cores": next(figures)}
+
+    limit = 0.15 * usable_cpus()
+    for made, kept in (
+        ([limit], limit),
+        ([2 * limit, limit], limit),
+        ([2 * limit, 4 * limit, 3 * limit], 2 * limit),
+        ([4 * limit, 3 * limit, 0.0], 0.0),
+    ):
+        assert quietest(timed_with(*made)) == {"other_cores": kept}
 
 
 def test_medians_and_spread() -> None:
