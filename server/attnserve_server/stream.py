@@ -144,6 +144,7 @@ class CallStream:
             arrival = perf_counter()
             self._metrics.received(len(message))
             self._receive(message, arrival)
+            del message  # which may be large, and the next one long in coming
             while self._unsent_bytes > MAX_UNSENT_BYTES:
                 self._progress.clear()
                 await self._progress.wait()
@@ -218,20 +219,26 @@ class CallStream:
             await self._ready.wait()
             self._ready.clear()
             while self._outbox:
-                unsent = [self._outbox.popleft()]
-                size = unsent[0].size
-                while self._outbox and size + self._outbox[0].size <= MAX_JOINED_BYTES:
-                    unsent.append(self._outbox.popleft())
-                    size += unsent[-1].size
-                try:
-                    await self._context.write(b"".join(piece for reply in unsent for piece in reply.pieces))
-                    self._metrics.sent(size)
-                finally:
-                    self._unsent_bytes -= size
-                    for reply in unsent:
-                        if reply.entry is not None:
-                            self._engine.release(reply.entry)
-                    self._progress.set()
+                await self._write_message()
+
+    async def _write_message(self) -> None:
+        """Writes what is ready, as much as one message takes. By itself, so that a stream that idles holds nothing of
+        what it wrote last: a request keeps its layer alive.
+        """
+        unsent = [self._outbox.popleft()]
+        size = unsent[0].size
+        while self._outbox and size + self._outbox[0].size <= MAX_JOINED_BYTES:
+            unsent.append(self._outbox.popleft())
+            size += unsent[-1].size
+        try:
+            await self._context.write(b"".join(piece for reply in unsent for piece in reply.pieces))
+            self._metrics.sent(size)
+        finally:
+            self._unsent_bytes -= size
+            for reply in unsent:
+                if reply.entry is not None:
+                    self._engine.release(reply.entry)
+            self._progress.set()
 
 
 def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
