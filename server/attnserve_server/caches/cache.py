@@ -1,0 +1,77 @@
+"""A resident cache: what it is called, whose it is, when its lease ends, and its layers. Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from attnserve_server.caches.layer import CacheLayer
+from attnserve_server.caches.shape import CacheShape
+
+
+class Cache:
+    """Keys and values that stay. Only the store changes one. Times are seconds of one clock."""
+
+    __slots__ = (
+        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "shape", "ttl", "users",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        owner: str | None,
+        shape: CacheShape,
+        page_bytes: int,
+        layers: Sequence[CacheLayer],
+        ttl: float | None,
+        now: float,
+    ) -> None:
+        """A cache of these layers. Without a `ttl` its lease never ends."""
+        self.name = name
+        self.owner = owner
+        """Who made it; None where callers are not identified."""
+        self.shape = shape
+        self.page_bytes = page_bytes
+        self.layers = layers
+        self.ttl = ttl
+        self.created = now
+        self.expires = math.inf
+        """When its lease ends. What is in use has not expired, whatever this says."""
+        self.users = 0
+        """Operations in flight that hold it."""
+        self.gone = False
+        """Whether callers cannot find it any more. Its pages are free when nothing holds it any more."""
+        self.renew(now)
+
+    def renew(self, now: float) -> None:
+        """Its lease begins anew."""
+        if self.ttl is not None:
+            self.expires = now + self.ttl
+
+    def expired(self, now: float) -> bool:
+        """Whether its lease has ended. That of a cache in use never has."""
+        return not self.users and self.expires <= now
+
+    def length(self, layer: int) -> int:
+        """The tokens of a layer."""
+        return self.layers[layer].length
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each layer."""
+        return [layer.length for layer in self.layers]
+
+    def pages(self, layer: int) -> array[int]:
+        """The pages of a layer, in the order of its tokens, as they are now: the caller's to keep."""
+        return self.layers[layer].pages
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its pages, those that it shares included."""
+        return sum(map(len, self.layers)) * self.page_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of its pages that others hold too."""
+        return sum(layer.shared for layer in self.layers) * self.page_bytes

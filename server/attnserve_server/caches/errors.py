@@ -1,0 +1,21 @@
+"""What can go wrong with caches, beside a name that nothing has and a length that nobody expected: no room."""
+
+from __future__ import annotations
+
+from attnserve_server.errors import Overloaded, RequestError
+
+
+class CacheFull(Overloaded):
+    """The pool has not as many free bytes as are needed; `free_bytes` in the ErrorInfo's metadata says what it has."""
+
+    def __init__(self, needed_bytes: int, free_bytes: int, retry_delay: float) -> None:
+        RequestError.__init__(
+            self,
+            f"the pool of the caches has no room for {needed_bytes} bytes: {free_bytes} bytes are free; "
+            f"retry in {retry_delay:.3f} s",
+            "CACHE_FULL",
+            free_bytes=str(free_bytes),
+        )
+        self.bound = "cache_bytes"
+        self.retry_delay = retry_delay
+        self.free_bytes = free_bytes

@@ -1,0 +1,120 @@
+"""One layer of a cache: how many tokens it has and which pages they are in. No memory is touched here.
+
+A layer with n tokens is ceil(n / P) pages, all full but the last: what it looks like depends on n alone, not on how
+the tokens came, so that answers do not either. Layers of forks hold the same pages. Who appends to a last page that
+others hold too goes on in a copy of it; full pages are never written again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from attnserve_server.caches.pool import PageAllocator
+
+
+class Write(NamedTuple):
+    """Tokens that go into a page, in the order in which they were given."""
+
+    page: int
+    first_slot: int
+    tokens: int
+
+
+class Placement(NamedTuple):
+    """Where appended tokens go: first pages are copied whole, from one to the other, then tokens are written."""
+
+    copies: list[tuple[int, int]]
+    writes: list[Write]
+
+
+class CacheLayer:
+    """The tokens and pages of one layer."""
+
+    __slots__ = ("_allocator", "_pages", "_tokens_per_page", "length")
+
+    def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
+        """An empty layer."""
+        self._allocator = allocator
+        self._tokens_per_page = tokens_per_page
+        # C's int, the allocator's int32: NumPy reads it in place.
+        self._pages = array("i")
+        self.length = 0
+
+    def __len__(self) -> int:
+        """How many pages it has."""
+        return len(self._pages)
+
+    @property
+    def pages(self) -> array[int]:
+        """Its pages, in the order of its tokens, as they are now: the caller's to keep."""
+        return self._pages[:]
+
+    @property
+    def shared(self) -> int:
+        """How many of its pages others hold too."""
+        return self._allocator.shared(self._pages)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many free pages an append of so many tokens takes now; never more later, unless the layer is forked or
+        truncated before.
+        """
+        if not tokens:
+            return 0
+        return self._pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
+
+    def most_pages_for(self, tokens: int) -> int:
+        """How many free pages an append of so many tokens takes at the most, whatever happens to the layer before: then
+        its last page has room for one token, and others hold it too.
+        """
+        return self._pages_of(tokens - 1) + 1 if tokens else 0
+
+    def append(self, tokens: int) -> tuple[Placement, int | None]:
+        """Takes room for tokens out of what was promised.
+
+        Returns where they go, and the page that was copied because others hold it too, if there was one: the layer's
+        hold on it passes to the caller, who keeps it for as long as the copy may not have been made or may be undone.
+        """
+        if not tokens:
+            return Placement([], []), None
+        per_page, start, end = self._tokens_per_page, self.length, self.length + tokens
+        copied = self._pages.pop() if self._tail_is_shared() else None
+        behind = self._pages[-1] if self._pages else None
+        self._pages.extend(self._allocator.allocate(self._pages_of(end) - len(self._pages), behind))
+        self.length = end
+        first = start // per_page
+        writes = []
+        for index in range(first, len(self._pages)):
+            slot = max(start - index * per_page, 0)
+            writes.append(Write(self._pages[index], slot, min(end - index * per_page, per_page) - slot))
+        return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
+
+    def restore(self, length: int, copied: int | None) -> None:
+        """Undoes appends since the layer had `length` tokens; `copied` is the page that was copied then, if any, which
+        the layer holds again.
+        """
+        self.truncate(length)
+        if copied is not None:
+            self._allocator.release(self._pages[-1:])
+            self._pages[-1] = copied
+
+    def truncate(self, length: int) -> None:
+        """Lets go of all behind the first `length` tokens, which are at most as many as there are."""
+        dropped = self._pages[self._pages_of(length) :]
+        del self._pages[self._pages_of(length) :]
+        self._allocator.release(dropped)
+        self.length = length
+
+    def fork(self) -> CacheLayer:
+        """Another layer with the same tokens in the same pages."""
+        layer = CacheLayer(self._allocator, self._tokens_per_page)
+        layer._pages = self._pages[:]
+        layer.length = self.length
+        self._allocator.share(layer._pages)
+        return layer
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._tokens_per_page)
+
+    def _tail_is_shared(self) -> bool:
+        return self.length % self._tokens_per_page != 0 and self._allocator.is_shared(self._pages[-1])

@@ -1,0 +1,113 @@
+"""The pages of the pool: which are free, which are promised, and how many hold each of the others. No memory here.
+
+A page that several caches share counts its holders, and is free when the last has let go. Pages are taken only out of
+what has been promised before, so that whoever was promised pages gets them, whatever others do in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnserve_server.caches.stretches import FreeStretches
+
+
+class PageAllocator:
+    """Counts the holders of pages 0 to `pages` - 1, and decides which free page is taken next."""
+
+    def __init__(self, pages: int) -> None:
+        """`pages` pages, all free."""
+        self.pages = pages
+        self.reserved = 0
+        """Free pages that somebody has been promised."""
+        self._holders = np.zeros(pages, np.int32)
+        self._held = 0
+        self._stretches = FreeStretches(pages)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds, promised or not."""
+        return self._stretches.pages
+
+    @property
+    def available(self) -> int:
+        """Pages that can be promised."""
+        return self.free - self.reserved
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody holds."""
+        return self.pages - self.free
+
+    @property
+    def saved(self) -> int:
+        """Pages that there would have to be more, if nothing was shared."""
+        return self._held - self.used
+
+    def reserve(self, count: int) -> None:
+        """Promises pages. Raises ValueError if there are not so many."""
+        if not 0 <= count <= self.available:
+            raise ValueError(f"{count} pages of {self.available} cannot be promised")
+        self.reserved += count
+
+    def unreserve(self, count: int) -> None:
+        """Takes a promise back, or what is left of it."""
+        if not 0 <= count <= self.reserved:
+            raise ValueError(f"{count} pages of {self.reserved} were not promised")
+        self.reserved -= count
+
+    def allocate(self, count: int, behind: int | None = None) -> list[int]:
+        """Takes pages that were promised; each has one holder.
+
+        Those right behind the page `behind` as far as they are free, then adjacent ones out of the longest stretches.
+        """
+        self.unreserve(count)
+        pages: list[int] = []
+        if count and behind is not None:
+            pages.extend(self._stretches.take_at(behind + 1, count))
+        while len(pages) < count:
+            pages.extend(self._stretches.take_longest(count - len(pages)))
+        self._holders[pages] = 1
+        self._held += count
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Each of these pages, all different, has one holder more."""
+        self._holders[np.asarray(pages)] += 1
+        self._held += len(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Each of these pages, all different, has one holder less, and is free if that was the last."""
+        if not pages:
+            return
+        held = np.asarray(pages)
+        holders = self._holders[held] - 1
+        self._holders[held] = holders
+        self._held -= len(pages)
+        freed = np.sort(held[holders == 0])
+        if not freed.size:
+            return
+        # Where a page is not the one after its predecessor, one stretch ends and another begins.
+        breaks = np.flatnonzero(np.diff(freed) != 1)
+        firsts = freed[np.concatenate(([0], breaks + 1))].tolist()
+        lasts = freed[np.concatenate((breaks, [-1]))].tolist()
+        for first, last in zip(firsts, lasts, strict=True):
+            self._stretches.add(first, last + 1)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one holds a page."""
+        return bool(self._holders[page] > 1)
+
+    def shared(self, pages: Sequence[int]) -> int:
+        """How many of these pages have other holders too."""
+        return int(np.count_nonzero(self._holders[np.asarray(pages)] > 1))
+
+    def holders(self) -> NDArray[np.int32]:
+        """How many hold each page."""
+        return self._holders.copy()
+
+    def free_stretches(self) -> list[range]:
+        """The free pages, as stretches of adjacent ones."""
+        return list(self._stretches)
