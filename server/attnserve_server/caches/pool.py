@@ -23,6 +23,8 @@ class PageAllocator:
         self.reserved = 0
         """Free pages that somebody has been promised."""
         self._holders = np.zeros(pages, np.int32)
+        # The last page of an allocation, until its layer has others behind it. What is free may have either value.
+        self._grows = np.zeros(pages, np.bool_)
         self._held = 0
         self._stretches = FreeStretches(pages)
 
@@ -59,19 +61,38 @@ class PageAllocator:
         self.reserved -= count
 
     def allocate(self, count: int, behind: int | None = None) -> list[int]:
-        """Takes pages that were promised; each has one holder.
+        """Takes pages that were promised, for a layer whose last page is `behind`; each has one holder.
 
-        Those right behind the page `behind` as far as they are free, then adjacent ones out of the longest stretches.
+        Those right behind that page as far as they are free, then adjacent ones out of the longest stretches.
         """
         self.unreserve(count)
+        if not count:
+            return []
         pages: list[int] = []
-        if count and behind is not None:
-            pages.extend(self._stretches.take_at(behind + 1, count))
+        if behind is not None:
+            self._grows[behind] = False
+            stretch = self._stretches.beginning_at(behind + 1)
+            if stretch:
+                pages.extend(self._stretches.take(stretch, stretch.start, min(count, len(stretch))))
         while len(pages) < count:
-            pages.extend(self._stretches.take_longest(count - len(pages)))
+            pages.extend(self._take_longest(count - len(pages)))
+        self._grows[pages] = False
+        self._grows[pages[-1]] = True
         self._holders[pages] = 1
         self._held += count
         return pages
+
+    def _take_longest(self, count: int) -> range:
+        """Up to `count` adjacent pages out of the longest stretch.
+
+        Behind the last page of a layer, which may want to grow into the stretch too, each of the two gets half of what
+        is left. Otherwise layers that grow at the same time would take every other page.
+        """
+        stretch = self._stretches.longest()
+        count = min(count, len(stretch))
+        is_behind_a_layer = stretch.start > 0 and self._grows[stretch.start - 1]
+        gap = (len(stretch) - count) // 2 if is_behind_a_layer else 0
+        return self._stretches.take(stretch, stretch.start + gap, count)
 
     def share(self, pages: Sequence[int]) -> None:
         """Each of these pages, all different, has one holder more."""

@@ -36,40 +36,28 @@ class FreeStretches:
             end = self._remove(end).stop
         self._insert(start, end)
 
-    def take_at(self, page: int, count: int) -> range:
-        """Takes up to `count` pages from `page` on; none, if no stretch begins there."""
-        if page not in self._ends:
-            return range(page, page)
-        stretch = self._remove(page)
-        return self._carve(stretch, page, min(count, len(stretch)))
+    def longest(self) -> range:
+        """The longest stretch, the first of equals. There must be one."""
+        while True:
+            length, start = self._by_length[0]
+            if self._ends.get(start) == start - length:
+                return range(start, start - length)
+            heapq.heappop(self._by_length)
 
-    def take_longest(self, count: int) -> range:
-        """Takes up to `count` adjacent pages out of the middle of the longest stretch, which must exist.
+    def beginning_at(self, page: int) -> range:
+        """The stretch that begins at a page; an empty one if none does."""
+        return range(page, self._ends.get(page, page))
 
-        Out of the middle, because whoever has the page before the stretch may want to grow into it, and so may whoever
-        takes pages now: each gets half of what is left. Where nothing lies before the stretch, its start is taken.
-        """
-        start, end = self._longest()
-        stretch = self._remove(start)
-        count = min(count, len(stretch))
-        return self._carve(stretch, start + (end - start - count) // 2 if start else 0, count)
-
-    def _carve(self, stretch: range, start: int, count: int) -> range:
+    def take(self, stretch: range, start: int, count: int) -> range:
+        """Takes `count` pages from `start` on out of a stretch that has them."""
         end = start + count
+        self._remove(stretch.start)
         if stretch.start < start:
             self._insert(stretch.start, start)
         if end < stretch.stop:
             self._insert(end, stretch.stop)
         self.pages -= count
         return range(start, end)
-
-    def _longest(self) -> tuple[int, int]:
-        while True:
-            length, start = self._by_length[0]
-            end = self._ends.get(start)
-            if end == start - length:
-                return start, end
-            heapq.heappop(self._by_length)
 
     def _insert(self, start: int, end: int) -> None:
         self._ends[start] = end

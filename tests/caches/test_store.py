@@ -1,0 +1,429 @@
+"""Caches without memory: names, owners, leases, promises of room, placements, and what all of it costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from types import FrameType
+
+import pytest
+from google.rpc import error_details_pb2
+
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.errors import CacheFull
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore, Placement
+from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
+
+SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=1, dtype="float32")
+PAGE_BYTES = 256
+"""Four tokens of SHAPE."""
+
+
+def store_of(pages: int, max_caches: int = 100) -> CacheStore:
+    return CacheStore(pages * PAGE_BYTES, PAGE_BYTES, max_caches)
+
+
+def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: float = 0.0) -> Placement:
+    """An operation from its admission to its end."""
+    reservation = store.reserve([(cache, layer, tokens)], now)
+    placement = store.append(cache, layer, tokens, reservation)
+    store.cancel(reservation)
+    return placement
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_bytes", "tokens", "value_offset"),
+    [
+        (CacheShape(8, 64, 64, 1, "float32"), 256 * 1024, 64, 128 * 1024),
+        (CacheShape(8, 64, 64, 1, "bfloat16"), 256 * 1024, 128, 128 * 1024),
+        (CacheShape(2, 48, 16, 3, "float16"), 4096, 16, 3072),
+        # 128 bytes hold ten tokens of 12 bytes; their 40 bytes of keys are rounded up to 64, which leaves room for 8.
+        (CacheShape(1, 1, 2, 1, "float32"), 128, 8, 64),
+    ],
+)
+def test_a_page_holds_aligned_blocks(shape: CacheShape, page_bytes: int, tokens: int, value_offset: int) -> None:
+    assert shape.tokens_per_page(page_bytes) == tokens
+    assert shape.value_offset(page_bytes) == value_offset
+    assert (
+        value_offset + tokens * shape.num_kv_heads * shape.value_dim * (4 if shape.dtype == "float32" else 2)
+        <= page_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ((0, 8, 8, 1, "float32"), "num_kv_heads"),
+        ((1, 0, 8, 1, "float32"), "head_dim"),
+        ((1, 8, 0, 1, "float32"), "value_dim"),
+        ((1, 8, 8, 0, "float32"), "layers"),
+        ((1, 8, 8, 2**32 - 1, "float32"), "layers"),
+        ((1, 8, 8, 1, "float64"), "dtype"),
+    ],
+)
+def test_shapes_that_are_none(fields: tuple[int, int, int, int, str], field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        CacheShape(*fields)  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+def test_a_token_must_fit_a_page() -> None:
+    store = store_of(4)
+    with pytest.raises(InvalidRequest, match="at most 256 bytes"):
+        store.create(CacheShape(4, 16, 16, 1, "float32"), None, 0.0)
+    assert len(store) == 0
+
+
+def test_pages_must_be_aligned() -> None:
+    with pytest.raises(ValueError, match="multiple of 64"):
+        CacheStore(1000, 100, 1)
+
+
+# Names, owners and leases
+
+
+def test_names_are_long_and_never_the_same() -> None:
+    store = store_of(0, max_caches=1000)
+    names = {store.create(SHAPE, None, 0.0).name for _ in range(1000)}
+    assert len(names) == 1000
+    assert min(map(len, names)) >= 22, "at least 128 random bits"
+
+
+def test_a_cache_is_its_owners() -> None:
+    store = store_of(4)
+    mine, yours = store.create(SHAPE, None, 0.0, "me"), store.create(SHAPE, None, 0.0, "you")
+    assert store.get(mine.name, 0.0, "me") is mine
+    assert store.list("me", 0.0) == [mine]
+    assert store.list(None, 0.0) == []
+    for owner in ("you", None):
+        with pytest.raises(NotFound):
+            store.get(mine.name, 0.0, owner)
+    fork = store.fork(yours, None, 1.0)
+    assert fork.owner == "you"
+    assert store.list("you", 1.0) == [yours, fork]
+
+
+def test_use_renews_a_lease_and_nothing_else_does() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, 10.0, 0.0)
+    store.get(cache.name, 9.0)
+    store.list(None, 9.0)
+    assert cache.expires == 10.0
+    store.hold(cache, 9.0)
+    assert store.get(cache.name, 100.0) is cache, "it is in use"
+    store.release(cache, 100.0)
+    assert store.get(cache.name, 109.0) is cache
+    with pytest.raises(NotFound):
+        store.get(cache.name, 110.0)
+    assert store.counts.evictions == {"lease": 1, "pages": 0, "caches": 0}
+    with pytest.raises(NotFound):
+        store.hold(cache, 110.0)
+    with pytest.raises(NotFound):
+        store.reserve([(cache, 0, 1)], 110.0)
+    with pytest.raises(NotFound):
+        store.fork(cache, None, 110.0)
+
+
+def test_a_cache_without_a_ttl_stays() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    assert store.list(None, 1e12) == [cache]
+
+
+def test_expired_caches_make_room_oldest_first_and_only_as_far_as_needed() -> None:
+    store = store_of(6)
+    caches = [store.create(SHAPE, ttl, 0.0) for ttl in (30.0, 10.0, 20.0, 90.0)]
+    for cache in caches[:3]:
+        append(store, cache, 8)
+    held = caches[1]
+    store.hold(held, 5.0)
+    new = store.create(SHAPE, None, 50.0)
+    append(store, new, 8, now=50.0)
+    assert caches[2].gone
+    assert not caches[0].gone, "the other had expired before it"
+    assert not held.gone, "its lease has ended as well, but it is in use"
+    append(store, new, 8, now=50.0)
+    assert caches[0].gone
+    with pytest.raises(CacheFull):
+        append(store, new, 1, now=50.0)
+    assert not held.gone
+    store.release(held, 50.0)
+    append(store, new, 4, now=60.0)
+    assert held.gone
+    assert store.counts.evictions == {"lease": 0, "pages": 3, "caches": 0}
+    assert store.list(None, 60.0) == [caches[3], new]
+
+
+def test_there_are_as_many_caches_as_there_may_be() -> None:
+    store = store_of(4, max_caches=2)
+    lasting = store.create(SHAPE, None, 0.0)
+    leased = store.create(SHAPE, 3.0, 0.0)
+    for another in (lambda: store.create(SHAPE, None, 1.0), lambda: store.fork(lasting, None, 1.0)):
+        with pytest.raises(Overloaded) as error:
+            another()
+        assert (error.value.bound, error.value.retry_delay) == ("caches", 2.0), "the lease has so much left"
+    fork = store.fork(lasting, None, 3.0)
+    assert leased.gone
+    assert store.list(None, 3.0) == [lasting, fork]
+    assert store.counts.evictions["caches"] == 1
+
+
+def test_a_fork_does_not_take_the_room_of_what_it_forks() -> None:
+    store = store_of(4, max_caches=1)
+    cache = store.create(SHAPE, 3.0, 0.0)
+    with pytest.raises(Overloaded):
+        store.fork(cache, None, 2.0)
+    with pytest.raises(Overloaded):
+        store.fork(cache, None, 100.0)
+    assert not cache.gone
+
+
+def test_a_deleted_cache_is_there_until_nothing_holds_it() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 9)
+    reservation = store.reserve([(cache, 0, 1)], 0.0)
+    store.hold(cache, 0.0)
+    store.delete(cache)
+    store.delete(cache)
+    with pytest.raises(NotFound):
+        store.get(cache.name, 0.0)
+    store.append(cache, 0, 1, reservation)
+    assert cache.length(0) == 10
+    store.cancel(reservation)
+    assert store.free_pages == 1
+    store.release(cache, 0.0)
+    assert (store.free_pages, store.tokens, len(store), store.counts.deletions) == (4, 0, 0, 1)
+
+
+# Room
+
+
+def test_a_full_pool_says_how_much_is_free_and_when_to_retry() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, 2.0, 0.0)
+    append(store, cache, 11)
+    with pytest.raises(CacheFull) as error:
+        append(store, cache, 6, now=0.5)
+    assert error.value.metadata == {"free_bytes": "256"}
+    details = error.value.details()
+    assert isinstance(details[1], error_details_pb2.RetryInfo)
+    assert details[1].retry_delay.ToNanoseconds() == 1.5e9
+    append(store, cache, 5)
+    assert store.free_pages == 0
+    with pytest.raises(CacheFull):
+        append(store, cache, 1)
+    store.truncate(cache, 15)
+    append(store, cache, 1)
+    assert cache.length(0) == 16
+
+
+def test_what_the_pool_can_never_hold_is_no_load() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    with pytest.raises(InvalidRequest, match="at most 1024 bytes"):
+        append(store, cache, 17)
+    assert cache.users == 0
+
+
+def test_all_or_none_is_promised() -> None:
+    store = store_of(4)
+    first, second = (store.create(SHAPE, None, 0.0) for _ in range(2))
+    with pytest.raises(CacheFull):
+        store.reserve([(first, 0, 12), (second, 0, 8)], 0.0)
+    assert (store.reserved_pages, first.users, second.users) == (0, 0, 0)
+    reservation = store.reserve([(first, 0, 12), (second, 0, 4)], 0.0)
+    assert store.reserved_pages == 4
+    with pytest.raises(CacheFull):
+        store.reserve([(second, 0, 1)], 0.0)
+    store.append(first, 0, 5, reservation)
+    assert store.reserved_pages == 2, "it may append in parts"
+    store.append(first, 0, 7, reservation)
+    store.cancel(reservation)
+    store.cancel(reservation)
+    assert (store.reserved_pages, store.free_pages) == (0, 1)
+    with pytest.raises(ValueError, match="not reserved"):
+        store.append(second, 0, 4, reservation)
+
+
+def test_no_more_is_appended_than_was_promised() -> None:
+    store = store_of(4)
+    cache = store.create(CacheShape(1, 8, 8, 2, "float32"), None, 0.0)
+    reservation = store.reserve([(cache, 0, 3)], 0.0)
+    for layer, tokens in ((0, 4), (1, 1), (0, -1)):
+        with pytest.raises(ValueError, match="not reserved"):
+            store.append(cache, layer, tokens, reservation)
+    with pytest.raises(ValueError, match="cannot be appended"):
+        store.reserve([(cache, 0, -1)], 0.0)
+
+
+def test_what_waits_behind_other_operations_is_promised_the_most_that_it_can_take() -> None:
+    """The first append fails, then the cache is forked: the second then has to copy a page, and has the room for it."""
+    store = store_of(3)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 3)
+    first = store.reserve([(cache, 0, 1)], 0.0)
+    assert store.reserved_pages == 0, "there is room in the last page"
+    second = store.reserve([(cache, 0, 2)], 0.0)
+    assert store.reserved_pages == 2
+    store.append(cache, 0, 1, first)
+    store.undo(first)
+    store.cancel(first)
+    fork = store.fork(cache, None, 0.0)
+    assert store.append(cache, 0, 2, second) == Placement([(0, 1)], [(1, 3, 1), (2, 0, 1)])
+    store.cancel(second)
+    assert (fork.lengths, cache.lengths, store.free_pages) == ([3], [5], 0)
+
+
+def test_an_operation_out_of_turn_cannot_take_what_was_promised_to_others() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 3)
+    reservation = store.reserve([(cache, 0, 1)], 0.0)
+    store.fork(cache, None, 0.0)
+    with pytest.raises(ValueError, match="out of turn"):
+        store.append(cache, 0, 1, reservation)
+    assert cache.length(0) == 3
+
+
+# Placements
+
+
+def test_tokens_go_where_the_length_says_however_they_come() -> None:
+    chunked, single = store_of(8), store_of(8)
+    caches = [store.create(SHAPE, None, 0.0) for store in (chunked, single)]
+    assert append(chunked, caches[0], 6) == Placement([], [(0, 0, 4), (1, 0, 2)])
+    assert append(chunked, caches[0], 5) == Placement([], [(1, 2, 2), (2, 0, 3)])
+    assert append(chunked, caches[0], 0) == Placement([], [])
+    for _ in range(11):
+        append(single, caches[1], 1)
+    assert list(caches[0].pages(0)) == list(caches[1].pages(0)) == [0, 1, 2]
+
+
+def test_a_fork_copies_one_page_when_either_goes_on() -> None:
+    store = store_of(8)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 10)
+    fork = store.fork(cache, 5.0, 0.0)
+    assert (store.free_pages, store.shared_bytes_saved, fork.shared_bytes) == (5, 3 * PAGE_BYTES, 3 * PAGE_BYTES)
+    placement = append(store, fork, 3)
+    assert placement == Placement([(2, fork.pages(0)[2])], [(fork.pages(0)[2], 2, 2), (fork.pages(0)[3], 0, 1)])
+    assert append(store, cache, 2) == Placement([], [(2, 2, 2)]), "it alone has the page now"
+    assert list(cache.pages(0)) == [0, 1, 2]
+    assert (store.shared_bytes_saved, cache.shared_bytes, cache.bytes, store.used_bytes) == (512, 512, 768, 1280)
+    store.delete(cache)
+    assert (store.free_pages, fork.shared_bytes, store.shared_bytes_saved) == (4, 0, 0)
+
+
+def test_a_page_is_held_until_its_copy_has_been_made() -> None:
+    """Two forks copy the same last page: neither may write to it while the other's copy may be under way."""
+    store = store_of(6)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 2)
+    fork = store.fork(cache, None, 0.0)
+    reservation = store.reserve([(fork, 0, 1)], 0.0)
+    assert store.append(fork, 0, 1, reservation).copies == [(0, fork.pages(0)[0])]
+    assert append(store, cache, 1).copies == [(0, cache.pages(0)[0])]
+    assert store.free_pages == 3, "nobody has the page, but it is not free"
+    store.cancel(reservation)
+    assert store.free_pages == 4
+
+
+def test_undone_appends_leave_nothing() -> None:
+    store = store_of(8)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 6)
+    fork = store.fork(cache, None, 0.0)
+    reservation = store.reserve([(fork, 0, 7)], 0.0)
+    store.append(fork, 0, 3, reservation)
+    store.append(fork, 0, 4, reservation)
+    store.undo(reservation)
+    store.undo(reservation)
+    assert (list(fork.pages(0)), fork.lengths, store.tokens) == ([0, 1], [6], 12)
+    store.cancel(reservation)
+    assert (store.free_pages, store.reserved_pages, store.counts.appends, store.counts.appended_tokens) == (6, 0, 1, 6)
+    reservation = store.reserve([(fork, 0, 1)], 0.0)
+    store.append(fork, 0, 1, reservation)
+    append(store, fork, 1)
+    with pytest.raises(ValueError, match="out of turn"):
+        store.undo(reservation)
+
+
+def test_truncation_cuts_every_layer_off() -> None:
+    store = store_of(16)
+    cache = store.create(CacheShape(1, 8, 8, 3, "float32"), None, 0.0)
+    for layer, tokens in enumerate((9, 2, 5)):
+        append(store, cache, tokens, layer)
+    with pytest.raises(InvalidRequest, match="at most 9"):
+        store.truncate(cache, 10)
+    store.truncate(cache, 4)
+    assert cache.lengths == [4, 2, 4]
+    assert [len(cache.pages(layer)) for layer in range(3)] == [1, 1, 1]
+    assert (store.tokens, store.free_pages, store.counts.truncations) == (10, 13, 1)
+    store.truncate(cache, 0)
+    assert (cache.lengths, cache.bytes, store.free_pages) == ([0, 0, 0], 0, 16)
+
+
+# What it costs
+
+
+def calls_of(operation: Callable[[], object]) -> int:
+    """How many functions it calls, in Python and in C."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        operation()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_100_000_appends_take_as_long_at_the_end_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the functions called nor the pages looked at grow with the length."""
+    store = store_of(25_000)
+    cache = store.create(SHAPE, None, 0.0)
+    touched = 0
+
+    def thousand() -> None:
+        for _ in range(1000):
+            append(store, cache, 1)
+
+    def watched(pages: list[int]) -> None:
+        nonlocal touched
+        touched += len(pages)
+        release(pages)
+
+    first = calls_of(thousand)
+    release = store._allocator.release
+    monkeypatch.setattr(store._allocator, "release", watched)
+    for _ in range(98):
+        thousand()
+    last = calls_of(thousand)
+    assert cache.length(0) == 100_000
+    assert last < 1.1 * first
+    assert touched == 0, "appending lets go of nothing"
+    assert all(after == before + 1 for before, after in pairwise(cache.pages(0)))
+
+
+def test_a_long_cache_is_forked_in_as_many_steps_as_an_empty_one() -> None:
+    store = store_of(25_000)
+    empty, long = (store.create(SHAPE, None, 0.0) for _ in range(2))
+    append(store, long, 100_000)
+    assert calls_of(lambda: store.fork(long, None, 0.0)) == calls_of(lambda: store.fork(empty, None, 0.0))
+
+
+def test_leases_that_are_over_are_forgotten() -> None:
+    store = store_of(0, max_caches=10)
+    for time in range(10_000):
+        store.delete(store.create(SHAPE, 1e9, float(time)))
+    assert len(store._leases._ends) < 100
