@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from attnserve_server.layers.checkpoint import inspect, load, resolve
+from attnserve_server.layers.checkpoint import inspect, load, read_json, resolve
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.header import HeaderError, read_header
 from attnserve_server.layers.specification import Dtype, LayerSpecification, LearnedScore, ParameterSource
@@ -259,6 +260,29 @@ def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
     parameters = load(general(ParameterSource(tensor="weight"), 64, 64), tmp_path)
     os.truncate(tmp_path / FILE, 0)
     assert parameters["score.weight"].sum() == 64 * 64
+
+
+def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with layers is told to whoever asks for them to be loaded."""
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / FILE)
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path, *arguments: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(LayerError) as caught:
+        read_json(tmp_path, "config.json")
+    assert str(caught.value) == "config.json: expected JSON, found Permission denied"
+
+    def vanish(*arguments: object, **options: object) -> NoReturn:
+        raise FileNotFoundError(f"No such file or directory: {tmp_path / FILE}")  # as safetensors has it
+
+    monkeypatch.setattr("safetensors.safe_open", vanish)
+    with pytest.raises(LayerError) as caught:
+        load(general(ParameterSource(tensor="weight"), 2, 2), tmp_path)
+    assert str(tmp_path) not in str(caught.value)
+    assert [defect.found for defect in caught.value.defects] == ["FileNotFoundError"]
 
 
 def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, bracketed
+from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, bracketed, words_of
 from attnserve_server.layers.header import HeaderError, TensorInfo, read_header
 from attnserve_server.layers.sources import shape_of
 from attnserve_server.layers.specification import LayerSpecification, ParameterSource
@@ -93,7 +93,7 @@ def _header(path: Path, file: str, layer: str) -> dict[str, TensorInfo]:
     except HeaderError as error:
         raise LayerError([Defect(layer, "", file, error.expected, error.found)]) from None
     except OSError as error:
-        raise LayerError([Defect(layer, "", file, "a readable file", error.strerror or "none")]) from None
+        raise LayerError([Defect(layer, "", file, "a readable file", words_of(error))]) from None
 
 
 def _open_shards(directory: Path, file: str, layer: str) -> Checkpoint:
@@ -132,7 +132,7 @@ def read_json(directory: Path, file: str, layer: str = "") -> dict[str, Any]:
     try:
         content = json.loads(resolve_file(directory, file, layer).read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise LayerError([Defect(layer, "", file, "JSON", str(error))]) from None
+        raise LayerError([Defect(layer, "", file, "JSON", words_of(error))]) from None
     if not isinstance(content, dict):
         raise LayerError([Defect(layer, "", file, "a JSON object", type(content).__name__)])
     return content
@@ -204,7 +204,7 @@ def load(
                 stored = _taken(files[path], source).reshape(shape)
                 parameters[name] = torch.empty(shape, dtype=dtype, device=device).copy_(stored)
             except (SafetensorError, OSError) as error:  # it changed after its header was read
-                defect = Defect(specification.name, name, specification.file, "a safetensors file", str(error))
+                defect = Defect(specification.name, name, specification.file, "a safetensors file", words_of(error))
                 raise LayerError([defect]) from None
             if _overflows(stored, dtype):
                 expected = f"elements within the range of {specification.dtype}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from attnserve_server.layers.errors import Defect, LayerError
+from attnserve_server.layers.errors import Defect, LayerError, words_of
 from attnserve_server.layers.keys import KEYS, KINDS, SOURCE, Wrong, check, flatten
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.sources import Reference, numbered
@@ -59,9 +59,7 @@ def read_document(path: Path) -> tuple[list[Definition], list[Defect]]:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise LayerError([Defect("", "", path.name, "TOML", str(error))]) from None
     except OSError as error:
-        raise LayerError(
-            [Defect("", "", path.name, "a readable file", error.strerror or type(error).__name__)]
-        ) from None
+        raise LayerError([Defect("", "", path.name, "a readable file", words_of(error))]) from None
     tables = document.pop("layers", None)
     defects = [Defect("", key, path.name, "nothing but [[layers]]", "another key") for key in document]
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):

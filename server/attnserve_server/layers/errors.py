@@ -55,3 +55,8 @@ class Report:
 def bracketed(shape: Iterable[int]) -> str:
     """A shape as the messages write it: `[384, 1536]`."""
     return f"[{', '.join(map(str, shape))}]"
+
+
+def words_of(error: Exception) -> str:
+    """What an error says; of the system's only which it is, because they name a file by where it lies."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
