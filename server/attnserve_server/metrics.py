@@ -109,7 +109,7 @@ class Metrics:
 
         # Layers, by the names that the operator gave them
         self._layer_requests, self._layer_tokens, self._layer_flops = (
-            Counter(f"attnserve_layer_{name}_total", help, ("layer",), registry=registry)
+            _ByLabel(Counter(f"attnserve_layer_{name}_total", help, ("layer",), registry=registry))
             for name, help in (
                 ("requests", "Requests computed by a layer."),
                 ("tokens", "Rows of input computed by a layer."),
@@ -150,8 +150,7 @@ class Metrics:
         self._batch_flops = batch_flops.series().observe
         self._padding = padding.series().observe
         self._tokens, self._flops = tokens.inc, flops.inc
-        self._kernel_calls = kernel_calls
-        self._kernels: dict[str, Counter] = {}
+        self._kernel_calls = _ByLabel(kernel_calls)
         self.received: Callable[[int], None] = received.inc
         """Takes the bytes of a message received."""
         self.sent: Callable[[int], None] = sent.inc
@@ -183,15 +182,13 @@ class Metrics:
         self._flops(flops)
         self._tokens(query_tokens)
         for kernel, calls in kernel_calls.items():
-            if kernel not in self._kernels:
-                self._kernels[kernel] = self._kernel_calls.labels(kernel)
-            self._kernels[kernel].inc(calls)
+            self._kernel_calls[kernel](calls)
 
     def layer_batch(self, layer: str, requests: int, tokens: int, flops: float) -> None:
         """A layer computed a batch."""
-        self._layer_requests.labels(layer).inc(requests)
-        self._layer_tokens.labels(layer).inc(tokens)
-        self._layer_flops.labels(layer).inc(flops)
+        self._layer_requests[layer](requests)
+        self._layer_tokens[layer](tokens)
+        self._layer_flops[layer](flops)
 
     def layers(self, sizes: Mapping[str, int]) -> None:
         """These layers are loaded now, of so many bytes each."""
@@ -226,6 +223,18 @@ class Metrics:
         self._in_flight_bytes.set_function(in_flight_bytes)
         if device_memory is not None:
             self.registry.register(_DeviceMemory(device_memory))
+
+
+class _ByLabel(dict[str, Callable[[float], None]]):
+    """What counts for each value of a counter's one label, looked up when it first comes."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, label: str) -> Callable[[float], None]:
+        self[label] = count = self._counter.labels(label).inc
+        return count
 
 
 class _DeviceMemory:
