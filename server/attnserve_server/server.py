@@ -119,18 +119,19 @@ class Server:
         await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
         if self._config.layers:
             await self._load_layers()
-        await self.health.set("serving")
+        self.health.set("serving")
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
 
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
         for loaded in await self.registry.load(Path(self._config.layers)):
             specification = loaded.specification
-            print(f"layer: {loaded.name}, {specification.kind}, {loaded.outline}, {loaded.bytes} bytes", flush=True)
+            size = specification.parameter_bytes()
+            print(f"layer: {loaded.name}, {specification.kind}, {loaded.outline}, {size} bytes", flush=True)
 
     async def drain(self) -> None:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""
-        await self.health.set("draining")
+        self.health.set("draining")
         logger.info("draining")
         await asyncio.sleep(self._config.drain_delay)
         if not await self.engine.drain(self._config.drain_grace):

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from attnserve_server.devices import Device
@@ -29,8 +28,6 @@ class Loaded:
     layer: Layer
     outline: Outline
     version: int
-    parameters: int
-    bytes: int
 
     @property
     def specification(self) -> LayerSpecification:
@@ -94,7 +91,7 @@ class Registry:
         self._tell()
 
     def _tell(self) -> None:
-        self._changed({each.name: each.bytes for each in self._layers.values()})
+        self._changed({name: each.specification.parameter_bytes() for name, each in self._layers.items()})
 
     def _read(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
         from attnserve_server.layers.build import build_layer
@@ -103,8 +100,6 @@ class Registry:
         path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
         for specification in load_definitions(path, directory, names):
             parameters = load(specification, directory, self._device.torch_device)
-            count = sum(prod(shape) for shape in specification.architecture.shapes().values())
-            size = sum(tensor.nbytes for tensor in parameters.values())
             layer = build_layer(specification, parameters, self._device)
-            loaded.append(Loaded(layer, outline(specification), next(self._versions), count, size))
+            loaded.append(Loaded(layer, outline(specification), next(self._versions)))
         return sorted(loaded, key=lambda each: each.name)
