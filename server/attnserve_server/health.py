@@ -44,7 +44,7 @@ class Health:
         """Whether to send requests here."""
         return self._state == "serving"
 
-    async def set(self, state: State) -> None:
+    def set(self, state: State) -> None:
         """Goes on to a state. A state that lies behind is ignored: who was told to drain while warming up drains."""
         if _ORDER.index(state) > _ORDER.index(self._state):
             self._state = state

@@ -54,18 +54,18 @@ async def test_liveness_stays_while_draining(stub: Any, health: Health) -> None:
         ("draining", NOT_SERVING, SERVING),
         ("failed", NOT_SERVING, NOT_SERVING),
     ):
-        await health.set(state)  # type: ignore[arg-type]
+        health.set(state)  # type: ignore[arg-type]
         assert [await check(stub, service) for service in READINESS] == [ready] * 3
         assert await check(stub, "liveness") == live
         assert (health.ready, health.live) == (ready == SERVING, live == SERVING)
 
 
 async def test_a_state_that_lies_behind_is_ignored(health: Health) -> None:
-    await health.set("draining")
-    await health.set("serving")  # the warm-up that went on while the server was told to stop
+    health.set("draining")
+    health.set("serving")  # the warm-up that went on while the server was told to stop
     assert health.state == "draining"
-    await health.set("failed")
-    await health.set("draining")
+    health.set("failed")
+    health.set("draining")
     assert not health.live
 
 
@@ -84,11 +84,11 @@ async def test_watchers_see_each_change_and_only_changes(stub: Any, health: Heal
     }
     assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * 3
     assert await read(watches["liveness"]) == SERVING
-    await health.set("serving")
+    health.set("serving")
     assert [await read(watches[service]) for service in READINESS] == [SERVING] * 3
-    await health.set("draining")
+    health.set("draining")
     assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * 3
-    await health.set("failed")
+    health.set("failed")
     # Readiness did not change: the next thing that liveness says is that it ended.
     assert await read(watches["liveness"]) == NOT_SERVING
     for watch in watches.values():
@@ -102,7 +102,7 @@ async def test_a_watcher_that_leaves_takes_no_other_along(stub: Any, health: Hea
     with pytest.raises(asyncio.CancelledError):
         await leaving.read()
     await check(stub, "")  # by now, the server has seen the cancellation too
-    await health.set("serving")
+    health.set("serving")
     assert await read(staying) == SERVING
     staying.cancel()
 
@@ -110,7 +110,7 @@ async def test_a_watcher_that_leaves_takes_no_other_along(stub: Any, health: Hea
 async def test_watchers_do_not_hold_up_the_end(server: tuple[grpc.aio.Server, int], stub: Any, health: Health) -> None:
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     assert await read(watch) == NOT_SERVING
-    await health.set("draining")
+    health.set("draining")
     health.close()
     await asyncio.wait_for(server[0].stop(grace=60), 10)
     assert await watch.code() == grpc.StatusCode.UNAVAILABLE

@@ -82,7 +82,7 @@ async def test_liveness_and_readiness_are_apart(served: Served) -> None:
         ("draining", 200, 503),
         ("failed", 503, 503),
     ):
-        await served.health.set(state)  # type: ignore[arg-type]
+        served.health.set(state)  # type: ignore[arg-type]
         healthz, readyz = await get(served.port, "/healthz"), await get(served.port, "/readyz")
         assert (healthz.status, readyz.status) == (live, ready)
         assert healthz.body == readyz.body == f"{state}\n"

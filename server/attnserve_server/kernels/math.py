@@ -7,6 +7,8 @@ all but float64 is computed in float32, and whether values are finite is told, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attnserve_server.kernels.band import Band
@@ -164,7 +166,9 @@ def _weigh_non_finite(weights: torch.Tensor, value: torch.Tensor, attended: torc
     return result
 
 
-def _score_function(call: AttentionCall, key: torch.Tensor, exact: torch.dtype):  # type: ignore[no-untyped-def]
+def _score_function(
+    call: AttentionCall, key: torch.Tensor, exact: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function from a block of queries [N, Hq, R, D] to its scores [N, Hq, R, S], scale included."""
     kv_heads, kv_length = key.shape[1], key.shape[2]
 
