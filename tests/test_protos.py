@@ -54,7 +54,7 @@ def test_the_baseline_holds_the_service() -> None:
 
 
 def test_a_changed_proto_is_out_of_step(workshop: Path) -> None:
-    replace(workshop, "uint32 batch_size = 2;", "uint32 batch_size = 2;\n  // New.\n  uint32 retries = 3;")
+    replace(workshop, "uint32 batch_size = 2;", "uint32 batch_size = 2;\n  // New.\n  uint32 retries = 99;")
     with pytest.raises(protos.ProtoError, match=r"not in step: .*attention_pb2.py"):
         protos.check()
     protos.generate(protos.GENERATED)

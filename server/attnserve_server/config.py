@@ -194,6 +194,17 @@ class Config:
     drain_grace: float = _setting(
         _DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
     )
+    cache_bytes: int = _setting(
+        _size(0),
+        0,
+        "The pool of resident key/value caches, taken at the start. 0: 1 GiB on a CPU, half of the free memory on CUDA.",
+    )
+    cache_page_bytes: int = _setting(
+        _size(4096, 2**30),
+        256 * 2**10,
+        "The pages of that pool: the least that a layer of a cache takes. Larger ones suit longer caches.",
+    )
+    max_caches: int = _setting(_count(), 10_000, "The most caches open.")
     layers: str = _setting(
         _TEXT,
         "",

@@ -20,6 +20,7 @@ from attnserve_server.batching import Batch, BatchQueue
 from attnserve_server.devices import Device
 from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError
 from attnserve_server.metrics import Metrics
+from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Engine:
         self._max_wait = max_wait
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
+        self._turns: Turns[Entry] = Turns()
         self._busy = False
         self._next_step: asyncio.Handle | None = None
         self._waits = False
@@ -107,6 +109,16 @@ class Engine:
             self._metrics.rejected("draining")
             raise Draining
         self._admission.admit(entry.size, entry.cost)
+        if entry.request.needs:
+            try:
+                entry.request.enter()
+            except RequestError:
+                self._admission.computed(entry.cost, 0)
+                self._admission.release(entry.size)
+                raise
+            if not self._turns.enter(entry, entry.request.needs):
+                self._idle.clear()
+                return
         self._idle.clear()
         self._queue.push(entry)
         self._schedule()
@@ -127,6 +139,11 @@ class Engine:
         except TimeoutError:
             return False
         return True
+
+    @property
+    def waiting_for_turns(self) -> int:
+        """How many admitted requests wait for what others need before them."""
+        return self._turns.waiting
 
     def close(self) -> None:
         """Ends the worker thread when it has finished what it runs."""
@@ -156,7 +173,11 @@ class Engine:
         begin = perf_counter()
         batch = self._queue.pop(begin)
         self._drop(batch)
+        if batch.entries and batch.entries[0].request.needs:
+            self._begin(batch)
         if not batch.entries:
+            if self._queue.requests:
+                self._schedule()
             return
         self._busy = True
         if batch.cost <= self._device.inline_flops:
@@ -173,7 +194,31 @@ class Engine:
             for entry in entries:
                 self._admission.computed(entry.cost, 0)
                 self._metrics.cancelled(reason)
+                self._leave(entry)
                 self._reply(entry, error())
+
+    def _begin(self, batch: Batch[Entry]) -> None:
+        """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""
+        able = []
+        for entry in batch.entries:
+            try:
+                entry.request.begin()
+            except RequestError as error:
+                self._admission.computed(entry.cost, 0)
+                batch.cost -= entry.cost
+                self._leave(entry)
+                self._reply(entry, error)
+            else:
+                able.append(entry)
+        batch.entries = able
+
+    def _leave(self, entry: Entry) -> None:
+        """Gives up what a request needed; who waited for it has its turn."""
+        if not entry.request.needs:
+            return
+        entry.request.leave()
+        for ready in self._turns.leave(entry):
+            self._queue.push(ready)
 
     def _run(self, batch: Batch[Entry]) -> list[tuple[list[Entry], BatchResult | Exception]]:
         """Computes a batch; if that fails, each of its requests alone, so that only the guilty fail."""
@@ -202,6 +247,11 @@ class Engine:
         """Hands results to their callers, and has the next batch run."""
         self._busy = False
         self._admission.computed(batch.cost, perf_counter() - begin)
+        if batch.entries[0].request.needs:
+            for entries, outcome in results:
+                for entry in entries:
+                    entry.request.end(isinstance(outcome, Exception))
+                    self._leave(entry)
         if self._queue.requests:
             self._schedule()
         for entries, outcome in results:

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from attnserve_server.histogram import Histogram
 
-OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream")
+OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "truncate")
 """What a caller can ask for: attention or a layer, by itself or as one call of a stream."""
 
 CODES: Final = (
@@ -35,7 +35,7 @@ CODES: Final = (
 """How a request can end. A code that is missing here counts as UNKNOWN."""
 
 PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
-REJECTIONS: Final = ("requests", "bytes", "flops", "draining")
+REJECTIONS: Final = ("requests", "bytes", "flops", "draining", "cache_bytes", "caches")
 CANCELLATIONS: Final = ("cancelled", "deadline")
 
 # Two buckets a decade, from 10 us (the decoding of a small request) to 10 s.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -87,27 +88,57 @@ class Problem:
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
 
 
+class KeyShape(NamedTuple):
+    """What resident keys and values have, whatever their number."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class AttendsToCaches(Exception):
+    """A request whose keys and values are resident; it carries the message."""
+
+    def __init__(self, message: pb.AttendRequest) -> None:
+        self.message = message
+
+
 def problem_of(header: bytes) -> Problem:
     """The problem that a serialised header (of `AttendRequest`, with tickets for payloads) states.
 
-    Raises InvalidRequest with the path of the field that breaks the contract.
+    Raises InvalidRequest with the path of the field that breaks the contract, and AttendsToCaches.
     """
     try:
         message = pb.AttendRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
-    return _check(message)
+    if message.caches:
+        raise AttendsToCaches(message)
+    return check(message)
 
 
-def _check(message: pb.AttendRequest) -> Problem:
-    tensors = {"query": float_tensor(message, "query"), "key": float_tensor(message, "key")}
-    tensors["value"] = float_tensor(message, "value")
-    query, key, value = tensors["query"], tensors["key"], tensors["value"]
-    rank = len(query.shape)
+def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Problem:
+    """The problem that a message states. Raises InvalidRequest.
+
+    With resident keys, `key` and `value` are what is appended to them, if they are there; the problem's `kv_length` is
+    the length of these alone, and masks are not checked against it.
+    """
+    tensors = {"query": float_tensor(message, "query")}
+    query = tensors["query"]
+    rank, length_first = len(query.shape), message.layout in (pb.LAYOUT_LENGTH_FIRST, pb.LAYOUT_PACKED)
+    if resident is None or message.HasField("key") or message.HasField("value"):
+        key = tensors["key"] = float_tensor(message, "key")
+        value = tensors["value"] = float_tensor(message, "value")
+    else:
+        heads_and_length = (0, resident.kv_heads) if length_first else (resident.kv_heads, 0)
+        outer = (*query.shape[: rank - 3], *heads_and_length) if rank > 2 else (0,)
+        key = TensorSpec(-1, query.dtype, (*outer, resident.key_dim))
+        value = TensorSpec(-1, query.dtype, (*outer, resident.value_dim))
     if message.layout not in pb.Layout.values():
         raise InvalidRequest("layout", "one of the layouts", message.layout)
     packed = message.layout == pb.LAYOUT_PACKED
-    length_first = packed or message.layout == pb.LAYOUT_LENGTH_FIRST
+    if packed and resident is not None:
+        raise InvalidRequest("layout", "heads first or length first with caches", "packed")
     if packed and rank != 3:
         raise InvalidRequest("query.shape", "rank 3, [total, H, D], where packed", shown(query))
     if not 2 <= rank <= 4:
@@ -135,6 +166,10 @@ def _check(message: pb.AttendRequest) -> Problem:
     ):
         if heads < 1 or width < 1:
             raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", shown(spec))
+    own = KeyShape(kv_heads, key_dim, value_dim)
+    if resident is not None and own != resident:
+        expected, has = (f"{heads} heads of {wide} and {value_wide}" for heads, wide, value_wide in (resident, own))
+        raise InvalidRequest("key.shape", f"{expected}, as the caches have", has)
     if query_heads % kv_heads:
         raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of key", f"{query_heads} heads")
 
@@ -174,7 +209,7 @@ def _check(message: pb.AttendRequest) -> Problem:
             )
     if message.HasField("bias"):
         tensors["bias"] = float_tensor(message, "bias")
-    if not packed:
+    if not packed and resident is None:
         for name in ("mask", "bias"):
             if name in tensors:
                 check_broadcast(name, tensors[name], (batch, query_heads, query_length, kv_length))
@@ -207,7 +242,7 @@ def _check(message: pb.AttendRequest) -> Problem:
         scale=scale,
         softcap=message.softcap,
         causal=message.causal,
-        bottom_right=bottom_right,
+        bottom_right=bottom_right or (resident is not None and message.alignment == pb.ALIGNMENT_UNSPECIFIED),
         window=window,
         score=score,
         return_lse=message.return_lse,

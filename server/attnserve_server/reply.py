@@ -16,6 +16,7 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server.work import Phases, RequestResult
 
 if TYPE_CHECKING:
+    from attnserve_server.caches.request import CachedRequest
     from attnserve_server.request import Request
 
 REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
@@ -23,7 +24,11 @@ REPLIES_FIELD = pb.AttendStreamResponse.REPLIES_FIELD_NUMBER
 
 
 def encode_attend_response(
-    request: Request, result: RequestResult, phases: Phases, batch_size: int
+    request: Request | CachedRequest,
+    result: RequestResult,
+    phases: Phases,
+    batch_size: int,
+    cache_lengths: Sequence[int] = (),
 ) -> tuple[list[_wire.Buffer], int]:
     """The pieces of the reply, and their length together."""
     payloads = payloads_of(result)
@@ -38,7 +43,9 @@ def encode_attend_response(
         request.longest[1] if problem.return_scores is not None else None,
         tuple(map(len, payloads)),
     )
-    timings = pb.AttendResponse(timings=timings_of(phases), batch_size=batch_size).SerializeToString()
+    timings = pb.AttendResponse(
+        timings=timings_of(phases), batch_size=batch_size, cache_lengths=cache_lengths
+    ).SerializeToString()
     pieces, size = _wire.join(pb.AttendResponse, header, payloads)
     return [timings, *pieces], len(timings) + size
 

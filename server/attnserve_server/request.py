@@ -19,7 +19,7 @@ from attnserve_server.options import check_offset
 from attnserve_server.problem import Problem, problem_of
 from attnserve_server.reply import encode_attend_response
 from attnserve_server.tensors import check_broadcast, read_integers
-from attnserve_server.work import BatchResult, Phases, RequestResult
+from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -60,7 +60,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class Request:
+class Request(Independent):
     """A problem with its payloads, and what it comes to."""
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
@@ -181,11 +181,11 @@ def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
         query_tokens=rows,
         flops=flops,
         cost=flops + calls * CALL_COST,
-        reply_bytes=_reply_bytes(problem, rows, longest[1]),
+        reply_bytes=reply_bytes(problem, rows, longest[1]),
     )
 
 
-def _reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
+def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
     """The bytes of the reply's tensors, for so many rows of queries."""
     itemsize = _dtypes.NUMPY[problem.dtype].itemsize
     width = problem.value_dim * itemsize

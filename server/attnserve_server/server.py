@@ -17,6 +17,11 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
+from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.request import read_attend
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
 from attnserve_server.config import Config, ListenError, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
@@ -27,7 +32,6 @@ from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import read_layer_request
 from attnserve_server.metrics import Metrics
-from attnserve_server.request import read_request
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 
 logger = logging.getLogger(__name__)
@@ -63,6 +67,9 @@ async def _serve(config: Config) -> None:
         await server.stop()
 
 
+DEFAULT_CACHE_BYTES = 1 << 30
+
+
 class Server:
     """One server: a device, an engine, a gRPC port and an HTTP port. Made on the event loop that it lives on."""
 
@@ -78,7 +85,7 @@ class Server:
         admission = Admission(config.max_requests, config.max_bytes, config.max_flops)
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait)
         self.metrics.watch(
-            queue_requests=lambda: queue.requests,
+            queue_requests=lambda: queue.requests + self.engine.waiting_for_turns,
             queue_bytes=lambda: queue.bytes,
             in_flight_requests=lambda: admission.requests,
             in_flight_bytes=lambda: admission.bytes,
@@ -86,9 +93,18 @@ class Server:
         )
         directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
         self.registry = Registry(self.device, Path(directory).resolve() if directory else None, self.metrics.layers)
-        readers: dict[str, Read] = {"attend": read_request, "apply": partial(read_layer_request, self.registry)}
+        pool_bytes = config.cache_bytes or default_cache_bytes(self.device)
+        self.caches = Host(
+            CacheStore(pool_bytes, config.cache_page_bytes, config.max_caches),
+            PagePool(pool_bytes, config.cache_page_bytes, self.device.torch_device),
+        )
+        readers: dict[str, Read] = {
+            "attend": partial(read_attend, self.caches),
+            "apply": partial(read_layer_request, self.registry),
+        }
         self._service = AttentionService(self.engine, self.metrics, readers, config.max_message_calls, self._info)
         self._layer_service = LayerService(self.registry)
+        self._cache_service = CacheService(self.caches, self._service)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
         self._grpc = aio.server(
             options=(
@@ -105,10 +121,18 @@ class Server:
         http_address = await self._http.start()
         self._service.register(self._grpc)
         self._layer_service.register(self._grpc)
+        self._cache_service.register(self._grpc)
         self.health.register(self._grpc)
         if self._config.reflection:
             reflection.enable_server_reflection(
-                (SERVICE_NAME, LAYER_SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._grpc
+                (
+                    SERVICE_NAME,
+                    LAYER_SERVICE_NAME,
+                    CACHE_SERVICE_NAME,
+                    "grpc.health.v1.Health",
+                    reflection.SERVICE_NAME,
+                ),
+                self._grpc,
             )
         listen = self._config.listen
         try:
@@ -167,3 +191,9 @@ class Server:
             kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
             features=["reflection"] if config.reflection else [],
         )
+
+
+def default_cache_bytes(device: Device) -> int:
+    """The size of the caches' pool where none is configured."""
+    free = device.memory().get("free")
+    return DEFAULT_CACHE_BYTES if free is None else free // 2

@@ -7,7 +7,7 @@ unary call is the status of its RPC, an error of a call on a stream travels in i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias
@@ -55,8 +55,8 @@ class AttentionService:
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Attend": grpc.unary_unary_rpc_method_handler(partial(self._call, "attend")),
-            "Apply": grpc.unary_unary_rpc_method_handler(partial(self._call, "apply")),
+            "Attend": grpc.unary_unary_rpc_method_handler(self.handler("attend", self._readers["attend"])),
+            "Apply": grpc.unary_unary_rpc_method_handler(self.handler("apply", self._readers["apply"])),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": grpc.unary_unary_rpc_method_handler(self._server_info),
         }
@@ -67,11 +67,15 @@ class AttentionService:
         for stream in self._streams:
             stream.end()
 
-    async def _call(self, operation: str, message: bytes, context: Context) -> bytes:
+    def handler(self, operation: str, read: Read) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        """The handler of a unary RPC whose requests go through the engine."""
+        return partial(self._call, operation, read)
+
+    async def _call(self, operation: str, read: Read, message: bytes, context: Context) -> bytes:
         arrival = perf_counter()
         self._metrics.received(len(message))
         try:
-            reply = await self._answer(operation, message, arrival, context.time_remaining())
+            reply = await self._answer(read, message, arrival, context.time_remaining())
         except Exception as raised:
             error = error_for_caller(raised)
             if isinstance(error, Overloaded):
@@ -85,9 +89,9 @@ class AttentionService:
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
 
-    async def _answer(self, operation: str, message: bytes, arrival: float, timeout: float | None) -> bytes:
+    async def _answer(self, read: Read, message: bytes, arrival: float, timeout: float | None) -> bytes:
         """The reply to a unary call. Raises RequestError."""
-        request = self._readers[operation](message, 0, len(message))
+        request = read(message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:

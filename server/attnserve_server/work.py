@@ -55,6 +55,24 @@ class Work(Protocol):
     """The field of `AttendStreamReply` that holds its reply."""
 
     @property
+    def needs(self) -> Sequence[Hashable]:
+        """The things that it needs for itself while it runs, such as caches: what needs the same one runs in the order
+        in which it came. Only where there are any are the four below called, all on the event loop.
+        """
+
+    def enter(self) -> None:
+        """Is admitted, and may wait from now on. Raises RequestError if it may not."""
+
+    def begin(self) -> None:
+        """Is about to run: its turn has come. Raises RequestError if it cannot."""
+
+    def end(self, failed: bool) -> None:
+        """Has run, or failed to, after `begin`."""
+
+    def leave(self) -> None:
+        """Is done with, whether it ran or not, after `enter`."""
+
+    @property
     def layer(self) -> str | None:
         """The name of the layer that it applies; None for attention."""
 
@@ -91,3 +109,26 @@ class Work(Protocol):
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
         """The pieces of the encoded reply, and their length together."""
+
+
+class Independent:
+    """What needs nothing for itself: the part of `Work` that then has nothing to do."""
+
+    __slots__ = ()
+
+    @property
+    def needs(self) -> Sequence[Hashable]:
+        """Nothing."""
+        return ()
+
+    def enter(self) -> None:
+        """Nothing to do."""
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def end(self, failed: bool) -> None:
+        """Nothing to do."""
+
+    def leave(self) -> None:
+        """Nothing to do."""

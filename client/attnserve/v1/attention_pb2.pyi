@@ -71,8 +71,18 @@ class AdditiveScore(_message.Message):
     output_weight: _tensor_pb2.Tensor
     def __init__(self, query_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., output_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
+class CacheReference(_message.Message):
+    __slots__ = ("name", "layer", "expected_length")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layer: int
+    expected_length: int
+    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ...) -> None: ...
+
 class AttendRequest(_message.Message):
-    __slots__ = ("layout", "causal", "alignment", "window", "scale", "softcap", "general", "additive", "return_lse", "return_scores", "priority", "query", "key", "value", "mask", "bias", "alibi_slopes", "sinks", "query_lengths", "kv_lengths", "query_offset")
+    __slots__ = ("layout", "causal", "alignment", "window", "scale", "softcap", "general", "additive", "return_lse", "return_scores", "priority", "caches", "query", "key", "value", "mask", "bias", "alibi_slopes", "sinks", "query_lengths", "kv_lengths", "query_offset")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CAUSAL_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +94,7 @@ class AttendRequest(_message.Message):
     RETURN_LSE_FIELD_NUMBER: _ClassVar[int]
     RETURN_SCORES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +116,7 @@ class AttendRequest(_message.Message):
     return_lse: bool
     return_scores: ScoreStage
     priority: int
+    caches: _containers.RepeatedCompositeFieldContainer[CacheReference]
     query: _tensor_pb2.Tensor
     key: _tensor_pb2.Tensor
     value: _tensor_pb2.Tensor
@@ -115,7 +127,7 @@ class AttendRequest(_message.Message):
     query_lengths: _tensor_pb2.Tensor
     kv_lengths: _tensor_pb2.Tensor
     query_offset: _tensor_pb2.Tensor
-    def __init__(self, layout: _Optional[_Union[Layout, str]] = ..., causal: bool = ..., alignment: _Optional[_Union[Alignment, str]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., general: _Optional[_Union[GeneralScore, _Mapping]] = ..., additive: _Optional[_Union[AdditiveScore, _Mapping]] = ..., return_lse: bool = ..., return_scores: _Optional[_Union[ScoreStage, str]] = ..., priority: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., alibi_slopes: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sinks: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., kv_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_offset: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[Layout, str]] = ..., causal: bool = ..., alignment: _Optional[_Union[Alignment, str]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., general: _Optional[_Union[GeneralScore, _Mapping]] = ..., additive: _Optional[_Union[AdditiveScore, _Mapping]] = ..., return_lse: bool = ..., return_scores: _Optional[_Union[ScoreStage, str]] = ..., priority: _Optional[int] = ..., caches: _Optional[_Iterable[_Union[CacheReference, _Mapping]]] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., alibi_slopes: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sinks: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., kv_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_offset: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("decode_ns", "queue_ns", "staging_ns", "compute_ns", "encode_ns")
@@ -132,21 +144,23 @@ class Timings(_message.Message):
     def __init__(self, decode_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., staging_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
-    __slots__ = ("timings", "batch_size", "output", "lse", "scores")
+    __slots__ = ("timings", "batch_size", "cache_lengths", "output", "lse", "scores")
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     timings: Timings
     batch_size: int
+    cache_lengths: _containers.RepeatedScalarFieldContainer[int]
     output: _tensor_pb2.Tensor
     lse: _tensor_pb2.Tensor
     scores: _tensor_pb2.Tensor
-    def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., cache_lengths: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class ApplyRequest(_message.Message):
-    __slots__ = ("layer", "causal", "alignment", "window", "return_lse", "return_scores", "priority", "average_scores", "input", "context", "mask", "bias", "lengths", "context_lengths", "query_offset", "segments")
+    __slots__ = ("layer", "causal", "alignment", "window", "return_lse", "return_scores", "priority", "average_scores", "caches", "input", "context", "mask", "bias", "lengths", "context_lengths", "query_offset", "segments")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CAUSAL_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +169,7 @@ class ApplyRequest(_message.Message):
     RETURN_SCORES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_SCORES_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MASK_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +186,7 @@ class ApplyRequest(_message.Message):
     return_scores: ScoreStage
     priority: int
     average_scores: bool
+    caches: _containers.RepeatedCompositeFieldContainer[CacheReference]
     input: _tensor_pb2.Tensor
     context: _tensor_pb2.Tensor
     mask: _tensor_pb2.Tensor
@@ -179,23 +195,25 @@ class ApplyRequest(_message.Message):
     context_lengths: _tensor_pb2.Tensor
     query_offset: _tensor_pb2.Tensor
     segments: _tensor_pb2.Tensor
-    def __init__(self, layer: _Optional[str] = ..., causal: bool = ..., alignment: _Optional[_Union[Alignment, str]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., return_lse: bool = ..., return_scores: _Optional[_Union[ScoreStage, str]] = ..., priority: _Optional[int] = ..., average_scores: bool = ..., input: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_offset: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., segments: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, layer: _Optional[str] = ..., causal: bool = ..., alignment: _Optional[_Union[Alignment, str]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., return_lse: bool = ..., return_scores: _Optional[_Union[ScoreStage, str]] = ..., priority: _Optional[int] = ..., average_scores: bool = ..., caches: _Optional[_Iterable[_Union[CacheReference, _Mapping]]] = ..., input: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., context_lengths: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., query_offset: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., segments: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class ApplyResponse(_message.Message):
-    __slots__ = ("timings", "batch_size", "layer_version", "output", "lse", "scores")
+    __slots__ = ("timings", "batch_size", "layer_version", "cache_lengths", "output", "lse", "scores")
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     timings: Timings
     batch_size: int
     layer_version: int
+    cache_lengths: _containers.RepeatedScalarFieldContainer[int]
     output: _tensor_pb2.Tensor
     lse: _tensor_pb2.Tensor
     scores: _tensor_pb2.Tensor
-    def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., layer_version: _Optional[int] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., layer_version: _Optional[int] = ..., cache_lengths: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class AttendStreamCall(_message.Message):
     __slots__ = ("id", "timeout", "apply", "attend")

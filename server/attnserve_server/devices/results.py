@@ -27,9 +27,9 @@ def collect(
         problem = requests[index].problem
         output = result.output.transpose(1, 2) if problem.length_first and problem.rank > 2 else result.output
         count = len(staged_call.parts)
-        outputs = _rows_of_bytes(output, count)
-        lses = None if result.lse is None else _rows_of_bytes(result.lse, count)
-        scores = None if result.scores is None else _rows_of_bytes(_widened(result.scores, problem), count)
+        outputs = rows_of_bytes(output, count)
+        lses = None if result.lse is None else rows_of_bytes(result.lse, count)
+        scores = None if result.scores is None else rows_of_bytes(_widened(result.scores, problem), count)
         for place, (index, _) in enumerate(staged_call.parts):
             gathered[index] = RequestResult(
                 outputs[place],
@@ -79,15 +79,15 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
             scores[where][..., : result.scores.shape[-1]] = result.scores
     if problem.length_first and problem.rank > 2:
         output = output.transpose(1, 2)
-    (output_bytes,) = _rows_of_bytes(output, 1)
+    (output_bytes,) = rows_of_bytes(output, 1)
     return RequestResult(
         output_bytes,
-        None if lse is None else _rows_of_bytes(lse, 1)[0],
-        None if scores is None else _rows_of_bytes(scores, 1)[0],
+        None if lse is None else rows_of_bytes(lse, 1)[0],
+        None if scores is None else rows_of_bytes(scores, 1)[0],
     )
 
 
-def _rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:
+def rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:
     """The bytes of a tensor on the host, packed, in so many equal parts along its first axis."""
     flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     size = len(flat) // count

@@ -57,7 +57,7 @@ class Stager:
         problem, spans = members[0].problem, members[0].spans
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
-        query, key, value = (_heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
+        query, key, value = (heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
         exact = torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
@@ -152,7 +152,7 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
     return list(stacks.values())
 
 
-def _heads_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
+def heads_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
     """[N, H, L, D], packed, from a tensor of one request in its layout and rank, or of several behind each other."""
     rank = problem.rank
     if tensor.dim() > rank:

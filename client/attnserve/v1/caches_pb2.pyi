@@ -1,0 +1,147 @@
+import datetime
+
+from attnserve.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Cache(_message.Message):
+    __slots__ = ("name", "num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "lengths", "bytes", "shared_bytes", "ttl", "remaining")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    layers: int
+    dtype: _tensor_pb2.DataType
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    bytes: int
+    shared_bytes: int
+    ttl: _duration_pb2.Duration
+    remaining: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CacheServiceCreateRequest(_message.Message):
+    __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl")
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    layers: int
+    dtype: _tensor_pb2.DataType
+    ttl: _duration_pb2.Duration
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CacheServiceCreateResponse(_message.Message):
+    __slots__ = ("cache",)
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    cache: Cache
+    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+
+class CacheServiceAppendRequest(_message.Message):
+    __slots__ = ("name", "layer", "expected_length", "length_first", "key", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIRST_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layer: int
+    expected_length: int
+    length_first: bool
+    key: _tensor_pb2.Tensor
+    value: _tensor_pb2.Tensor
+    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ..., length_first: bool = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class CacheServiceAppendResponse(_message.Message):
+    __slots__ = ("length",)
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    def __init__(self, length: _Optional[int] = ...) -> None: ...
+
+class CacheServiceForkRequest(_message.Message):
+    __slots__ = ("name", "ttl")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ttl: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CacheServiceForkResponse(_message.Message):
+    __slots__ = ("cache",)
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    cache: Cache
+    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+
+class CacheServiceTruncateRequest(_message.Message):
+    __slots__ = ("name", "length", "expected_length")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    length: int
+    expected_length: int
+    def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., expected_length: _Optional[int] = ...) -> None: ...
+
+class CacheServiceTruncateResponse(_message.Message):
+    __slots__ = ("cache",)
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    cache: Cache
+    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+
+class CacheServiceGetRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class CacheServiceGetResponse(_message.Message):
+    __slots__ = ("cache",)
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    cache: Cache
+    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+
+class CacheServiceListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheServiceListResponse(_message.Message):
+    __slots__ = ("caches", "pool_bytes", "free_bytes")
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    caches: _containers.RepeatedCompositeFieldContainer[Cache]
+    pool_bytes: int
+    free_bytes: int
+    def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ..., pool_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class CacheServiceDeleteRequest(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CacheServiceDeleteResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,169 @@
+"""Appending to a cache, forking it and cutting it off: what computes nothing, but waits for its turn all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, ClassVar
+
+from google.protobuf.message import DecodeError, Message
+
+from attnserve import _dtypes, _wire
+from attnserve.v1 import caches_pb2 as pb
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.work import CacheWork, Host, Use
+from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.tensors import TensorSpec, float_tensor, shown
+from attnserve_server.work import BatchResult, Phases, RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+NOTHING = RequestResult(memoryview(b""), None, None)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation(CacheWork):
+    """An operation that runs alone on no device."""
+
+    reply_field: ClassVar[int] = 0
+    group: ClassVar[Hashable] = "cache operation"
+    priority: ClassVar[int] = 0
+    flops: ClassVar[int] = 0
+    query_tokens: ClassVar[int] = 0
+    reply_bytes: ClassVar[int] = 0
+
+    @property
+    def cost(self) -> int:
+        """What it costs, in FLOPs: a copy takes about as long as a multiplication and an addition of each element."""
+        return self.received_bytes // 2
+
+    def run_batch(self, device: Device, batch: Sequence[_Operation]) -> BatchResult:
+        """Writes what is appended."""
+        begin = perf_counter()
+        for operation in batch:
+            operation.write(device)
+        return BatchResult([NOTHING] * len(batch), 0.0, perf_counter() - begin, 0.0)
+
+    def write(self, device: Device) -> None:
+        """Brings data to the device, if it has any."""
+
+
+@dataclass(slots=True, eq=False)
+class Append(_Operation):
+    """Keys [Hk, T, D] and values [Hk, T, Dv] behind the last ones of a layer."""
+
+    tensors: dict[str, TensorSpec]
+    payloads: list[memoryview]
+    length_first: bool
+
+    def write(self, device: Device) -> None:
+        """Brings keys and values to their pages."""
+        from attnserve_server.caches.run import read_tensor
+
+        key, value = (read_tensor(self.tensors[name], self.payloads, device) for name in ("key", "value"))
+        if self.length_first:
+            key, value = key.transpose(0, 1), value.transpose(0, 1)
+        for placement in self.placements:
+            self.host.pages.write(self.uses[0].cache.shape, placement, key, value)
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The encoded CacheServiceAppendResponse."""
+        return _encoded(pb.CacheServiceAppendResponse(length=self.lengths[0]))
+
+
+@dataclass(slots=True, eq=False)
+class Fork(_Operation):
+    """Another cache with the same content. `ttl` None is that of the cache."""
+
+    ttl: float | None
+    forked: Cache | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Forks the cache."""
+        cache = self.uses[0].cache
+        self.forked = self.host.store.fork(cache, cache.ttl if self.ttl is None else self.ttl, monotonic())
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The encoded CacheServiceForkResponse."""
+        assert self.forked is not None
+        return _encoded(pb.CacheServiceForkResponse(cache=describe(self.forked)))
+
+
+@dataclass(slots=True, eq=False)
+class Truncate(_Operation):
+    """Cuts a cache off behind `length` tokens."""
+
+    length: int
+
+    def begin(self) -> None:
+        """Cuts the cache off. Raises InvalidRequest if it has not so many tokens."""
+        use = self.uses[0]
+        longest = max(use.cache.lengths)
+        use.check_length(longest)
+        if self.length > longest:
+            raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
+        self.host.store.truncate(use.cache, self.length)
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The encoded CacheServiceTruncateResponse."""
+        return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.uses[0].cache)))
+
+
+def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
+    """The append that a serialised CacheServiceAppendRequest asks for. Raises RequestError."""
+    try:
+        header, payloads = _wire.split(pb.CacheServiceAppendRequest, buffer)
+        message = pb.CacheServiceAppendRequest.FromString(header)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    cache = host.store.get(message.name, monotonic(), owner)
+    shape = cache.shape
+    if message.layer >= shape.layers:
+        raise InvalidRequest("layer", f"below {shape.layers}, the layers that the cache has", message.layer)
+    tensors = {name: float_tensor(message, name) for name in ("key", "value")}
+    key, value = tensors["key"], tensors["value"]
+    if value.dtype != key.dtype:
+        raise InvalidRequest("value.dtype", f"{_dtypes.name(key.dtype)} as in key", _dtypes.name(value.dtype))
+    axis = 0 if message.length_first else 1
+    tokens = key.shape[axis] if len(key.shape) == 3 else 0
+    for name, spec, width in (("key", key, shape.head_dim), ("value", value, shape.value_dim)):
+        expected = (tokens, shape.num_kv_heads, width) if message.length_first else (shape.num_kv_heads, tokens, width)
+        if spec.shape != expected:
+            wanted = ["T", shape.num_kv_heads, width] if message.length_first else [shape.num_kv_heads, "T", width]
+            raise InvalidRequest(f"{name}.shape", f"[{', '.join(map(str, wanted))}]", shown(spec))
+    expected_length = message.expected_length if message.HasField("expected_length") else None
+    return Append(
+        host=host,
+        uses=(Use(cache, message.layer, tokens, expected_length),),
+        received_bytes=len(buffer),
+        tensors=tensors,
+        payloads=payloads,
+        length_first=message.length_first,
+    )
+
+
+def describe(cache: Cache) -> pb.Cache:
+    """The cache as callers are told of it."""
+    shape, now = cache.shape, monotonic()
+    message = pb.Cache(
+        name=cache.name,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        layers=shape.layers,
+        dtype=f"DATA_TYPE_{shape.dtype.upper()}",
+        lengths=cache.lengths,
+        bytes=cache.bytes,
+        shared_bytes=cache.shared_bytes,
+    )
+    if cache.ttl is not None and cache.expires is not None:
+        message.ttl.FromNanoseconds(round(cache.ttl * 1e9))
+        message.remaining.FromNanoseconds(round(max(0.0, cache.expires - now) * 1e9))
+    return message
+
+
+def _encoded(message: Message) -> tuple[list[_wire.Buffer], int]:
+    data = message.SerializeToString()
+    return [data], len(data)

@@ -1,0 +1,173 @@
+"""The memory of resident caches: one pool of bytes on the device, cut into equal pages.
+
+In: keys and values, and where a `Placement` puts them; pages to read. Out: strided views of keys and values. Nothing is
+decided here, and a slot of a page is never read before it has been written for whoever reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from attnserve_server.caches.layer import Placement, Write
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape
+
+STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""The dtype that keys and values are stored in, as torch has it."""
+
+REMEMBERED_SHAPES = 64
+"""For how many shapes of tokens the views of the pool are kept; callers choose shapes."""
+
+
+class Block(NamedTuple):
+    """key [n, Hk, t, D] and value [n, Hk, t, Dv] of n adjacent pages; `finite`: known to be finite."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    first_token: int
+    first_page: int
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The whole pool as keys [pages, Hk, P, D] and as values [pages, Hk, P, Dv] of one shape."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    tokens_per_page: int
+
+
+class PagePool:
+    """Pages of memory on a device. Used by one thread at a time."""
+
+    def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device) -> None:
+        """Takes memory for as many whole pages as fit. Raises ValueError if pages would not be aligned."""
+        if page_bytes < 1 or page_bytes % BLOCK_ALIGNMENT:
+            raise ValueError(f"page_bytes: expected a multiple of {BLOCK_ALIGNMENT}, found {page_bytes}")
+        self.page_bytes = page_bytes
+        count = pool_bytes // page_bytes
+        # Written once, so that the memory is the pool's own from the start, not when the first tokens come.
+        self._bytes = torch.zeros(count, page_bytes, dtype=torch.uint8, device=device).fill_(0)
+        # Whether all that has been written to a page since its first slot is known to be finite. On other devices than
+        # a CPU nothing is known: to look would be to wait for the device.
+        self._finite = np.zeros(count, dtype=np.bool_)
+        self._looks = device.type == "cpu"
+        self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
+
+    def tokens_per_page(self, shape: CacheShape) -> int:
+        """P of such tokens."""
+        return self._views(shape).tokens_per_page
+
+    def write(self, shape: CacheShape, placement: Placement, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies pages as the placement says, then key [Hk, T, D] and value [Hk, T, Dv] to their places.
+
+        Both are cast to the storage dtype; T is the number of tokens of the placement.
+        """
+        for source, copy in placement.copies:
+            self._bytes[copy] = self._bytes[source]
+            self._finite[copy] = self._finite[source]
+        views = self._views(shape)
+        begin = 0
+        for page, count, slot, tokens in _joined(placement.writes, views.tokens_per_page):
+            end = begin + count * tokens
+            for whole, part in ((views.key, key), (views.value, value)):
+                written = part[:, begin:end].reshape(len(part), count, tokens, part.shape[2])
+                whole[page : page + count, :, slot : slot + tokens].copy_(written.transpose(0, 1))
+            if self._looks:
+                self._look(views, page, count, slot, tokens)
+            begin = end
+
+    def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int, longest: int = 0) -> list[Block]:
+        """What the first `tokens` slots of pages hold, which reach into the last page.
+
+        Full pages that lie side by side are one block, of at most `longest` pages unless that is 0; what is not a full
+        page is another.
+        """
+        views, blocks = self._views(shape), []
+        per_page = views.tokens_per_page
+        full, rest = divmod(tokens, per_page)
+        for start, stop in _runs(pages, full, longest):
+            first, last = pages[start], pages[stop - 1] + 1
+            finite = bool(self._finite[first:last].all())
+            blocks.append(Block(views.key[first:last], views.value[first:last], start * per_page, first, finite))
+        if rest:
+            page = pages[full]
+            key, value = views.key[page : page + 1, :, :rest], views.value[page : page + 1, :, :rest]
+            blocks.append(Block(key, value, full * per_page, page, bool(self._finite[page])))
+        return blocks
+
+    def gather(self, shape: CacheShape, pages: Sequence[int], tokens: int, dtype: torch.dtype) -> Block:
+        """The same as one sequence, key [1, Hk, tokens, D] and value [1, Hk, tokens, Dv], in a dtype.
+
+        A copy, unless it is a part of one page and in its dtype already.
+        """
+        blocks = self.blocks(shape, pages, tokens)
+        if len(blocks) == 1 and len(blocks[0].key) == 1 and dtype == STORAGE[shape.dtype]:
+            return blocks[0]
+        key = torch.empty(1, shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype, device=self._bytes.device)
+        value = key.new_empty(1, shape.num_kv_heads, tokens, shape.value_dim)
+        for block in blocks:
+            end = block.first_token + block.key.shape[0] * block.key.shape[2]
+            for whole, part in ((key, block.key), (value, block.value)):
+                count, heads, slots, width = part.shape
+                whole[0, :, block.first_token : end].view(heads, count, slots, width).transpose(0, 1).copy_(part)
+        first_page = blocks[0].first_page if blocks else 0
+        return Block(key, value, 0, first_page, all(block.finite for block in blocks))
+
+    def _look(self, views: _Views, page: int, count: int, slot: int, tokens: int) -> None:
+        """Notes whether what was written to adjacent pages is finite."""
+        parts = [whole[page : page + count, :, slot : slot + tokens] for whole in (views.key, views.value)]
+        # A sum is finite only if all that it adds up is. One that is not may have overflowed: then look closer.
+        finite: np.bool_ | np.typing.NDArray[np.bool_] = np.bool_(
+            all(isfinite(float(part.sum(dtype=torch.float32))) for part in parts)
+        )
+        if not finite:
+            finite = np.logical_and(*(torch.isfinite(part).flatten(1).all(1).numpy() for part in parts))
+        before = slot == 0 or self._finite[page : page + count]
+        self._finite[page : page + count] = np.logical_and(finite, before)
+
+    def _views_of(self, shape: CacheShape) -> _Views:
+        per_page, dtype = shape.tokens_per_page(self.page_bytes), STORAGE[shape.dtype]
+        elements = self._bytes.view(dtype)
+        value_offset = shape.value_offset(self.page_bytes) // dtype.itemsize
+
+        def block(width: int, offset: int) -> torch.Tensor:
+            size = (len(elements), shape.num_kv_heads, per_page, width)
+            return elements.as_strided(size, (elements.shape[1], per_page * width, width, 1), offset)
+
+        return _Views(block(shape.head_dim, 0), block(shape.value_dim, value_offset), per_page)
+
+
+def _runs(pages: Sequence[int], count: int, longest: int) -> Iterator[tuple[int, int]]:
+    """The first `count` pages as ranges of places whose pages lie side by side, none longer than `longest` if not 0."""
+    numbers = np.asarray(pages, dtype=np.int64)[:count]
+    edges = [0, *(np.flatnonzero(numbers[1:] - numbers[:-1] != 1) + 1).tolist(), count]
+    for start, stop in itertools.pairwise(edges):
+        step = longest or max(1, stop - start)
+        for begin in range(start, stop, step):
+            yield begin, min(begin + step, stop)
+
+
+def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, int, int]]:
+    """Writes as (first page, pages, first slot, tokens in each page): full pages that lie side by side are one."""
+    place = 0
+    while place < len(writes):
+        page, slot, tokens = writes[place]
+        count = 1
+        if tokens == per_page:
+            while place + count < len(writes) and writes[place + count] == (page + count, 0, per_page):
+                count += 1
+        yield page, count, slot, tokens
+        place += count

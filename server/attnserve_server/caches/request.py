@@ -1,0 +1,149 @@
+"""Attention to resident caches: an `AttendRequest` with references, from its bytes to its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.options import check_offset
+from attnserve_server.problem import AttendsToCaches, KeyShape, Problem, check
+from attnserve_server.reply import encode_attend_response
+from attnserve_server.request import CALL_COST, read_request, reply_bytes
+from attnserve_server.tensors import check_broadcast, read_integers
+from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+
+@dataclass(slots=True, eq=False)
+class CachedRequest(CacheWork):
+    """One attention to caches, sequence b to cache b. `problem.kv_length` is what is appended to each."""
+
+    reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
+
+    problem: Problem
+    payloads: list[memoryview]
+    flops: int
+    cost: int
+    reply_bytes: int
+    kv_lengths: list[int] = field(default_factory=list, init=False)
+    offsets: list[int] = field(default_factory=list, init=False)
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for requests that one batch can hold."""
+        return self.uses[0].cache.shape, self.problem.group
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.problem.priority
+
+    @property
+    def query_tokens(self) -> int:
+        """Rows of queries, over all sequences."""
+        return self.problem.batch * self.problem.query_length
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The Lq and S of a reply's scores."""
+        return self.problem.query_length, max(self.lengths, default=0)
+
+    def check(self, longest: int) -> None:
+        """Raises InvalidRequest if masks, lengths or offsets do not fit the caches."""
+        problem = self.problem
+        for name in ("mask", "bias"):
+            if name in problem.tensors:
+                target = (problem.batch, problem.query_heads, problem.query_length, longest)
+                check_broadcast(name, problem.tensors[name], target)
+        lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
+        given = read_integers(problem.tensors.get("kv_lengths"), self.payloads)
+        for index, length in enumerate(given or ()):
+            if not 0 <= length <= lengths[index]:
+                raise InvalidRequest(f"kv_lengths[{index}]", f"from 0 to {lengths[index]}", length)
+        self.kv_lengths = list(given) if given else lengths
+        offsets = read_integers(problem.tensors.get("query_offset"), self.payloads)
+        if offsets is not None:
+            each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
+            self.offsets = each * problem.batch if len(each) == 1 else each
+        elif problem.bottom_right:
+            self.offsets = [length - problem.query_length for length in self.kv_lengths]
+        else:
+            self.offsets = [0] * problem.batch
+
+    def run_batch(self, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
+        """Writes what is appended, then attends."""
+        from attnserve_server.caches.run import run_batch
+
+        return run_batch(self.host.pages, device, batch)
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The pieces of the encoded reply, and their length together."""
+        return encode_attend_response(self, result, phases, batch_size, self.lengths)
+
+
+def read_attend(host: Host, buffer: bytes, at: int, end: int) -> Work:
+    """The attention that a part of a buffer asks for, to caches or not. Raises RequestError."""
+    try:
+        return read_request(buffer, at, end)
+    except AttendsToCaches as request:
+        _, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
+        return _read(host, request.message, payloads, end - at)
+
+
+def _read(host: Host, message: pb.AttendRequest, payloads: list[memoryview], size: int) -> CachedRequest:
+    now = monotonic()
+    caches = [host.store.get(reference.name, now) for reference in message.caches]
+    shape = caches[0].shape
+    for index, cache in enumerate(caches):
+        if cache.shape != shape:
+            raise InvalidRequest(f"caches[{index}].name", "a cache of the shape of the first", str(cache.shape))
+        if message.caches[index].layer >= shape.layers:
+            expected = f"below {shape.layers}, the layers that the cache has"
+            raise InvalidRequest(f"caches[{index}].layer", expected, message.caches[index].layer)
+    problem = check(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim))
+    if len(caches) != problem.batch:
+        raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
+    uses = tuple(
+        Use(
+            cache,
+            reference.layer,
+            problem.kv_length,
+            reference.expected_length if reference.HasField("expected_length") else None,
+        )
+        for cache, reference in zip(caches, message.caches, strict=True)
+    )
+    check_distinct(uses)
+    keys = [use.cache.length(use.layer) + use.tokens for use in uses]
+    rows = problem.batch * problem.query_length
+    flops = problem.flops(problem.query_length * sum(keys), rows, sum(keys))
+    return CachedRequest(
+        host=host,
+        uses=uses,
+        received_bytes=size,
+        problem=problem,
+        payloads=payloads,
+        flops=flops,
+        cost=flops + CALL_COST * problem.batch,
+        reply_bytes=reply_bytes(problem, rows, max(keys)),
+    )
+
+
+def options_of(request: CachedRequest) -> dict[str, Any]:
+    """What a kernel call has of the request's options, tensors apart."""
+    problem = request.problem
+    return {
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "causal": problem.causal,
+        "window": problem.window,
+        "return_lse": problem.return_lse,
+        "return_scores": problem.return_scores,
+    }

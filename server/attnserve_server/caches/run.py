@@ -1,0 +1,147 @@
+"""A batch of attentions to caches, on a device: tensors in, appends written, kernels run, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.devices.results import rows_of_bytes
+from attnserve_server.devices.staging import TORCH, heads_first
+from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
+from attnserve_server.tensors import TensorSpec
+from attnserve_server.work import BatchResult, RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.request import CachedRequest
+    from attnserve_server.devices import Device
+
+
+def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
+    """A tensor of a request, in memory of its own on the device."""
+    raw = torch.empty(spec.size, dtype=torch.uint8)
+    if spec.payload >= 0:
+        memoryview(raw.numpy())[:] = payloads[spec.payload]  # type: ignore[arg-type]
+    return raw.view(TORCH[spec.dtype]).view(spec.shape).to(device.torch_device)
+
+
+def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
+    """Computes requests of one group."""
+    begin = perf_counter()
+    queries: list[CacheQuery] = []
+    for request in batch:
+        _append(pool, device, request)
+        queries += _queries(device, request)
+    after_staging = perf_counter()
+    attended = iter(attend_cache(queries, pool, device))
+    results = [[next(attended) for _ in request.uses] for request in batch]
+    after_compute = perf_counter()
+    return BatchResult(
+        results=[_collect(request, each) for request, each in zip(batch, results, strict=True)],
+        staging=after_staging - begin,
+        compute=after_compute - after_staging,
+        fetch=perf_counter() - after_compute,
+        kernel_calls=device.take_kernel_calls(),
+    )
+
+
+def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
+    """Writes what a request appends, where it has been placed."""
+    if not request.placements:
+        return
+    problem = request.problem
+    key, value = (
+        heads_first(read_tensor(problem.tensors[name], request.payloads, device), problem) for name in ("key", "value")
+    )
+    for b, (use, placement) in enumerate(zip(request.uses, request.placements, strict=True)):
+        pool.write(use.cache.shape, placement, key[b], value[b])
+
+
+def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
+    """The query of each sequence of a request."""
+    problem, payloads = request.problem, request.payloads
+    exact = torch.float64 if TORCH[problem.dtype] == torch.float64 else torch.float32
+
+    def read(name: str) -> torch.Tensor | None:
+        spec = problem.tensors.get(name)
+        return None if spec is None else read_tensor(spec, payloads, device)
+
+    def parameter(name: str) -> torch.Tensor | None:
+        tensor = read(name)
+        return None if tensor is None else tensor.to(exact)
+
+    def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)
+
+    query = heads_first(read_tensor(problem.tensors["query"], payloads, device), problem)
+    mask = of_rank_4(read("mask"))
+    mask = None if mask is None else mask != 0
+    bias = of_rank_4(parameter("bias"))
+    score: GeneralScore | AdditiveScore | None = None
+    if problem.score == "general":
+        weight = parameter("general.weight")
+        assert weight is not None
+        score = GeneralScore(weight)
+    elif problem.score == "additive":
+        query_weight, key_weight = parameter("additive.query_weight"), parameter("additive.key_weight")
+        assert query_weight is not None
+        assert key_weight is not None
+        score = AdditiveScore(query_weight, key_weight, parameter("additive.bias"), parameter("additive.output_weight"))
+    alibi_slopes, sinks = parameter("alibi_slopes"), parameter("sinks")
+    return [
+        CacheQuery(
+            query=query[b : b + 1],
+            shape=use.cache.shape,
+            pages=use.cache.pages(use.layer),
+            length=request.lengths[b],
+            kv_length=request.kv_lengths[b],
+            scale=problem.scale,
+            score=score,
+            softcap=problem.softcap,
+            offset=request.offsets[b],
+            causal=problem.causal,
+            window=problem.window,
+            mask=_of_sequence(mask, b, request.lengths[b]),
+            bias=_of_sequence(bias, b, request.lengths[b]),
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=problem.return_lse,
+            return_scores=problem.return_scores,
+        )
+        for b, use in enumerate(request.uses)
+    ]
+
+
+def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
+    """The part of a mask or bias for a sequence and the keys that it has."""
+    if tensor is None:
+        return None
+    if tensor.shape[0] > 1:
+        tensor = tensor[b : b + 1]
+    return tensor[..., :length] if tensor.shape[3] > 1 else tensor
+
+
+def _collect(request: CachedRequest, results: Sequence[AttentionResult]) -> RequestResult:
+    """The results of a request's sequences as its reply has them."""
+    problem = request.problem
+    output = torch.cat([result.output for result in results])
+    if problem.length_first and problem.rank > 2:
+        output = output.transpose(1, 2)
+    lse = torch.cat([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
+    scores = None
+    if problem.return_scores is not None:
+        excluded = 0.0 if problem.return_scores == "weights" else -torch.inf
+        _, longest = request.longest
+        scores = torch.cat(
+            [
+                torch.nn.functional.pad(result.scores, (0, longest - result.scores.shape[-1]), value=excluded)
+                for result in results
+                if result.scores is not None
+            ]
+        )
+    whole = (rows_of_bytes(part, 1)[0] if part is not None else None for part in (lse, scores))
+    return RequestResult(rows_of_bytes(output, 1)[0], *whole)

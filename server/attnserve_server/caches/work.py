@@ -1,0 +1,112 @@
+"""Operations on caches, as the engine runs them: each at its turn, appends all or none.
+
+A request holds its caches from its admission on, so that none is evicted, and the pages that its append may need are
+reserved then: what has been admitted does not fail for want of room. Lengths are compared with what the caller expects
+when the turn has come, because what came before may change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.store import CacheStore, Placement, Reservation
+from attnserve_server.errors import FailedPrecondition, InvalidRequest
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.pages import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The caches of one server: what decides and what holds the bytes."""
+
+    store: CacheStore
+    pages: PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A layer of a cache that an operation reads, and appends so many tokens to."""
+
+    cache: Cache
+    layer: int
+    tokens: int
+    expected_length: int | None
+
+    def check_length(self, length: int) -> None:
+        """Raises FailedPrecondition if the caller expects another length."""
+        if self.expected_length is not None and self.expected_length != length:
+            message = f"the cache has {length} tokens, not {self.expected_length}; nothing was changed"
+            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length))
+
+
+@dataclass(slots=True, eq=False)
+class CacheWork:
+    """What operations on caches have in common. `lengths` are those after the appends, `placements` where to write."""
+
+    host: Host
+    uses: tuple[Use, ...]
+    received_bytes: int
+    lengths: list[int] = field(default_factory=list, init=False)
+    placements: list[Placement] = field(default_factory=list, init=False)
+    _before: list[int] = field(default_factory=list, init=False)
+    _reservation: Reservation | None = field(default=None, init=False)
+
+    @property
+    def needs(self) -> Sequence[Hashable]:
+        """The caches."""
+        return [use.cache.name for use in self.uses]
+
+    @property
+    def layer(self) -> None:
+        """No layer."""
+
+    def enter(self) -> None:
+        """Holds the caches and reserves what the appends may need. Raises CacheFull."""
+        store, now = self.host.store, monotonic()
+        appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
+        if appends:
+            self._reservation = store.reserve(appends, now)
+        for use in self.uses:
+            store.hold(use.cache, now)
+
+    def begin(self) -> None:
+        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected."""
+        store = self.host.store
+        self._before = [use.cache.length(use.layer) for use in self.uses]
+        for use, before in zip(self.uses, self._before, strict=True):
+            use.check_length(before)
+        self.check(max((before + use.tokens for use, before in zip(self.uses, self._before, strict=True)), default=0))
+        for use in self.uses:
+            if use.tokens and self._reservation is not None:
+                self.placements.append(store.append(use.cache, use.layer, use.tokens, self._reservation))
+        self.lengths = [use.cache.length(use.layer) for use in self.uses]
+
+    def check(self, longest: int) -> None:
+        """Raises InvalidRequest if something does not fit the longest of the caches, after the appends."""
+
+    def end(self, failed: bool) -> None:
+        """Takes the appends back if nothing came of them."""
+        if failed and self._reservation is not None:
+            self.host.store.undo(self._reservation)
+
+    def leave(self) -> None:
+        """Lets go of everything."""
+        store, now = self.host.store, monotonic()
+        if self._reservation is not None:
+            store.cancel(self._reservation)
+        for use in self.uses:
+            store.release(use.cache, now)
+
+
+def check_distinct(uses: Sequence[Use]) -> None:
+    """Raises InvalidRequest if a cache is used twice."""
+    seen: set[str] = set()
+    for index, use in enumerate(uses):
+        if use.cache.name in seen:
+            raise InvalidRequest(f"caches[{index}].name", "a cache that is not among the others", "one that is")
+        seen.add(use.cache.name)
