@@ -49,10 +49,8 @@ def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: fl
 def test_a_page_holds_aligned_blocks(shape: CacheShape, page_bytes: int, tokens: int, value_offset: int) -> None:
     assert shape.tokens_per_page(page_bytes) == tokens
     assert shape.value_offset(page_bytes) == value_offset
-    assert (
-        value_offset + tokens * shape.num_kv_heads * shape.value_dim * (4 if shape.dtype == "float32" else 2)
-        <= page_bytes
-    )
+    value_bytes = shape.num_kv_heads * shape.value_dim * (4 if shape.dtype == "float32" else 2)
+    assert value_offset + tokens * value_bytes <= page_bytes
 
 
 @pytest.mark.parametrize(
@@ -206,14 +204,16 @@ def test_a_deleted_cache_is_there_until_nothing_holds_it() -> None:
 
 def test_a_full_pool_says_how_much_is_free_and_when_to_retry() -> None:
     store = store_of(4)
-    cache = store.create(SHAPE, 2.0, 0.0)
+    cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 11)
+    leased = store.create(SHAPE, 2.0, 0.0)
     with pytest.raises(CacheFull) as error:
         append(store, cache, 6, now=0.5)
     assert error.value.metadata == {"free_bytes": "256"}
     details = error.value.details()
     assert isinstance(details[1], error_details_pb2.RetryInfo)
-    assert details[1].retry_delay.ToNanoseconds() == 1.5e9
+    assert details[1].retry_delay.ToNanoseconds() == 1.5e9, "the lease of the other has so much left"
+    assert not leased.gone
     append(store, cache, 5)
     assert store.free_pages == 0
     with pytest.raises(CacheFull):
@@ -232,15 +232,16 @@ def test_what_the_pool_can_never_hold_is_no_load() -> None:
 
 
 def test_all_or_none_is_promised() -> None:
-    store = store_of(4)
-    first, second = (store.create(SHAPE, None, 0.0) for _ in range(2))
+    store = store_of(5)
+    first, second, third = (store.create(SHAPE, None, 0.0) for _ in range(3))
+    append(store, third, 1)
     with pytest.raises(CacheFull):
         store.reserve([(first, 0, 12), (second, 0, 8)], 0.0)
     assert (store.reserved_pages, first.users, second.users) == (0, 0, 0)
     reservation = store.reserve([(first, 0, 12), (second, 0, 4)], 0.0)
     assert store.reserved_pages == 4
     with pytest.raises(CacheFull):
-        store.reserve([(second, 0, 1)], 0.0)
+        store.reserve([(third, 0, 4)], 0.0)
     store.append(first, 0, 5, reservation)
     assert store.reserved_pages == 2, "it may append in parts"
     store.append(first, 0, 7, reservation)
