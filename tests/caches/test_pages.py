@@ -1,0 +1,207 @@
+"""The memory of caches: what is written to pages is what is read from them, and nothing else ever is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from resident import CPU, placement
+
+from attnserve_server.caches.layer import Placement, Write
+from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.shape import CacheShape
+
+SHAPES = [
+    CacheShape(1, 1, 1, 1, "float32"),
+    CacheShape(2, 8, 8, 2, "float32"),
+    CacheShape(3, 5, 7, 1, "float16"),
+    CacheShape(2, 16, 4, 1, "bfloat16"),
+    CacheShape(1, 3, 40, 1, "bfloat16"),
+]
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def tokens(shape: CacheShape, count: int, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [Hk, count, D] and values [Hk, count, Dv]."""
+    wanted = STORAGE[shape.dtype] if dtype is None else dtype
+    heads = shape.num_kv_heads
+    return torch.randn(heads, count, shape.head_dim).to(wanted), torch.randn(heads, count, shape.value_dim).to(wanted)
+
+
+def pool_of(shape: CacheShape, pages: int, per_page: int) -> PagePool:
+    """A pool of so many pages of at least so many tokens, with garbage in every page."""
+    page_bytes = -(-(per_page * shape.token_bytes + 64) // 64) * 64
+    pool = PagePool(pages * page_bytes, page_bytes, CPU)
+    every = list(range(pages))
+    count = pages * pool.tokens_per_page(shape)
+    poison = [torch.full_like(part, torch.nan) for part in tokens(shape, count)]
+    pool.write(shape, placement(every, pool.tokens_per_page(shape), 0, count), *poison)
+    return pool
+
+
+def read(pool: PagePool, shape: CacheShape, pages: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first tokens that pages hold, by their blocks."""
+    blocks = pool.blocks(shape, pages, count)
+    key, value = tokens(shape, count)
+    at = 0
+    for block in blocks:
+        assert block.first_token == at
+        assert block.first_page == pages[at // pool.tokens_per_page(shape)]
+        for page in range(len(block.key)):
+            length = block.key.shape[2]
+            key[:, at : at + length], value[:, at : at + length] = block.key[page], block.value[page]
+            at += length
+    assert at == count
+    return key, value
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("chunks", [[1] * 23, [23], [4, 1, 10, 8], [7, 16]])
+def test_what_is_written_is_read(shape: CacheShape, chunks: list[int]) -> None:
+    pool = pool_of(shape, 30, 4)
+    key, value = tokens(shape, 23)
+    pages = [3, 4, 5, 29, 11, 12, 0, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13][:23]
+    start = 0
+    for count in chunks:
+        stop = start + count
+        where = placement(pages, pool.tokens_per_page(shape), start, count)
+        pool.write(shape, where, key[:, start:stop], value[:, start:stop])
+        start = stop
+    for count in range(24):
+        got_key, got_value = read(pool, shape, pages, count)
+        assert torch.equal(got_key, key[:, :count])
+        assert torch.equal(got_value, value[:, :count])
+        block = pool.gather(shape, pages, count, STORAGE[shape.dtype])
+        assert torch.equal(block.key, key[None, :, :count])
+        assert torch.equal(block.value, value[None, :, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@EVERY_SHAPE
+def test_what_is_written_is_cast_to_the_dtype_of_storage(shape: CacheShape, dtype: torch.dtype) -> None:
+    pool = pool_of(shape, 4, 4)
+    key, value = tokens(shape, 4, dtype)
+    pool.write(shape, placement([2, 1, 3, 0], pool.tokens_per_page(shape), 0, 4), key, value)
+    got_key, got_value = read(pool, shape, [2, 1, 3, 0], 4)
+    assert torch.equal(got_key, key.to(STORAGE[shape.dtype]))
+    assert torch.equal(got_value, value.to(STORAGE[shape.dtype]))
+    block = pool.gather(shape, [2, 1, 3, 0], 4, torch.float64)
+    assert torch.equal(block.key[0], got_key.double())
+    assert torch.equal(block.value[0], got_value.double())
+
+
+@EVERY_SHAPE
+def test_strided_tensors_are_written_as_well(shape: CacheShape) -> None:
+    """Lengths first in memory, as a caller with that layout sends them, and expanded ones."""
+    pool = pool_of(shape, 8, 4)
+    key, value = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in tokens(shape, 8))
+    where = placement(list(range(8)), pool.tokens_per_page(shape), 0, 8)
+    pool.write(shape, where, key, value)
+    assert torch.equal(read(pool, shape, list(range(8)), 8)[0], key)
+    expanded = [part[:, :1].expand(-1, 8, -1) for part in (key, value)]
+    pool.write(shape, where, *expanded)
+    assert torch.equal(read(pool, shape, list(range(8)), 8)[1], expanded[1])
+
+
+def test_pages_are_copied_before_tokens_are_written() -> None:
+    shape = CacheShape(2, 8, 4, 1, "float32")
+    pool = pool_of(shape, 4, 4)
+    per_page = pool.tokens_per_page(shape)
+    key, value = tokens(shape, per_page)
+    pool.write(shape, placement([1], per_page, 0, per_page - 1), key[:, :-1], value[:, :-1])
+    pool.write(shape, Placement([(1, 3)], [Write(3, per_page - 2, 2)]), key[:, :2], value[:, :2])
+    assert torch.equal(read(pool, shape, [1], per_page - 1)[0], key[:, :-1])
+    copied = torch.cat([value[:, : per_page - 2], value[:, :2]], 1)
+    assert torch.equal(read(pool, shape, [3], per_page)[1], copied)
+
+
+def test_blocks_are_full_pages_that_lie_side_by_side() -> None:
+    shape = CacheShape(1, 4, 4, 1, "float32")
+    pool = pool_of(shape, 16, 4)
+    per_page = pool.tokens_per_page(shape)
+    pages = [4, 5, 6, 9, 8, 10, 11, 12]
+
+    def lengths(count: int, longest: int = 0) -> list[tuple[int, int, int]]:
+        blocks = pool.blocks(shape, pages, count, longest)
+        return [(block.first_page, len(block.key), block.key.shape[2]) for block in blocks]
+
+    full = per_page
+    assert lengths(0) == []
+    assert lengths(1) == [(4, 1, 1)]
+    assert lengths(3 * full) == [(4, 3, full)]
+    assert lengths(8 * full - 1) == [(4, 3, full), (9, 1, full), (8, 1, full), (10, 2, full), (12, 1, full - 1)]
+    assert lengths(8 * full, 2) == [
+        (4, 2, full), (6, 1, full), (9, 1, full), (8, 1, full), (10, 2, full), (12, 1, full)
+    ]  # fmt: skip
+
+
+def test_one_page_is_gathered_without_a_copy() -> None:
+    shape = CacheShape(2, 8, 8, 1, "float32")
+    pool = pool_of(shape, 4, 4)
+    block = pool.blocks(shape, [2], 3)[0]
+    assert pool.gather(shape, [2], 3, torch.float32).key.data_ptr() == block.key.data_ptr()
+    assert pool.gather(shape, [2], 3, torch.float64).key.data_ptr() != block.key.data_ptr()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_what_is_not_finite_is_known(poison: float, where: str) -> None:
+    """Of the slots that were written since a page's first one was, whatever was in the page before."""
+    shape = CacheShape(2, 8, 8, 1, "float32")
+    pool = PagePool(4096 * 4, 4096, CPU)
+    per_page = pool.tokens_per_page(shape)
+    pages = [0, 1, 2]
+    key, value = tokens(shape, 3 * per_page)
+
+    def known(count: int = 3 * per_page) -> list[bool]:
+        return [block.finite for block in pool.blocks(shape, pages, count, 1)]
+
+    assert known() == [False] * 3
+    pool.write(shape, placement(pages, per_page, 0, 3 * per_page), key, value)
+    assert known() == [True] * 3
+    {"key": key, "value": value}[where][1, per_page + 3, 5] = poison
+    pool.write(shape, placement(pages, per_page, per_page, 4), *(part[:, per_page:][:, :4] for part in (key, value)))
+    assert known() == [True, False, True]
+    pool.write(shape, placement(pages, per_page, per_page + 4, 1), *tokens(shape, 1))
+    assert known() == [True, False, True]
+    pool.write(shape, Placement([(1, 2)], [Write(2, 1, 1)]), *tokens(shape, 1))
+    assert known() == [True, False, False]
+    pool.write(shape, placement(pages, per_page, per_page, 2 * per_page), *tokens(shape, 2 * per_page))
+    assert known() == [True] * 3
+    pool.write(shape, placement(pages, per_page, 0, 3 * per_page), key, value)
+    assert known() == [True, False, True]
+    assert not pool.gather(shape, pages, 3 * per_page, torch.float32).finite
+    assert pool.gather(shape, [0, 2], 2 * per_page, torch.float32).finite
+
+
+def test_large_numbers_are_finite() -> None:
+    shape = CacheShape(2, 8, 8, 1, "float32")
+    pool = PagePool(4096, 4096, CPU)
+    largest = torch.full((2, 4, 8), np.finfo(np.float32).max)
+    pool.write(shape, placement([0], pool.tokens_per_page(shape), 0, 4), largest, largest)
+    assert pool.blocks(shape, [0], 4)[0].finite
+
+
+def test_what_overflows_the_dtype_of_storage_is_not_finite() -> None:
+    shape = CacheShape(1, 8, 8, 1, "float16")
+    pool = PagePool(4096, 4096, CPU)
+    large = torch.full((1, 1, 8), 1e6)
+    pool.write(shape, placement([0], pool.tokens_per_page(shape), 0, 1), large, large)
+    assert not pool.blocks(shape, [0], 1)[0].finite
+
+
+@pytest.mark.parametrize("page_bytes", [0, -64, 63, 100])
+def test_pages_that_would_not_be_aligned_are_refused(page_bytes: int) -> None:
+    with pytest.raises(ValueError, match="page_bytes"):
+        PagePool(1 << 16, page_bytes, CPU)
+
+
+@pytest.mark.parametrize("dtype", sorted(STORAGE))
+def test_every_block_of_keys_and_values_is_aligned(dtype: Any) -> None:
+    shape = CacheShape(3, 5, 7, 1, dtype)
+    pool = PagePool(1 << 13, 1 << 10, CPU)
+    for page in range(8):
+        block = pool.blocks(shape, [page], 1)[0]
+        assert block.key.data_ptr() % 64 == block.value.data_ptr() % 64 == 0
