@@ -23,19 +23,19 @@ class ServiceError(Exception):
 
 
 class Service:
-    """`python -m attnserve_server`, started at once; `with` waits until it serves, and ends it.
+    """`python -m attnserve_server` with these flags, started at once; `with` waits until it serves, and ends it.
 
-        with Service() as service:
+        with Service("--device", "cpu") as service:
             Client(service.address)
 
     Both raise ServiceError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
         self._started = time.perf_counter()
         listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "attnserve_server", *listen, "--log-level", "warning"],
+            [sys.executable, "-m", "attnserve_server", *listen, "--log-level", "warning", *flags],
             stdout=subprocess.PIPE,
             text=True,
         )

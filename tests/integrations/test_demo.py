@@ -27,6 +27,9 @@ def test_demo_with_a_service_of_its_own() -> None:
     assert 0 < float(difference[1]) <= 1e-5  # exactly 0 would mean that the service was not asked
     assert "24 attention calls over the wire" in demo.stdout
     assert "requests          24 OK" in demo.stdout
+    resident = re.search(r"the whole model there +4 .* KiB +.* KiB +.* ms +(\S+)\n", demo.stdout)
+    assert resident is not None
+    assert 0 < float(resident[1]) <= 1e-5
     assert "exit status 0" in demo.stdout
     assert max(map(len, demo.stdout.splitlines())) <= 100
 
@@ -37,6 +40,7 @@ def test_demo_with_a_running_service(server: Any) -> None:
         demo = run("--address", server.address, "--http-address", server.http_address)
         assert demo.returncode == 0, demo.stderr
         assert "requests          24 OK" in demo.stdout
+        assert "that service holds no layer 'minilm'" in demo.stdout
 
 
 def test_demo_without_a_service() -> None:
