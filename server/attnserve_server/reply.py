@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+from google.protobuf.message import Message
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
 REPLIES_FIELD = pb.AttendStreamResponse.REPLIES_FIELD_NUMBER
+
+ReplyTensor: TypeAlias = tuple[str, int, Sequence[int]]
+"""The field of a tensor in a response, its dtype and its shape."""
 
 
 def encode_attend_response(
@@ -83,20 +88,22 @@ def _tensors_header(
     shape = [*outer, width]
     if length_first and rank > 2:
         shape[-3], shape[-2] = shape[-2], shape[-3]
-    message = pb.AttendResponse()
-    remaining = iter(enumerate(sizes))
-    message.output.CopyFrom(tensor_header(dtype, shape, next(remaining)))
+    tensors: list[ReplyTensor] = [("output", dtype, shape)]
     if with_lse:
         lse_dtype = dtype if dtype == tensor_pb2.DATA_TYPE_FLOAT64 else tensor_pb2.DATA_TYPE_FLOAT32
-        message.lse.CopyFrom(tensor_header(lse_dtype, outer, next(remaining)))
+        tensors.append(("lse", lse_dtype, outer))
     if scores_length is not None:
-        message.scores.CopyFrom(tensor_header(dtype, [*outer, scores_length], next(remaining)))
+        tensors.append(("scores", dtype, [*outer, scores_length]))
+    return tensors_header(pb.AttendResponse, tensors, sizes)
+
+
+def tensors_header(response_type: type[Message], tensors: Sequence[ReplyTensor], sizes: Sequence[int]) -> bytes:
+    """The header of a response that has nothing but tensors, whose payloads come in this order and have these sizes."""
+    message = response_type()
+    for index, ((field, dtype, shape), size) in enumerate(zip(tensors, sizes, strict=True)):
+        tensor = tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(index, size))  # type: ignore[arg-type]
+        getattr(message, field).CopyFrom(tensor)
     return message.SerializeToString()
-
-
-def tensor_header(dtype: int, shape: Sequence[int], payload: tuple[int, int]) -> tensor_pb2.Tensor:
-    """A tensor with a ticket: the number and the length of its payload."""
-    return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(*payload))  # type: ignore[arg-type]
 
 
 def stream_reply(call_id: int, field: int, pieces: list[_wire.Buffer], size: int) -> tuple[list[_wire.Buffer], int]:

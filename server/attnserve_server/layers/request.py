@@ -25,10 +25,10 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.options import check_offset
-from attnserve_server.reply import payloads_of, tensor_header, timings_of
+from attnserve_server.reply import ReplyTensor, payloads_of, tensors_header, timings_of
 from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
 from attnserve_server.tensors import read_integers
-from attnserve_server.work import BatchResult, Phases, RequestResult
+from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -40,7 +40,7 @@ _known = lru_cache(maxsize=4096)(application_of)
 
 
 @dataclass(slots=True)
-class LayerRequest:
+class LayerRequest(Independent):
     """An application that has been checked against its layer; it keeps the layer alive."""
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.APPLY_FIELD_NUMBER
@@ -70,8 +70,8 @@ class LayerRequest:
     @property
     def cost(self) -> int:
         """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
-        blocks = getattr(self.loaded.specification.architecture, "blocks", 1)
-        return self.flops + CALL_COST * blocks * len(self.input.lengths)
+        attentions = max(1, self.loaded.outline.blocks)
+        return self.flops + CALL_COST * attentions * len(self.input.lengths)
 
     @property
     def query_tokens(self) -> int:
@@ -121,20 +121,28 @@ class LayerRequest:
             dtype = WIRE[getattr(torch, specification.dtype)]
         layer = self.loaded.outline
         batch = [application.batch] if application.batched else []
-        per_head = [*batch, layer.query_heads, application.length]
-        payloads = payloads_of(result)
-        tickets = iter(enumerate(map(len, payloads)))
-        message = pb.ApplyResponse(timings=timings_of(phases), batch_size=batch_size, layer_version=self.loaded.version)
-        message.output.CopyFrom(tensor_header(dtype, [*batch, application.length, layer.output_width], next(tickets)))
+        per_head = (*batch, layer.query_heads, application.length)
+        tensors = [("output", dtype, (*batch, application.length, layer.output_width))]
         if result.lse is not None:
             double = specification.dtype == "float64"
-            lse_dtype = tensor_pb2.DATA_TYPE_FLOAT64 if double else tensor_pb2.DATA_TYPE_FLOAT32
-            message.lse.CopyFrom(tensor_header(lse_dtype, per_head, next(tickets)))
+            tensors.append(("lse", tensor_pb2.DATA_TYPE_FLOAT64 if double else tensor_pb2.DATA_TYPE_FLOAT32, per_head))
         if result.scores is not None:
             keys = _keys(application) if application.batched else _longest_keys(self.input)
-            rows = [*batch, application.length] if application.options.average_scores else per_head
-            message.scores.CopyFrom(tensor_header(dtype, [*rows, keys], next(tickets)))
-        return _wire.join(pb.ApplyResponse, message.SerializeToString(), payloads)
+            rows = (*batch, application.length) if application.options.average_scores else per_head
+            tensors.append(("scores", dtype, (*rows, keys)))
+        # Apart, because they differ each time: the rest is the same for all replies of these shapes.
+        timings = pb.ApplyResponse(
+            timings=timings_of(phases), batch_size=batch_size, layer_version=self.loaded.version
+        ).SerializeToString()
+        payloads = payloads_of(result)
+        header = _tensors_header(tuple(tensors), tuple(map(len, payloads)))
+        pieces, size = _wire.join(pb.ApplyResponse, header, payloads)
+        return [timings, *pieces], len(timings) + size
+
+
+@lru_cache(maxsize=1024)
+def _tensors_header(tensors: tuple[ReplyTensor, ...], sizes: tuple[int, ...]) -> bytes:
+    return tensors_header(pb.ApplyResponse, tensors, sizes)
 
 
 def read_layer_request(registry: Registry, buffer: bytes, at: int = 0, end: int | None = None) -> LayerRequest:

@@ -1,0 +1,75 @@
+"""Replies in pieces: what differs from one to the next is kept out of what is the same for all of these shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import messages
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.request import read_layer_request
+from attnserve_server.work import Phases, Work
+
+DEFINITION = """
+[[layers]]
+name = "score"
+kind = "general"
+file = "weights.safetensors"
+parameters.score.weight = "weight"
+"""
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    """A CPU; it sets torch's threads for the whole process, which are set back."""
+    threads = torch.get_num_threads()
+    device = CpuDevice(1, 0)
+    yield device
+    device.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["attend", "apply"])
+async def work(request: pytest.FixtureRequest, tmp_path: Path, device: CpuDevice) -> Work:
+    """A request for its lse and its scores too."""
+    if request.param == "attend":
+        return messages.read(messages.random_attend(0, return_lse=True, return_scores=pb.SCORE_STAGE_WEIGHTS))
+    save_file({"weight": torch.randn(4, 4)}, tmp_path / "weights.safetensors")
+    (tmp_path / "layers.toml").write_text(DEFINITION)
+    registry = Registry(device, tmp_path)
+    await registry.load("layers.toml")
+    message = pb.ApplyRequest(
+        layer="score",
+        input=messages.tensor(np.ones((3, 4), np.float32)),
+        return_lse=True,
+        return_scores=pb.SCORE_STAGE_WEIGHTS,
+    )
+    return read_layer_request(registry, message.SerializeToString())
+
+
+def test_replies_of_equal_shapes_are_taken_apart_once(work: Work, device: CpuDevice) -> None:
+    """However much their timings differ: else each would push another header out of what is remembered."""
+    (result,) = work.run_batch(device, [work]).results
+    misses = []
+    for number in range(1, 4):
+        pieces, size = work.encode(
+            result, Phases(*(number * phase for phase in (1e-5, 2e-5, 3e-5, 4e-5, 5e-5))), number
+        )
+        message = b"".join(pieces)
+        assert len(message) == size
+        response = (pb.AttendResponse if work.layer is None else pb.ApplyResponse).FromString(message)
+        assert response.batch_size == number
+        assert response.timings.queue_ns == number * 20_000
+        assert response.output.data == bytes(result.output)
+        assert response.lse.data == bytes(result.lse or b"")
+        assert response.scores.data == bytes(result.scores or b"")
+        misses.append(_wire._template.cache_info().misses)  # type: ignore[attr-defined]
+    assert misses[0] == misses[1] == misses[2]
