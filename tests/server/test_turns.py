@@ -1,0 +1,93 @@
+"""Whose turn it is, against a model that looks at everybody: it is one's turn when nobody before needs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import MANY
+
+from attnserve_server.turns import Turns
+
+THINGS = "abcd"
+
+
+class Model:
+    """Who is there, in the order in which they entered."""
+
+    def __init__(self) -> None:
+        self.present: dict[int, Set[str]] = {}
+
+    def ready(self) -> set[int]:
+        """Whose turn it is."""
+        found, needed = set(), set[str]()
+        for who, needs in self.present.items():
+            if not needs & needed:
+                found.add(who)
+            needed |= needs
+        return found
+
+
+@MANY
+@given(st.data())
+def test_turns_are_those_of_the_model(data: st.DataObject) -> None:
+    """They enter and leave in any order; in the end all have had their turn, and nothing is kept of them."""
+    turns: Turns[int] = Turns()
+    model = Model()
+    entered = 0
+    needs_of = st.lists(st.sampled_from(THINGS), unique=True, max_size=len(THINGS))
+    steps = data.draw(st.lists(st.one_of(st.none(), needs_of), max_size=40), label="enter, or one leaves")
+    # Behind those steps all leave who are there, whoever goes first.
+    for needs in [*steps, *[None] * len(steps)]:
+        before = model.ready()
+        if needs is not None:
+            model.present[entered] = frozenset(needs)
+            assert turns.enter(entered, needs) == (entered in model.ready())
+            assert before <= model.ready()
+            entered += 1
+        elif before:
+            who = data.draw(st.sampled_from(sorted(before)), label="leaves")
+            del model.present[who]
+            now_ready = turns.leave(who)
+            assert len(now_ready) == len(set(now_ready))
+            assert set(now_ready) == model.ready() - before
+        else:
+            assert not model.present, "some are there, and it is nobody's turn"
+        assert turns.waiting == len(model.present) - len(model.ready())
+    assert not model.present
+    assert all(turns.enter(entered + place, [thing]) for place, thing in enumerate(THINGS))
+
+
+@given(st.lists(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), max_size=30))
+def test_of_those_who_need_the_same_thing_each_comes_after_the_one_before(needs: list[list[str]]) -> None:
+    turns: Turns[int] = Turns()
+    ready = [who for who, each in enumerate(needs) if turns.enter(who, each)]
+    order = []
+    while ready:
+        order.append(ready.pop())  # the last first: fairness is not the callers' doing
+        ready += turns.leave(order[-1])
+    assert sorted(order) == list(range(len(needs)))
+    for thing in THINGS:
+        in_line = [who for who in order if thing in needs[who]]
+        assert in_line == sorted(in_line)
+
+
+def test_who_needs_two_things_holds_up_neither_longer_than_the_order_says() -> None:
+    turns: Turns[str] = Turns()
+    assert turns.enter("first", "a")
+    assert not turns.enter("both", "ab")
+    assert not turns.enter("behind", "b")
+    assert turns.enter("elsewhere", "c")
+    assert turns.waiting == 2
+    assert turns.leave("elsewhere") == []
+    assert turns.leave("first") == ["both"]
+    assert turns.leave("both") == ["behind"]
+    assert turns.leave("behind") == []
+
+
+def test_nobody_leaves_who_is_not_there() -> None:
+    turns: Turns[str] = Turns()
+    with pytest.raises(KeyError):
+        turns.leave("nobody")
