@@ -10,20 +10,24 @@ where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from attnserve_server.histogram import Histogram
 
+if TYPE_CHECKING:
+    from attnserve_server.caches.store import CacheStore
+
 OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "truncate")
-"""What a caller can ask for: attention or a layer, by itself or as one call of a stream."""
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and changes of a cache."""
 
 CODES: Final = (
     "OK",
     "INVALID_ARGUMENT",
     "NOT_FOUND",
+    "FAILED_PRECONDITION",
     "RESOURCE_EXHAUSTED",
     "DEADLINE_EXCEEDED",
     "CANCELLED",
@@ -224,6 +228,10 @@ class Metrics:
         if device_memory is not None:
             self.registry.register(_DeviceMemory(device_memory))
 
+    def watch_caches(self, store: CacheStore) -> None:
+        """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more."""
+        self.registry.register(_Caches(store))
+
 
 class _ByLabel(dict[str, Callable[[float], None]]):
     """What counts for each value of a counter's one label, looked up when it first comes."""
@@ -255,3 +263,54 @@ class _DeviceMemory:
         for state, size in self._read().items():
             family.add_metric([state], size)
         return [family]
+
+
+class _Caches:
+    """What a store of caches has and what has happened to it, in its own numbers."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterable[Metric]:
+        store, counts = self._store, self._store.counts
+        pool = GaugeMetricFamily(
+            "attnserve_cache_pool_bytes",
+            "The pool of the caches: free, reserved for appends in flight, or used; what is shared counts once.",
+            labels=["state"],
+        )
+        reserved = store.reserved_pages * store.page_bytes
+        pool.add_metric(["free"], store.free_pages * store.page_bytes - reserved)
+        pool.add_metric(["reserved"], reserved)
+        pool.add_metric(["used"], store.used_bytes)
+        evictions = CounterMetricFamily(
+            "attnserve_cache_evictions",
+            "Caches evicted, their lease having ended: when they were looked for (lease), or when an append needed their "
+            "pages, or another cache their place (caches).",
+            labels=["reason"],
+        )
+        for reason, count in counts.evictions.items():
+            evictions.add_metric([reason], count)
+        for name, help, value in (
+            ("attnserve_caches", "Caches open.", len(store)),
+            ("attnserve_cache_tokens", "Tokens of all layers of all caches; shared ones count for each.", store.tokens),
+            (
+                "attnserve_cache_shared_bytes_saved",
+                "The bytes more that caches would use, if they shared nothing.",
+                store.shared_bytes_saved,
+            ),
+        ):
+            yield GaugeMetricFamily(name, help, value)
+        for name, help, value in (
+            ("creations", "Caches created empty.", counts.created),
+            ("forks", "Caches made of others.", counts.forks),
+            ("appends", "Appends to a layer of a cache that stayed.", counts.appends),
+            ("appended_tokens", "Tokens of those appends.", counts.appended_tokens),
+            ("truncations", "Caches cut off.", counts.truncations),
+            ("deletions", "Caches deleted by callers.", counts.deletions),
+        ):
+            yield CounterMetricFamily(f"attnserve_cache_{name}", help, value)
+        yield pool
+        yield evictions
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()

@@ -98,6 +98,7 @@ class Server:
             CacheStore(pool_bytes, config.cache_page_bytes, config.max_caches),
             PagePool(pool_bytes, config.cache_page_bytes, self.device.torch_device),
         )
+        self.metrics.watch_caches(self.caches.store)
         readers: dict[str, Read] = {
             "attend": partial(read_attend, self.caches),
             "apply": partial(read_layer_request, self.registry),

@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from attnserve import Client
 from attnserve_server import metrics as declared
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
 from attnserve_server.histogram import Histogram
 from attnserve_server.metrics import Metrics
 
@@ -151,6 +153,7 @@ def test_two_servers_share_nothing(metrics: Metrics) -> None:
 
 
 def test_names_follow_the_conventions(metrics: Metrics) -> None:
+    metrics.watch_caches(CacheStore(1 << 20, 1 << 12, 10))
     families = list(parse_text(generate_latest(metrics.registry).decode()))
     assert len(families) > 20
     for family in families:
@@ -163,6 +166,7 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
 def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
     metrics.phases(1e-5, 2e-5, 3e-5, 4e-5, 5e-5)
     metrics.batch(1, 1e6, 16, 0.0, {"flash": 1})
+    metrics.watch_caches(CacheStore(1 << 20, 1 << 12, 10))
     encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     families = {family.name: family for family in parse_openmetrics(encode(metrics.registry).decode())}
@@ -170,6 +174,7 @@ def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
     assert {f"{name}_total" for name, family in families.items() if family.type == "counter"} >= {
         "attnserve_requests_total",
         "attnserve_kernel_calls_total",
+        "attnserve_cache_appends_total",
     }
 
 
@@ -193,6 +198,41 @@ def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], time
         assert read["h_bucket", "b", bound] == 0
     assert read["h_count", "a", None] == sum(counts)
     assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
+
+
+def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
+    page = 256  # four tokens of one head, 8 wide, float32
+    store = CacheStore(10 * page, page, max_caches=2)
+    metrics.watch_caches(store)
+
+    def read(name: str, **labels: str) -> float:
+        return value(metrics, f"attnserve_{name}", **labels)
+
+    def pool() -> list[float]:
+        return [read("cache_pool_bytes", state=state) / page for state in ("free", "reserved", "used")]
+
+    assert pool() == [10, 0, 0]
+    cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=0.0)
+    reservation = store.reserve([(cache, 0, 9)], 0.0)
+    assert pool() == [7, 3, 0]
+    store.append(cache, 0, 9, reservation)
+    assert read("cache_appends_total") == 0, "it may yet be undone"
+    store.cancel(reservation)
+    fork = store.fork(cache, 100.0, 1.0)
+    assert pool() == [7, 0, 3]
+    assert [read(name) for name in ("caches", "cache_tokens", "cache_forks_total")] == [2, 18, 1]
+    assert read("cache_shared_bytes_saved") == 3 * page
+    assert [read(f"cache_{name}_total") for name in ("creations", "appends", "appended_tokens")] == [1, 1, 9]
+    store.truncate(fork, 4)
+    assert read("cache_truncations_total") == 1
+    assert read("cache_shared_bytes_saved") == page
+    store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=50.0)
+    reasons = ("lease", "pages", "caches")
+    assert [read("cache_evictions_total", reason=reason) for reason in reasons] == [0, 0, 1]
+    assert pool() == [9, 0, 1]
+    store.delete(fork)
+    assert read("cache_deletions_total") == 1
+    assert pool() == [10, 0, 0]
 
 
 def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) -> None:
