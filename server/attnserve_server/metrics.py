@@ -284,8 +284,8 @@ class _Caches:
         pool.add_metric(["used"], store.used_bytes)
         evictions = CounterMetricFamily(
             "attnserve_cache_evictions",
-            "Caches evicted, their lease having ended: when they were looked for (lease), or when an append needed their "
-            "pages, or another cache their place (caches).",
+            "Caches evicted, their lease having ended: when they were looked for (lease), when an append needed their "
+            "pages, or when another cache needed their place (caches).",
             labels=["reason"],
         )
         for reason, count in counts.evictions.items():
