@@ -7,6 +7,8 @@
         result.output, result.lse, result.scores, result.timings
         client.apply("minilm", token_ids, lengths=lengths)             # layers whose weights the server holds
         client.layers.list()
+        with client.create_cache(num_kv_heads=8, head_dim=64) as cache:   # keys and values that stay on the server
+            cache.attend(query, key, value, causal=True)
 
 `AsyncClient` is the same for asyncio, `merge_attention` puts together attentions over disjoint keys, and every error is
 an `AttnServeError`. Everything public is here.
@@ -15,6 +17,8 @@ an `AttnServeError`. Everything public is here.
 from attnserve._apply import ApplyOptions
 from attnserve._async_client import AsyncClient
 from attnserve._attend import AdditiveScore, AttendOptions, GeneralScore
+from attnserve._cache_requests import CacheInfo, CachePool
+from attnserve._caches import AsyncCache, AsyncCaches, Cache, Caches
 from attnserve._client import Client
 from attnserve._errors import (
     AttnServeError,
@@ -39,11 +43,17 @@ from attnserve._version import __version__
 __all__ = [
     "AdditiveScore",
     "ApplyOptions",
+    "AsyncCache",
+    "AsyncCaches",
     "AsyncClient",
     "AsyncLayers",
     "AttendOptions",
     "AttentionResult",
     "AttnServeError",
+    "Cache",
+    "CacheInfo",
+    "CachePool",
+    "Caches",
     "Client",
     "ClientClosedError",
     "DeadlineExceededError",

@@ -7,23 +7,30 @@ encoded once and remembered, so that asking again for the same layer, shapes and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import EllipsisType
 from typing import Any, Final, Generic, TypedDict, cast
 
+import numpy as np
+
 from attnserve import _arguments, _arrays, _call
 from attnserve._arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._arrays import Array
 from attnserve._call import EncodedCall, Tensors
 from attnserve._config import checked_timeout
 from attnserve._operation import APPLY
 from attnserve._reply import Response
 from attnserve._result import LayerResult
 from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
 
 _ALIGNMENTS: Final[dict[Any, tuple[bool | None, pb.Alignment]]] = {
     None: (None, pb.ALIGNMENT_UNSPECIFIED),
     **_arguments.ALIGNMENTS,
 }
+
+_RESIDENT_ALIGNMENTS: Final = {**_ALIGNMENTS, **_arguments.RESIDENT_ALIGNMENTS}
 
 
 class ApplyOptions(TypedDict, total=False):
@@ -55,12 +62,14 @@ class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
     def result(self, response: Response) -> LayerResult[ArrayT]:
         """The result of the call. ProtocolError if the response is not one to this call."""
         parts = self.parts(response)
-        return LayerResult(*parts, cast(pb.ApplyResponse, response.message).layer_version)
+        version = cast(pb.ApplyResponse, response.message).layer_version
+        return LayerResult(*parts[:-1], version, parts.cache_lengths)
 
 
 def encode_apply(
     layer: str,
     input: ArrayT,
+    resident: bool = False,
     *,
     context: ArrayLike | None = None,
     mask: ArrayLike | None = None,
@@ -78,7 +87,10 @@ def encode_apply(
     timeout: float | EllipsisType | None = ...,
     default_timeout: float | None = None,
 ) -> ApplyCall[ArrayT]:
-    """The call that `Client.apply` describes. InvalidRequestError names an argument that no server would take."""
+    """The call that `Client.apply` describes; `resident` if there are caches.
+
+    InvalidRequestError names an argument that no server would take.
+    """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
     arrays = [("input", _arrays.floating_or_ids("input", input))]
     if context is not None:
@@ -98,14 +110,14 @@ def encode_apply(
     header = _header(
         _call.tensors(arrays),
         _arguments.text("layer", layer),
-        _arguments.choice("causal", _ALIGNMENTS, causal),
+        _arguments.choice("causal", _RESIDENT_ALIGNMENTS if resident else _ALIGNMENTS, causal),
         _arguments.window(window),
         bool(return_lse),
         _arguments.choice("return_scores", _arguments.STAGES, return_scores),
         bool(average_scores),
         priority if priority == 0 else _arguments.integer("priority", priority, 32),
     )
-    return ApplyCall(
+    call: ApplyCall[ArrayT] = ApplyCall(
         header,
         arrays,
         input,
@@ -113,6 +125,19 @@ def encode_apply(
         returns_scores=return_scores is not None,
         timeout=timeout,
     )
+    if resident:
+        call.appends = _lengths(arrays)
+    return call
+
+
+def _lengths(arrays: Sequence[tuple[str, Array]]) -> Sequence[int]:
+    """The lengths of the input's sequences, or the one that all have."""
+    for field, array in arrays:
+        if field == "lengths":
+            return [int(length) for length in np.frombuffer(array.data, np.int64)]
+    _, input = arrays[0]
+    axis = -1 if input.dtype == tensor_pb2.DATA_TYPE_INT64 else -2
+    return input.shape[axis:][:1]
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ only what needs no knowledge of attention. The server is the authority on the re
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from attnserve import _arrays
@@ -20,6 +21,9 @@ ArrayT = TypeVar("ArrayT")
 ArrayLike: TypeAlias = Any
 """A NumPy array, a torch tensor, or numbers in lists."""
 
+Names: TypeAlias = str | Iterable[str]
+"""One name or several."""
+
 Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
 
@@ -30,6 +34,9 @@ ALIGNMENTS: Final[dict[Any, tuple[bool, pb.Alignment]]] = {
     "bottom_right": (True, pb.ALIGNMENT_BOTTOM_RIGHT),
 }
 """What `causal` says: whether there is a causal mask, and where the first query stands."""
+
+RESIDENT_ALIGNMENTS: Final = {**ALIGNMENTS, True: (True, pb.ALIGNMENT_UNSPECIFIED)}
+"""What `causal` says of resident caches, where servers take what is not set to be the bottom right."""
 
 STAGES: Final[dict[Any, pb.ScoreStage]] = {
     None: pb.SCORE_STAGE_UNSPECIFIED,
@@ -69,6 +76,14 @@ def integer(field: str, value: Any, bits: int) -> int:
     return index
 
 
+def count(field: str, value: Any, least: int, bits: int) -> int:
+    """An integer of any type, of at least so many and below 2 to the power of so many bits."""
+    index = integer(field, value, 64)
+    if not least <= index < 1 << bits:
+        raise InvalidRequestError(f"{field}: expected an integer of {least} or more, found {index}", field=field)
+    return index
+
+
 def window(value: Any) -> tuple[int, int] | None:
     """A sliding window ``(left, right)``; None for none."""
     if value is None:
@@ -91,3 +106,8 @@ def text(field: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
     return value
+
+
+def names(field: str, values: Names) -> list[str]:
+    """The names, none of which is empty."""
+    return [text(field, value) for value in ((values,) if isinstance(values, str) else values)]

@@ -12,19 +12,24 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
 
+from attnserve import _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendOptions, encode_attend
+from attnserve._caches import AsyncCache, AsyncCaches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._errors import ClientClosedError
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
+from attnserve._plans import CacheState, CacheStates, Plan, Request
 from attnserve._reply import decode_response
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
-from attnserve._tasks import CallFuture, StreamTransport, UnaryTransport
+from attnserve._tasks import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._transaction import Transaction
+from attnserve._turns import Turns
 
 T = TypeVar("T")
 
@@ -52,46 +57,109 @@ class AsyncClient:
         """Sets up a client, as `Client` does. ValueError names an argument that is wrong."""
         self._settings = Settings(address, transport, timeout, retries, streams, tuple(options))
         self._connection: _Connection | None = None
+        self._turns = Turns(later)
         self._closed = False
 
     async def attend(
-        self, query: ArrayT, key: ArrayLike, value: ArrayLike, **options: Unpack[AttendOptions]
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        caches: CacheStates | None = None,
+        cache_layer: int = 0,
+        **options: Unpack[AttendOptions],
     ) -> AttentionResult[ArrayT]:
         """Computes one attention. Arguments, result and errors are those of `Client.attend`.
 
         Cancelling the task that awaits it has the server told.
         """
-        return await self.submit(query, key, value, **options)
+        return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
     def submit(
-        self, query: ArrayT, key: ArrayLike, value: ArrayLike, **options: Unpack[AttendOptions]
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        caches: CacheStates | None = None,
+        cache_layer: int = 0,
+        **options: Unpack[AttendOptions],
     ) -> asyncio.Future[AttentionResult[ArrayT]]:
         """Asks for one attention and returns a future of its result. Arguments are those of `Client.attend`.
 
         What is wrong with the arguments themselves is raised here; everything else is raised by the future.
         """
-        return self._send(encode_attend(query, key, value, default_timeout=self._settings.timeout, **options))
+        timeout = self._settings.timeout
+        if caches is None:
+            return self._send(encode_attend(query, key, value, default_timeout=timeout, **options))
+        return self._perform(_plans.attend(self._turns, caches, cache_layer, query, key, value, timeout, options))
 
-    async def apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> LayerResult[ArrayT]:
+    async def apply(
+        self,
+        layer: str,
+        input: ArrayT,
+        *,
+        caches: CacheStates | None = None,
+        cache: CacheState | None = None,
+        **options: Unpack[ApplyOptions],
+    ) -> LayerResult[ArrayT]:
         """Applies a layer whose weights the server holds. Arguments, result and errors are those of `Client.apply`.
 
         Cancelling the task that awaits it has the server told.
         """
-        return await self.submit_apply(layer, input, **options)
+        return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
     def submit_apply(
-        self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]
+        self,
+        layer: str,
+        input: ArrayT,
+        *,
+        caches: CacheStates | None = None,
+        cache: CacheState | None = None,
+        **options: Unpack[ApplyOptions],
     ) -> asyncio.Future[LayerResult[ArrayT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
         Arguments are those of `Client.apply`; the future is as that of `submit`.
         """
-        return self._send(encode_apply(layer, input, default_timeout=self._settings.timeout, **options))
+        timeout = self._settings.timeout
+        chosen = _plans.one_or_many(cache, caches)
+        if chosen is None:
+            return self._send(encode_apply(layer, input, default_timeout=timeout, **options))
+        return self._perform(_plans.apply(self._turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> AsyncLayers:
         """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
         return AsyncLayers(self._ask)
+
+    async def create_cache(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        layers: int = 1,
+        dtype: Any = "float32",
+        ttl: float | None = None,
+        timeout: float | None = 60.0,
+    ) -> AsyncCache:
+        """Creates an empty cache on the server. Arguments are those of `Client.create_cache`.
+
+        As a context manager it deletes the cache when the body ends: ``async with await client.create_cache(8, 64)``.
+        """
+        rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        return AsyncCache(self, await self._ask(rpc, timeout))
+
+    async def open_cache(self, name: str, *, timeout: float | None = 60.0) -> AsyncCache:
+        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it."""
+        return AsyncCache(self, await self.caches.get(name, timeout=timeout))
+
+    @property
+    def caches(self) -> AsyncCaches:
+        """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``, to be awaited."""
+        return AsyncCaches(self._ask)
 
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
@@ -125,9 +193,22 @@ class AsyncClient:
 
     def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> asyncio.Future[T]:
         future = CallFuture(rpc.decode)
-        message = rpc.request.SerializeToString()
-        self._connected().unary.submit(future, rpc.path, [message], checked_timeout(timeout), repeatable=rpc.repeatable)
+        unary = self._connected().unary
+        unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
         return future
+
+    def _perform(self, plan: Plan[T]) -> asyncio.Future[T]:
+        future: CallFuture[T, T] = CallFuture(lambda result: result)
+        transaction = Transaction(self._turns, plan, self._send_request, future.settle)
+        future.withdraw = transaction.cancel
+        transaction.begin()
+        return future
+
+    def _send_request(self, request: Request, timeout: float | None) -> asyncio.Future[Any]:
+        if isinstance(request, Rpc):
+            return self._ask(request, timeout)
+        request.timeout = timeout
+        return self._send(request)
 
     def _connected(self) -> _Connection:
         """The connection, made in the running loop when it is first needed."""

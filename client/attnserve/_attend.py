@@ -95,6 +95,7 @@ def encode_attend(
     query: ArrayT,
     key: ArrayLike,
     value: ArrayLike,
+    resident: bool = False,
     *,
     causal: Causal = False,
     query_offset: ArrayLike | None = None,
@@ -115,13 +116,14 @@ def encode_attend(
     timeout: float | EllipsisType | None = ...,
     default_timeout: float | None = None,
 ) -> AttendCall[ArrayT]:
-    """The call that `Client.attend` describes. InvalidRequestError names an argument that no server would take."""
+    """The call that `Client.attend` describes; `resident` if there are caches, and then perhaps no key and value.
+
+    InvalidRequestError names an argument that no server would take.
+    """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
-    arrays = [
-        ("query", _arrays.floating("query", query)),
-        ("key", _arrays.floating("key", key)),
-        ("value", _arrays.floating("value", value)),
-    ]
+    arrays = [("query", _arrays.floating("query", query))]
+    if not (resident and key is None and value is None):
+        arrays += (("key", _arrays.floating("key", key)), ("value", _arrays.floating("value", value)))
     if mask is not None:
         arrays.append(("mask", _arrays.boolean("mask", mask)))
     for field, floats in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -137,7 +139,7 @@ def encode_attend(
 
     header = _header(
         _call.tensors(arrays),
-        _arguments.choice("causal", _arguments.ALIGNMENTS, causal),
+        _arguments.choice("causal", _arguments.RESIDENT_ALIGNMENTS if resident else _arguments.ALIGNMENTS, causal),
         _arguments.choice("layout", _LAYOUTS, layout),
         _arguments.window(window),
         None if scale is None else _arguments.number("scale", scale),
@@ -146,7 +148,7 @@ def encode_attend(
         _arguments.choice("return_scores", _arguments.STAGES, return_scores),
         priority if priority == 0 else _arguments.integer("priority", priority, 32),
     )
-    return AttendCall(
+    call: AttendCall[ArrayT] = AttendCall(
         header,
         arrays,
         query,
@@ -154,6 +156,11 @@ def encode_attend(
         returns_scores=return_scores is not None,
         timeout=timeout,
     )
+    if resident and key is not None:
+        shape = arrays[1][1].shape
+        axis = -3 if layout == "length_first" and len(shape) > 2 else -2
+        call.appends = shape[axis:][:1]
+    return call
 
 
 @lru_cache(maxsize=1024)

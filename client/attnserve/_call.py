@@ -55,12 +55,23 @@ class Parts(NamedTuple):
     scores: Any
     timings: Timings
     batch_size: int
+    cache_lengths: tuple[int, ...]
 
 
 class EncodedCall(ABC, Generic[ResultT]):
     """An encoded request, and what is needed to turn its response into a result."""
 
-    __slots__ = ("_device", "_dtype", "_returns_lse", "_returns_scores", "pieces", "size", "started", "timeout")
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_returns_lse",
+        "_returns_scores",
+        "appends",
+        "pieces",
+        "size",
+        "started",
+        "timeout",
+    )
 
     operation: ClassVar[Operation]
     """What is asked for."""
@@ -80,18 +91,27 @@ class EncodedCall(ABC, Generic[ResultT]):
         The first array is made from what the caller gave as `like`: the result has its kind and is on its device, and
         the output has its dtype, or any floating one if it is of integers.
         """
-        self.started: Final = time.perf_counter()
+        self.started = time.perf_counter()
         """When the call was made, in seconds of `time.perf_counter`."""
         self.pieces, self.size = _wire.join(self.operation.request_type, header, [array.data for _, array in arrays])
         """The pieces that, concatenated, are the serialised request; and their length together, in bytes."""
-        self.timeout: Final = timeout
+        self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
+        self.appends: Sequence[int] = ()
+        """How many tokens it appends to each resident cache, or to all; empty if it appends none."""
         dtype = arrays[0][1].dtype
         self._dtype = dtype if dtype in _dtypes.FLOATING else None
         tensor = _arrays.torch_tensor(like)
         self._device = None if tensor is None else tensor.device
         self._returns_lse = returns_lse
         self._returns_scores = returns_scores
+
+    def prepend(self, fields: bytes) -> None:
+        """Puts serialised fields of the request before the others: those that change with every call, and would make
+        each header a new one.
+        """
+        self.pieces.insert(0, fields)
+        self.size += len(fields)
 
     @abstractmethod
     def result(self, response: Response) -> ResultT:
@@ -126,7 +146,7 @@ class EncodedCall(ABC, Generic[ResultT]):
             phases.encode_ns * _NANOSECOND,
             time.perf_counter() - self.started,
         )
-        return Parts(output, lse, scores, timings, message.batch_size)
+        return Parts(output, lse, scores, timings, message.batch_size, tuple(message.cache_lengths))
 
     def _array(self, field: str, tensor: tensor_pb2.Tensor, payloads: list[memoryview]) -> Any:
         index = _wire.read_ticket(tensor.data)[0]

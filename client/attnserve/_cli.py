@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
 from attnserve._errors import AttnServeError
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, ask, help_text in (
         ("info", _info, "what a server is"),
         ("layers", _layers, "the layers that a server holds"),
+        ("caches", _caches, "the caches that a server holds for the caller"),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"Say {help_text}.")
         command.set_defaults(ask=ask)
@@ -67,7 +69,12 @@ def _info(client: Client, timeout: float) -> tuple[Any, str]:
 
 def _layers(client: Client, timeout: float) -> tuple[Any, str]:
     layers = client.layers.list(timeout=timeout)
-    return [dataclasses.asdict(layer) for layer in layers], _table(layers)
+    return [dataclasses.asdict(layer) for layer in layers], _layer_table(layers)
+
+
+def _caches(client: Client, timeout: float) -> tuple[Any, str]:
+    pool = client.caches.pool(timeout=timeout)
+    return dataclasses.asdict(pool), _pool_text(pool)
 
 
 def _text(info: ServerInfo) -> str:
@@ -86,8 +93,8 @@ def _text(info: ServerInfo) -> str:
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 
 
-def _table(layers: Sequence[Layer]) -> str:
-    """The layers, one a line: names and words to the left, numbers to the right, and nothing for what a layer lacks."""
+def _layer_table(layers: Sequence[Layer]) -> str:
+    """The layers, one a line, and nothing for what a layer lacks."""
     if not layers:
         return "no layers are loaded"
     titles = (
@@ -103,19 +110,23 @@ def _table(layers: Sequence[Layer]) -> str:
         "heads",
         "blocks",
     )
-    rows = [titles, *map(_row, layers)]
+    return _table([titles, *map(_layer_row, layers)], words=3)
+
+
+def _table(rows: Sequence[tuple[str, ...]], words: int) -> str:
+    """Rows, the titles first: so many columns of names and words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if column < 3 else cell.rjust(width)
+            cell.ljust(width) if column < words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _row(layer: Layer) -> tuple[str, ...]:
+def _layer_row(layer: Layer) -> tuple[str, ...]:
     heads = f"{layer.query_heads}" if layer.kv_heads == layer.query_heads else f"{layer.query_heads}/{layer.kv_heads}"
     return (
         layer.name,
@@ -129,6 +140,30 @@ def _row(layer: Layer) -> tuple[str, ...]:
         str(layer.output_width),
         f"{heads} × {layer.head_dim}",
         str(layer.blocks or ""),
+    )
+
+
+def _pool_text(pool: CachePool) -> str:
+    """The caches, one a line, and how full the pool is."""
+    room = f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
+    if not pool.caches:
+        return f"no caches are open; {room}"
+    titles = ("name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
+    return f"{_table([titles, *map(_cache_row, pool.caches)], words=2)}\n{room}"
+
+
+def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
+    width = str(cache.head_dim) if cache.value_dim == cache.head_dim else f"{cache.head_dim}/{cache.value_dim}"
+    return (
+        cache.name,
+        cache.dtype,
+        f"{cache.num_kv_heads} × {width}",
+        str(cache.layers),
+        f"{max(cache.lengths, default=0):,}",
+        f"{cache.bytes:,}",
+        f"{cache.shared_bytes:,}",
+        "" if cache.ttl is None else f"{cache.ttl:,.0f} s",
+        "" if cache.remaining is None else f"{cache.remaining:,.0f} s",
     )
 
 

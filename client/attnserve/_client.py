@@ -14,18 +14,23 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from attnserve import _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendOptions, encode_attend
+from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
+from attnserve._plans import CacheState, CacheStates, Plan, Request
 from attnserve._reply import decode_response
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
-from attnserve._threads import CallFuture, StreamTransport, UnaryTransport
+from attnserve._threads import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._transaction import Transaction
+from attnserve._turns import Turns
 
 T = TypeVar("T")
 
@@ -70,13 +75,21 @@ class Client:
         self._streams = [StreamTransport(channel, policy) for _ in range(streams)] if transport == "stream" else []
         transports: list[UnaryTransport | StreamTransport] = [self._unary, *self._streams]
         self._parts = (transports, channel)
+        self._turns = Turns(later)
         # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
         # transports' own with its lock held too, so that closing must not happen right there.
         self._forgotten = weakref.finalize(self, _close_elsewhere, *self._parts)
         self._forgotten.atexit = False
 
     def attend(
-        self, query: ArrayT, key: ArrayLike, value: ArrayLike, **options: Unpack[AttendOptions]
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        caches: CacheStates | None = None,
+        cache_layer: int = 0,
+        **options: Unpack[AttendOptions],
     ) -> AttentionResult[ArrayT]:
         """Computes one attention and waits for it.
 
@@ -106,16 +119,27 @@ class Client:
         - `return_scores`: ``"raw"``, ``"capped"``, ``"masked"`` (after bias and masks) or ``"weights"``. Default none.
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
+        - `caches`: resident caches of this client, one for each of the B sequences, or one for one. Their keys and
+          values are attended to, once `key` and `value`, if given, have been appended to them, to all or to none. S is
+          the length of the longest, and ``causal=True`` means ``"bottom_right"``. Not for the packed layout.
+        - `cache_layer`: their layer. Default 0.
 
         A row whose every key is excluded gives output 0, weights 0 and lse -inf.
 
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
-        return _wait(self.submit(query, key, value, **options))
+        return _wait(self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options))
 
     def submit(
-        self, query: ArrayT, key: ArrayLike, value: ArrayLike, **options: Unpack[AttendOptions]
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        caches: CacheStates | None = None,
+        cache_layer: int = 0,
+        **options: Unpack[AttendOptions],
     ) -> Future[AttentionResult[ArrayT]]:
         """Asks for one attention and returns a future of its result, so that one thread can keep many in flight.
 
@@ -123,9 +147,20 @@ class Client:
         themselves is raised here; everything else is raised by the future. Callbacks of the future run in the thread
         that reads replies: they must be quick, and must not wait for another call of this client.
         """
-        return self._send(encode_attend(query, key, value, default_timeout=self._settings.timeout, **options))
+        timeout = self._settings.timeout
+        if caches is None:
+            return self._send(encode_attend(query, key, value, default_timeout=timeout, **options))
+        return self._carry_out(_plans.attend(self._turns, caches, cache_layer, query, key, value, timeout, options))
 
-    def apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> LayerResult[ArrayT]:
+    def apply(
+        self,
+        layer: str,
+        input: ArrayT,
+        *,
+        caches: CacheStates | None = None,
+        cache: CacheState | None = None,
+        **options: Unpack[ApplyOptions],
+    ) -> LayerResult[ArrayT]:
         """Applies a layer whose weights the server holds, and waits for it.
 
         B is the number of sequences, L and S the input and context length, d_in, d_context and d_out the layer's
@@ -155,24 +190,75 @@ class Client:
         - `average_scores`: whether to average the scores over the heads. Default False.
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
+        - `caches`: resident caches of this client, one for each of the B sequences, of as many layers as the decoder
+          has blocks, which append their keys and values to them. Inputs attend to all that is there, and their
+          positions go on from it.
+        - `cache`: the only one.
 
         Transformers say `causal`, `window` and `bias` themselves, and give neither lse nor scores.
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        return _wait(self.submit_apply(layer, input, **options))
+        return _wait(self.submit_apply(layer, input, caches=caches, cache=cache, **options))
 
-    def submit_apply(self, layer: str, input: ArrayT, **options: Unpack[ApplyOptions]) -> Future[LayerResult[ArrayT]]:
+    def submit_apply(
+        self,
+        layer: str,
+        input: ArrayT,
+        *,
+        caches: CacheStates | None = None,
+        cache: CacheState | None = None,
+        **options: Unpack[ApplyOptions],
+    ) -> Future[LayerResult[ArrayT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
         Arguments are those of `apply`; the future is as that of `submit`.
         """
-        return self._send(encode_apply(layer, input, default_timeout=self._settings.timeout, **options))
+        timeout = self._settings.timeout
+        chosen = _plans.one_or_many(cache, caches)
+        if chosen is None:
+            return self._send(encode_apply(layer, input, default_timeout=timeout, **options))
+        return self._carry_out(_plans.apply(self._turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> Layers:
         """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``."""
         return Layers(self._ask)
+
+    def create_cache(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        layers: int = 1,
+        dtype: Any = "float32",
+        ttl: float | None = None,
+        timeout: float | None = 60.0,
+    ) -> Cache:
+        """Creates an empty cache on the server. As a context manager, it deletes it when the body ends.
+
+        - `num_kv_heads`, `head_dim`: the heads of keys and values, and the width of each key head.
+        - `value_dim`: the width of each value head. Default: `head_dim`.
+        - `layers`: how many layers it has, each with a length of its own.
+        - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``: in what it is stored, whatever is appended.
+        - `ttl`: how long it lives after its last use, in seconds; then it is the first to go when room is needed.
+          Default: until it is deleted, or as the server is configured.
+        - `timeout`: in seconds; None for no limit.
+
+        It is sent once and not again: after an `UnavailableError`, `caches` says whether there is one.
+        """
+        rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        return Cache(self, self._ask(rpc, timeout))
+
+    def open_cache(self, name: str, *, timeout: float | None = 60.0) -> Cache:
+        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it."""
+        return Cache(self, self.caches.get(name, timeout=timeout))
+
+    @property
+    def caches(self) -> Caches:
+        """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``."""
+        return Caches(self._ask)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
@@ -198,10 +284,29 @@ class Client:
         return future
 
     def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
+        return _wait(self._send_rpc(rpc, timeout))
+
+    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None) -> Future[T]:
         future = CallFuture(rpc.decode)
-        message = rpc.request.SerializeToString()
-        self._unary.submit(future, rpc.path, [message], checked_timeout(timeout), repeatable=rpc.repeatable)
-        return _wait(future)
+        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
+        return future
+
+    def _perform(self, plan: Plan[T]) -> T:
+        return _wait(self._carry_out(plan))
+
+    def _carry_out(self, plan: Plan[T]) -> Future[T]:
+        future: CallFuture[T, T] = CallFuture(lambda result: result)
+        transaction = Transaction(self._turns, plan, self._send_request, future.settle)
+        future.withdraw = transaction.cancel
+        future.client = self
+        transaction.begin()
+        return future
+
+    def _send_request(self, request: Request, timeout: float | None) -> Future[Any]:
+        if isinstance(request, Rpc):
+            return self._send_rpc(request, timeout)
+        request.timeout = timeout
+        return self._send(request)
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
     AttnServeError
     ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where
-    ├── NotFoundError            (LookupError)      no layer, or no file, has that name
+    ├── NotFoundError            (LookupError)      no layer, no cache, or no file has that name
     ├── FailedPreconditionError                     the server is not in a state to do that
     ├── PermissionDeniedError    (PermissionError)  the server does not do that for this caller
     ├── OverloadedError                             the server is full; `retry_delay` says when to come back
@@ -39,14 +39,24 @@ class AttnServeError(Exception):
         """The status code that the call ended with, or the one that fits where no server was asked."""
         self.details: Final = details
         """The `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo."""
+        self.resent = False
+        """Whether an earlier attempt may have been carried out, whose reply was lost: the call was sent again."""
 
     @property
     def reason(self) -> str | None:
         """The machine-readable reason (`google.rpc.ErrorInfo.reason`), if the server gave one."""
-        for detail in self.details:
-            if isinstance(detail, error_details_pb2.ErrorInfo):
-                return str(detail.reason) or None
-        return None
+        info = self._info
+        return None if info is None else str(info.reason) or None
+
+    @property
+    def _info(self) -> error_details_pb2.ErrorInfo | None:
+        return next((detail for detail in self.details if isinstance(detail, error_details_pb2.ErrorInfo)), None)
+
+    def _number(self, key: str) -> int | None:
+        """A number, 0 or more, that the server has put into the error's metadata; None if there is none."""
+        info = self._info
+        text = "" if info is None else str(info.metadata.get(key, ""))
+        return int(text) if text.isascii() and text.isdigit() else None
 
 
 class InvalidRequestError(AttnServeError, ValueError):
@@ -68,15 +78,20 @@ class InvalidRequestError(AttnServeError, ValueError):
 
 
 class NotFoundError(AttnServeError, LookupError):
-    """What the request names is not there: a layer, or a file of definitions."""
+    """What the request names is not there: a layer, a cache, or a file of definitions."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 
 
 class FailedPreconditionError(AttnServeError):
-    """The request is in order, and the server is not in a state to do it."""
+    """The request is in order, and the server is not in a state to do it; or a cache is not as long as expected."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+    @property
+    def actual_length(self) -> int | None:
+        """The tokens that the cache has, where the request expected another number; None if it is not about that."""
+        return self._number("length")
 
 
 class PermissionDeniedError(AttnServeError, PermissionError):
@@ -97,6 +112,11 @@ class OverloadedError(AttnServeError):
             if isinstance(detail, error_details_pb2.RetryInfo):
                 return float(detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9)
         return None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The bytes that are free for caches, where there is no room for one; None if it is not about that."""
+        return self._number("free_bytes")
 
 
 class DeadlineExceededError(AttnServeError, TimeoutError):
@@ -162,8 +182,17 @@ _DETAILS: Final[tuple[type[Message], ...]] = (
 )
 
 
-def error_from_status(status: Status) -> AttnServeError:
-    """The error that a status describes; details that are unknown or malformed are left out."""
+def error_from_status(status: Status, *, resent: bool = False) -> AttnServeError:
+    """The error that a status describes; details that are unknown or malformed are left out.
+
+    `resent` says that an earlier attempt may have been carried out.
+    """
+    error = _error(status)
+    error.resent = resent
+    return error
+
+
+def _error(status: Status) -> AttnServeError:
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     if code is grpc.StatusCode.OK:
         return ProtocolError("the server reports an error whose status is OK")

@@ -6,19 +6,14 @@ In: names, and files of definitions on the server. Out: `Layer`, plain frozen va
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Final
 
 from attnserve import _arguments, _dtypes
+from attnserve._arguments import Names
 from attnserve._errors import ProtocolError
-from attnserve._rpc import Rpc
+from attnserve._rpc import Ask, AskLater, Rpc
 from attnserve.v1 import layers_pb2 as pb
-
-T = TypeVar("T")
-
-Names: TypeAlias = str | Iterable[str]
-"""The name of a layer, or the names of several."""
 
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
@@ -59,20 +54,6 @@ class Layer:
     """The size of its vocabulary; 0 if it takes activations."""
     causal: bool
     """Whether it is causal by its definition."""
-
-
-class Ask(Protocol):
-    """Sends an Rpc and waits for its answer, at most so many seconds."""
-
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
-        """The answer."""
-
-
-class AskLater(Protocol):
-    """Sends an Rpc; its answer is to be awaited."""
-
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> Awaitable[T]:
-        """The answer, to come."""
 
 
 class Layers:
@@ -143,17 +124,15 @@ def _getting(name: str) -> Rpc[pb.LayerServiceGetResponse, Layer]:
 
 
 def _loading(definitions: str, names: Names) -> Rpc[pb.LayerServiceLoadResponse, tuple[Layer, ...]]:
-    request = pb.LayerServiceLoadRequest(definitions=_arguments.text("definitions", definitions), names=_names(names))
+    request = pb.LayerServiceLoadRequest(
+        definitions=_arguments.text("definitions", definitions), names=_arguments.names("names", names)
+    )
     return Rpc(_SERVICE + "Load", request, pb.LayerServiceLoadResponse, _layers, repeatable=False)
 
 
 def _unloading(names: Names) -> Rpc[pb.LayerServiceUnloadResponse, None]:
-    request = pb.LayerServiceUnloadRequest(names=_names(names))
+    request = pb.LayerServiceUnloadRequest(names=_arguments.names("names", names))
     return Rpc(_SERVICE + "Unload", request, pb.LayerServiceUnloadResponse, lambda response: None, repeatable=False)
-
-
-def _names(names: Names) -> Iterable[str]:
-    return [_arguments.text("names", name) for name in ((names,) if isinstance(names, str) else names)]
 
 
 def _layers(response: pb.LayerServiceListResponse | pb.LayerServiceLoadResponse) -> tuple[Layer, ...]:

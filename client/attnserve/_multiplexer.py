@@ -53,7 +53,19 @@ _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 class Call(Generic[T]):
     """One call and where it stands."""
 
-    __slots__ = ("attempts", "deadline", "field", "id", "message_size", "owner", "pieces", "size", "stream", "timeout")
+    __slots__ = (
+        "attempts",
+        "deadline",
+        "field",
+        "id",
+        "message_size",
+        "owner",
+        "pieces",
+        "resent",
+        "size",
+        "stream",
+        "timeout",
+    )
 
     def __init__(
         self, owner: T, field: int, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None
@@ -77,6 +89,8 @@ class Call(Generic[T]):
         """The sizes together of the calls in the message with which it was sent."""
         self.attempts = 0
         """How many attempts have failed."""
+        self.resent = False
+        """Whether an attempt may have been carried out without a reply; one that was answered UNAVAILABLE was not."""
 
 
 Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]
@@ -187,7 +201,7 @@ class Multiplexer(Generic[T]):
                         self._leave_stream()
                     self._try_again(call, result, now, outcomes)
                     continue
-                result = error_from_status(result)
+                result = error_from_status(result, resent=call.resent)
             outcomes.append((self._calls.pop(reply.id), result))
         return outcomes
 
@@ -199,6 +213,8 @@ class Multiplexer(Generic[T]):
         Either leads on, so that this needs no bound on retries.
         """
         affected = [call for call in self._calls.values() if call.stream == stream]
+        for call in affected:
+            call.resent = True
         outcomes: list[Outcome[T]] = []
         if status.code == _RESOURCE_EXHAUSTED and affected:
             longest = max(affected, key=lambda call: call.message_size)

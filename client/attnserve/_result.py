@@ -42,6 +42,8 @@ class AttentionResult(Generic[ArrayT]):
     """How long each phase took."""
     batch_size: int
     """How many requests ran together with this one, itself included."""
+    cache_lengths: tuple[int, ...] = ()
+    """The tokens that the layer has now in each of the resident caches; empty without them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,3 +65,5 @@ class LayerResult(Generic[ArrayT]):
     """How many requests ran together with this one, itself included."""
     layer_version: int
     """The version of the layer that computed it, as in `Layer.version`."""
+    cache_lengths: tuple[int, ...] = ()
+    """The tokens that each of the resident caches has now; empty without them."""

@@ -1,9 +1,10 @@
 """When a call is sent again, and after how long. The one place that decides it, for every transport.
 
-The rule: attention is pure, so that a call that may or may not have run can be sent again. It is, up to `retries`
-times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE) or when the stream that
-carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come again, an
-overload, which retries would feed, and a call that changes the server.
+The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
+comes with the length that the cache is expected to have, so that a second attempt is recognised (`_plans`). It is, up
+to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE) or when the
+stream that carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come
+again, an overload, which retries would feed, and a call that changes the server.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RetryPolicy:
         seconds, or the error to give up with.
         """
         if status.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-            return error_from_status(status)
+            return error_from_status(status, resent=attempts > 1)
         delay = self.delay(attempts, now, deadline)
         return given_up(status, attempts) if delay is None else delay
 

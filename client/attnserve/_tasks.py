@@ -52,11 +52,11 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         self.withdraw()
         return True
 
-    def settle(self, outcome: R | AttnServeError) -> None:
+    def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead."""
         if self.done():
             return
-        if isinstance(outcome, AttnServeError):
+        if isinstance(outcome, Exception):
             self.set_exception(outcome)
             return
         try:
@@ -237,3 +237,8 @@ class UnaryTransport:
                 future.settle(verdict)
                 return
             await asyncio.sleep(verdict)
+
+
+def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:
+    """Calls a function after some seconds, in the running loop."""
+    return asyncio.get_running_loop().call_later(delay, function)

@@ -56,12 +56,12 @@ class CallFuture(Future[T], Generic[R, T]):
             self.set_running_or_notify_cancel()  # for who waits for several futures
         return True
 
-    def settle(self, outcome: R | AttnServeError) -> None:
+    def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
         self.client = None
         if not self.set_running_or_notify_cancel():
             return
-        if isinstance(outcome, AttnServeError):
+        if isinstance(outcome, Exception):
             self.set_exception(outcome)
             return
         try:
@@ -296,3 +296,11 @@ class UnaryTransport:
             call.timer.cancel()
         if call.rpc is not None:
             call.rpc.cancel()
+
+
+def later(delay: float, function: Callable[[], object]) -> threading.Timer:
+    """Calls a function after some seconds, in a thread of its own."""
+    timer = threading.Timer(min(delay, threading.TIMEOUT_MAX), function)
+    timer.daemon = True
+    timer.start()
+    return timer

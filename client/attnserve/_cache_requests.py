@@ -1,0 +1,203 @@
+"""What a cache is, and the requests of `CacheService` as values.
+
+In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for either client to send, whose answer is a
+`CacheInfo`, a `CachePool`, a length or nothing.
+
+What may be sent again when nobody knows whether the server has taken it: an append and a truncation, which say what
+length they expect, and what asks or deletes. A create or a fork is sent once: a second one would leave a cache behind
+that nobody knows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Any, Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from attnserve import _arguments, _arrays, _call, _dtypes, _wire
+from attnserve._arguments import ArrayLike, Names
+from attnserve._arrays import Array
+from attnserve._call import Tensors
+from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._rpc import Rpc
+from attnserve._wire import Buffer
+from attnserve.v1 import caches_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+_SERVICE: Final = "/attnserve.v1.CacheService/"
+
+_DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
+    "float32": tensor_pb2.DATA_TYPE_FLOAT32,
+    "float16": tensor_pb2.DATA_TYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16,
+}
+
+_LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
+"""Which axis of appended keys counts tokens, by layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What a server says of a cache."""
+
+    name: str
+    """Its name, which nobody can guess."""
+    num_kv_heads: int
+    """The heads of its keys and values."""
+    head_dim: int
+    """The width of each key head."""
+    value_dim: int
+    """The width of each value head."""
+    layers: int
+    """How many layers it has."""
+    dtype: str
+    """The dtype in which it is stored, such as ``float32``."""
+    lengths: tuple[int, ...]
+    """The tokens of each layer."""
+    bytes: int
+    """The bytes that it holds, those that it shares with other caches included."""
+    shared_bytes: int
+    """Of these, the bytes that it shares."""
+    ttl: float | None
+    """How long it lives after its last use, in seconds; None: until it is deleted."""
+    remaining: float | None
+    """How much of that is left, in seconds; None without a ttl."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePool:
+    """The caller's caches, and how full the server's pool is."""
+
+    caches: tuple[CacheInfo, ...]
+    """The caches, by the time of their creation."""
+    bytes: int
+    """The bytes of the pool."""
+    free_bytes: int
+    """Of these, the bytes that nothing holds."""
+
+
+def create(
+    num_kv_heads: int, head_dim: int, value_dim: int | None, layers: int, dtype: Any, ttl: float | None
+) -> Rpc[pb.CacheServiceCreateResponse, CacheInfo]:
+    """Creates a cache. The dtype may be a name, or NumPy's or torch's."""
+    request = pb.CacheServiceCreateRequest(
+        num_kv_heads=_arguments.count("num_kv_heads", num_kv_heads, 1, 32),
+        head_dim=_arguments.count("head_dim", head_dim, 1, 32),
+        value_dim=0 if value_dim is None else _arguments.count("value_dim", value_dim, 1, 32),
+        layers=_arguments.count("layers", layers, 1, 32),
+        dtype=_arguments.choice("dtype", _DTYPES, str(dtype).removeprefix("torch.")),
+        ttl=_duration(ttl),
+    )
+    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache, repeatable=False)
+
+
+def append(
+    name: str, layer: int, expected_length: int, fields: Sequence[Buffer]
+) -> Rpc[pb.CacheServiceAppendResponse, int]:
+    """Appends what `appended` has made of keys and values; the answer is the length of the layer."""
+    request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length)
+    return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
+
+
+def appended(key: ArrayLike, value: ArrayLike, layout: str) -> tuple[int, Sequence[Buffer]]:
+    """How many tokens keys and values are, and the fields of an append that hold them."""
+    axis: int = _arguments.choice("layout", _LENGTH_AXES, layout)
+    arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]
+    header = _append_header(_call.tensors(arrays), layout == "length_first")
+    fields, _ = _wire.join(pb.CacheServiceAppendRequest, header, [array.data for _, array in arrays])
+    return arrays[0][1].shape[axis], fields
+
+
+@lru_cache(maxsize=1024)
+def _append_header(tensors: Tensors, length_first: bool) -> bytes:
+    """What two appends of the same shapes have in common, with tickets for the tensors."""
+    return _call.header(pb.CacheServiceAppendRequest(length_first=length_first), tensors)
+
+
+def _one_sequence(field: str, value: ArrayLike) -> Array:
+    """Floating, of rank 3; of rank 4 if that is a batch of one."""
+    array = _arrays.floating(field, value)
+    shape = array.shape
+    if len(shape) == 4 and shape[0] == 1:
+        return array._replace(shape=shape[1:])
+    if len(shape) != 3:
+        raise InvalidRequestError(
+            f"{field}: expected rank 3, or rank 4 with a batch of 1, found {list(shape)}", field=field
+        )
+    return array
+
+
+def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
+    """Makes another cache with the same content."""
+    request = pb.CacheServiceForkRequest(name=name, ttl=_duration(ttl))
+    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache, repeatable=False)
+
+
+def truncate(name: str, length: int, expected_length: int) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
+    """Cuts all layers off at a length; expected is the length of the longest."""
+    request = pb.CacheServiceTruncateRequest(name=name, length=length, expected_length=expected_length)
+    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, _only_cache)
+
+
+def get(name: str) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
+    """Asks what a cache is."""
+    request = pb.CacheServiceGetRequest(name=_arguments.text("name", name))
+    return Rpc(_SERVICE + "Get", request, pb.CacheServiceGetResponse, _only_cache)
+
+
+def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
+    """Asks for all caches of the caller."""
+    return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse, _pool)
+
+
+def delete(names: Names) -> Rpc[pb.CacheServiceDeleteResponse, None]:
+    """Deletes caches."""
+    request = pb.CacheServiceDeleteRequest(names=_arguments.names("names", names))
+    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+
+
+def _duration(ttl: float | None) -> Duration | None:
+    if ttl is None:
+        return None
+    seconds = _arguments.number("ttl", ttl)
+    if not (seconds > 0 and isfinite(seconds)):
+        raise InvalidRequestError(f"ttl: expected seconds, more than 0, or None, found {ttl!r}", field="ttl")
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9) or 1)
+    return duration
+
+
+def _pool(response: pb.CacheServiceListResponse) -> CachePool:
+    return CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
+
+
+def _only_cache(
+    response: pb.CacheServiceCreateResponse
+    | pb.CacheServiceForkResponse
+    | pb.CacheServiceTruncateResponse
+    | pb.CacheServiceGetResponse,
+) -> CacheInfo:
+    info = _cache(response.cache)
+    if not info.name or not info.lengths or len(info.lengths) != info.layers:
+        raise ProtocolError("the server was asked about a cache and replied with none, or with lengths of no layers")
+    return info
+
+
+def _cache(cache: pb.Cache) -> CacheInfo:
+    return CacheInfo(
+        name=cache.name,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        value_dim=cache.value_dim,
+        layers=cache.layers,
+        dtype=_dtypes.name(cache.dtype),
+        lengths=tuple(cache.lengths),
+        bytes=cache.bytes,
+        shared_bytes=cache.shared_bytes,
+        ttl=cache.ttl.ToNanoseconds() / 1e9 if cache.HasField("ttl") else None,
+        remaining=cache.remaining.ToNanoseconds() / 1e9 if cache.HasField("remaining") else None,
+    )

@@ -1,0 +1,121 @@
+"""One operation on caches from its place in line to its result: it waits for its turn, then takes one step after the
+other.
+
+In: a `Plan`. Out: its result, or the error. Both clients use it; what they bring is a way to send a request and get a
+future of the answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from attnserve._errors import DeadlineExceededError
+from attnserve._plans import Plan, Request
+from attnserve._turns import Turn, Turns
+
+T = TypeVar("T")
+
+
+class AnyFuture(Protocol):
+    """What the futures of threads and of asyncio have in common."""
+
+    def add_done_callback(self, function: Callable[[Any], object], /) -> object:
+        """Has a function called with the future when it is done."""
+
+    def cancel(self) -> bool:
+        """Gives it up."""
+
+
+class Transaction(Generic[T]):
+    """A plan that is being carried out."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        plan: Plan[T],
+        send: Callable[[Request, float | None], AnyFuture],
+        settle: Callable[[T | Exception], object],
+    ) -> None:
+        """`send` sends a request, which is answered within so many seconds; `settle` takes the outcome, once."""
+        self._turns: Final = turns
+        self._steps: Final = plan.steps
+        self._timeout: Final = plan.timeout
+        self._deadline: Final = inf if plan.timeout is None else time.monotonic() + plan.timeout
+        self._send: Final = send
+        self._settle: Final = settle
+        self._lock: Final = threading.Lock()
+        self._answer: AnyFuture | None = None
+        self._begun = False
+        self._over = False
+        lines = [cache.line for cache in plan.caches]
+        self._turn: Final = Turn(lines, plan.alone, self._deadline, self._start, self._expire)
+
+    def begin(self) -> None:
+        """Gets in line."""
+        self._turns.take(self._turn)
+
+    def cancel(self) -> bool:
+        """Gives up the operation; the server is told. False if it has its outcome already."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            answer = self._answer
+        if answer is not None:
+            answer.cancel()
+        self._turns.leave(self._turn)
+        return True
+
+    def _start(self) -> None:
+        self._take_step(partial(next, self._steps))
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._begun or self._over:
+                return
+            self._over = True
+        self._end(self._too_late())
+
+    def _answered(self, answer: Any) -> None:
+        if answer.cancelled():  # `cancel` did it
+            return
+        error = answer.exception()
+        self._take_step(
+            partial(self._steps.send, answer.result()) if error is None else partial(self._steps.throw, error)
+        )
+
+    def _take_step(self, resume: Callable[[], Request]) -> None:
+        """Goes on with the plan, to its next request or to its end."""
+        answer: AnyFuture | None = None
+        outcome: Any = None
+        with self._lock:
+            if self._over:
+                return
+            self._begun = True
+            try:
+                request = resume()
+                remaining = None if self._deadline == inf else self._deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise self._too_late()
+                self._answer = answer = self._send(request, remaining)
+            except StopIteration as end:
+                outcome = end.value
+            except Exception as error:
+                outcome = error
+            self._over = answer is None
+        if answer is not None:  # without the lock: it may be there already
+            answer.add_done_callback(self._answered)
+        else:
+            self._end(outcome)
+
+    def _end(self, outcome: T | Exception) -> None:
+        self._turns.leave(self._turn)
+        self._settle(outcome)
+
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(f"no reply within {self._timeout:g} s")
