@@ -30,8 +30,12 @@ def peer(
     stream: Stream,
     unary: Unary | None = None,
     more: Mapping[str, Mapping[str, Unary]] = MappingProxyType({}),
+    *,
+    port: int = 0,
 ) -> Iterator[str]:
-    """Serves on a free port and yields its address. `more` are further unary methods, by service and by name."""
+    """Serves on a port, a free one by default, and yields its address. `more` are further unary methods, by service and
+    by name.
+    """
     options = [("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
     server = grpc.server(futures.ThreadPoolExecutor(16), options=options)
     attention = dict(more.get(SERVICE, {}))
@@ -44,7 +48,7 @@ def peer(
         if service == SERVICE:
             methods["AttendStream"] = grpc.stream_stream_rpc_method_handler(stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield f"127.0.0.1:{port}"

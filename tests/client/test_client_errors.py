@@ -75,6 +75,23 @@ def test_the_delay_of_an_overload() -> None:
     assert silent.retry_delay is None
 
 
+@pytest.mark.parametrize(
+    ("metadata", "number"),
+    [({"length": "12", "free_bytes": "12"}, 12), ({"length": "-1", "free_bytes": "a lot"}, None), ({}, None)],
+)
+def test_what_a_cache_has(metadata: dict[str, str], number: int | None) -> None:
+    info = rpc.ErrorInfo(reason="UNEXPECTED_LENGTH", metadata=metadata)
+    unexpected = error_from_status(status(grpc.StatusCode.FAILED_PRECONDITION, info), resent=True)
+    assert isinstance(unexpected, attnserve.FailedPreconditionError)
+    assert (unexpected.actual_length, unexpected.resent) == (number, True)
+    full = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, info))
+    assert isinstance(full, attnserve.OverloadedError)
+    assert (full.free_bytes, full.resent) == (number, False)
+    silent = error_from_status(status(grpc.StatusCode.FAILED_PRECONDITION))
+    assert isinstance(silent, attnserve.FailedPreconditionError)
+    assert silent.actual_length is None
+
+
 def test_details_that_are_unknown_or_broken_do_no_harm() -> None:
     broken = Status(code=3, message="bad")
     broken.details.add(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff\xff")

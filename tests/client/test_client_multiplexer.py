@@ -416,3 +416,27 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
     settle(multiplexer.close())
     assert settled.keys() | withdrawn == calls.keys()
     assert not settled.keys() & withdrawn
+
+
+def test_an_error_says_whether_an_earlier_attempt_may_have_been_carried_out(multiplexer: Multiplexer[Any]) -> None:
+    """Not if that attempt was answered, or never left."""
+    sent, late, refused = (call(name) for name in ("sent", "late", "refused"))
+    multiplexer.add(refused)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.resolve(stream, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0)
+    multiplexer.add(sent)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.add(late)
+    multiplexer.broken(stream, status(grpc.StatusCode.INTERNAL), 0.0)
+    multiplexer.tick(1.0)
+    stream = multiplexer.opened()
+    message(multiplexer, stream, 1.0)
+    refusal = status(grpc.StatusCode.FAILED_PRECONDITION)
+    outcomes = multiplexer.resolve(stream, [Reply(c.id, refusal) for c in (sent, late, refused)], 1.0)
+    assert [(c.owner, isinstance(error, AttnServeError) and error.resent) for c, error in outcomes] == [
+        ("sent", True),
+        ("late", False),
+        ("refused", False),
+    ]

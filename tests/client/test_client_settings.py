@@ -46,3 +46,7 @@ def test_only_the_unavailable_is_tried_again() -> None:
     assert isinstance(policy.after(unavailable, 1, 0.0, 0.01), UnavailableError)
     invalid = policy.after(Status(code=3, message="no"), 1, 0.0, 10.0)
     assert isinstance(invalid, InvalidRequestError)
+    assert not invalid.resent
+    again = policy.after(Status(code=3, message="no"), 2, 0.0, 10.0)
+    assert isinstance(again, InvalidRequestError)
+    assert again.resent

@@ -1,0 +1,147 @@
+"""The order in which operations use caches, without any cache: who may begin when, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve._turns import Line, Turn, Turns
+
+
+class Clock:
+    """Calls that are made when a test says so."""
+
+    def __init__(self) -> None:
+        self.call: Callable[[], object] | None = None
+        self.cancelled = 0
+
+    def later(self, delay: float, call: Callable[[], object]) -> Clock:
+        self.call = call
+        return self
+
+    def cancel(self) -> None:
+        self.call = None
+        self.cancelled += 1
+
+
+def turn(lines: list[Line], alone: bool, begin: Callable[[], object], deadline: float = inf) -> Turn:
+    return Turn(lines, alone, deadline, begin, bool)
+
+
+operations = st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.booleans()), max_size=12)
+
+
+@given(operations, st.data())
+def test_what_changes_a_cache_has_it_alone_and_all_begin_in_their_order(
+    asked: list[tuple[set[int], bool]], data: st.DataObject
+) -> None:
+    turns, lines = Turns(Clock().later), [Line() for _ in range(4)]
+    running: list[int] = []
+    begun: list[int] = []
+
+    def begin(number: int) -> None:
+        running.append(number)
+        begun.append(number)
+
+    all_turns = [
+        turn([lines[cache] for cache in caches], alone, partial(begin, number))
+        for number, (caches, alone) in enumerate(asked)
+    ]
+    left: set[int] = set()
+    for number, each in enumerate(all_turns):
+        turns.take(each)
+        while running and bool(data.draw(st.booleans())):
+            left.add(leaving := data.draw(st.sampled_from(running)))
+            running.remove(leaving)
+            turns.leave(all_turns[leaving])
+        for other in range(number + 1):
+            caches, alone = asked[other]
+            conflicts = [
+                earlier for earlier in range(other) if asked[earlier][0] & caches and (alone or asked[earlier][1])
+            ]
+            if other in running:  # nothing that conflicts and was asked for before is still to be done
+                assert left.issuperset(conflicts)
+            elif other not in left:  # who waits has somebody before it to wait for
+                assert not left.issuperset(range(other))
+    while running:
+        turns.leave(all_turns[running.pop(0)])
+    assert sorted(begun) == list(range(len(asked)))
+
+
+def test_readers_that_come_behind_a_writer_do_not_pass_it() -> None:
+    begun: list[str] = []
+    turns, line = Turns(Clock().later), Line()
+    reader, writer, late = (
+        turn([line], alone, partial(begun.append, name))
+        for name, alone in (("reader", False), ("writer", True), ("late reader", False))
+    )
+    for each in (reader, writer, late):
+        turns.take(each)
+    assert begun == ["reader"]
+    turns.leave(reader)
+    assert begun == ["reader", "writer"]
+    turns.leave(writer)
+    assert begun == ["reader", "writer", "late reader"]
+
+
+def test_one_that_gives_up_waiting_lets_others_pass() -> None:
+    begun: list[Any] = []
+    turns, lines = Turns(Clock().later), [Line(), Line()]
+    first = turn(lines[:1], True, partial(begun.append, 1))
+    second = turn(lines, True, partial(begun.append, 2))
+    third = turn(lines[1:], True, partial(begun.append, 3))
+    for each in (first, second, third):
+        turns.take(each)
+    assert begun == [1]
+    turns.leave(second)
+    assert begun == [1, 3]
+    turns.leave(first)
+    assert begun == [1, 3]
+
+
+def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer watches them all, and none is left when nobody waits: it would keep the client alive."""
+    now = 0.0
+    monkeypatch.setattr("attnserve._turns.time.monotonic", lambda: now)
+    clock, line = Clock(), Line()
+    turns = Turns(clock.later)
+    expired: list[float] = []
+    first = turn([line], True, bool, deadline=5.0)
+    turns.take(first)
+    assert clock.call is None
+    waiting = [Turn([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in (3.0, 2.0, 4.0)]
+    for each in waiting:
+        turns.take(each)
+    now = 3.5
+    assert clock.call is not None
+    clock.call()
+    assert sorted(expired) == [2.0, 3.0]
+    for each in waiting[:2]:
+        turns.leave(each)
+    assert clock.call is not None
+    turns.leave(first)
+    assert clock.call is None
+    assert sorted(expired) == [2.0, 3.0]
+
+
+def test_turns_that_end_as_they_begin_may_be_many() -> None:
+    turns, line = Turns(Clock().later), Line()
+    ended: list[int] = []
+    first = turn([line], True, bool)
+    turns.take(first)
+
+    def end(number: int) -> None:
+        ended.append(number)
+        turns.leave(followers[number])
+
+    followers = [turn([line], True, partial(end, number)) for number in range(5000)]
+    for each in followers:
+        turns.take(each)
+    turns.leave(first)
+    assert ended == list(range(5000))
