@@ -13,15 +13,17 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.devices import Device
 from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError
 from attnserve_server.metrics import Metrics
 from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
 
 logger = logging.getLogger(__name__)
 

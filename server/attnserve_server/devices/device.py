@@ -1,6 +1,6 @@
 """What a device is: requests in, contiguous results out; and the choice of the device.
 
-Only modules under `devices/` and `kernels/` import torch, and they are imported when a device is opened.
+Whoever imports this imports torch: the rooms that a request crosses before and after name `Device` for its type alone.
 """
 
 from __future__ import annotations
