@@ -60,7 +60,7 @@ class Layers:
     """The layers of a server: `Client.layers`.
 
     `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`: beside those of every call,
-    `PermissionDeniedError` where the server lets nobody do that. What changes the server is sent once and not again:
+    `FailedPreconditionError` where the server is not set up for it. What changes the server is sent once and not again:
     after an `UnavailableError`, `list` says what came of it.
     """
 
@@ -80,7 +80,8 @@ class Layers:
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
         layers, and nothing stands for all. `InvalidRequestError` says what is wrong with a definition or its weights,
-        `NotFoundError` that there is no such file or layer, `OverloadedError` that there is no memory for it.
+        `NotFoundError` that there is no such file, `ServerError` that there is no memory for it, and
+        `FailedPreconditionError` that the server has no model directory.
         """
         return self._ask(_loading(definitions, names), timeout)
 
