@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -35,6 +35,8 @@ _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float16": tensor_pb2.DATA_TYPE_FLOAT16,
     "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16,
 }
+
+AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
 
 _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
 """Which axis of appended keys counts tokens, by layout."""
@@ -103,7 +105,7 @@ def append(
     return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
 
 
-def appended(key: ArrayLike, value: ArrayLike, layout: str) -> tuple[int, Sequence[Buffer]]:
+def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[int, Sequence[Buffer]]:
     """How many tokens keys and values are, and the fields of an append that hold them."""
     axis: int = _arguments.choice("layout", _LENGTH_AXES, layout)
     arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from attnserve import _cache_requests, _plans
 from attnserve._arguments import ArrayLike, ArrayT, Names
 from attnserve._attend import AttendOptions
-from attnserve._cache_requests import CacheInfo, CachePool
+from attnserve._cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._errors import AttnServeError
 from attnserve._plans import CacheState
 from attnserve._result import AttentionResult
@@ -59,7 +59,7 @@ class Cache(CacheState):
         value: ArrayLike,
         *,
         layer: int = 0,
-        layout: str = "heads_first",
+        layout: AppendLayout = "heads_first",
         timeout: float | None = 60.0,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length.
@@ -132,7 +132,7 @@ class AsyncCache(CacheState):
         value: ArrayLike,
         *,
         layer: int = 0,
-        layout: str = "heads_first",
+        layout: AppendLayout = "heads_first",
         timeout: float | None = 60.0,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""

@@ -27,7 +27,7 @@ from attnserve import _arguments, _cache_requests
 from attnserve._apply import ApplyCall, ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendCall, AttendOptions, encode_attend
-from attnserve._cache_requests import CacheInfo
+from attnserve._cache_requests import AppendLayout, CacheInfo
 from attnserve._call import EncodedCall
 from attnserve._config import checked_timeout
 from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
@@ -100,7 +100,7 @@ class Plan(Generic[T]):
 
 
 def append(
-    cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: str, timeout: float | None
+    cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
 ) -> Plan[int]:
     """Appends to one layer. The result is its length."""
     layer = _layer("layer", layer, (cache,))

@@ -49,11 +49,13 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel(msg):
             return False
-        self.withdraw()
+        withdraw, self.withdraw = self.withdraw, bool
+        withdraw()
         return True
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead."""
+        self.withdraw = bool  # which holds what the call holds
         if self.done():
             return
         if isinstance(outcome, Exception):

@@ -52,13 +52,15 @@ class CallFuture(Future[T], Generic[R, T]):
         if not super().cancel():
             return False
         self.client = None
-        if self.withdraw():
+        withdraw, self.withdraw = self.withdraw, bool
+        if withdraw():
             self.set_running_or_notify_cancel()  # for who waits for several futures
         return True
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
         self.client = None
+        self.withdraw = bool  # which holds what the call holds
         if not self.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):

@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -593,6 +594,20 @@ def test_a_cache_keeps_its_client(address: str) -> None:
     assert isinstance(cache, Cache)
     assert cache.append(*part(0, 2)) == 2
     assert cache.bytes == 2 * 2 * H * D * 8
+
+
+def test_a_future_that_is_done_keeps_no_client(address: str) -> None:
+    client = Client(address)
+    cache = client.create_cache(H, D)
+    done, cancelled = client.submit(QUERY, *part(0, 1), caches=cache), client.submit(QUERY, caches=cache)
+    cancelled.cancel()
+    assert done.result().cache_lengths == (1,)
+    gone = threading.Event()
+    watch = weakref.ref(client, lambda _: gone.set())
+    del client, cache
+    while not gone.wait(0.05):  # what has delivered the result may hold it for a moment
+        gc.collect()
+    assert watch() is None
 
 
 def test_nonsense(client: Any, keeper: Keeper) -> None:
