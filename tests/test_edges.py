@@ -253,3 +253,47 @@ def test_broken_packed_requests_name_the_field(client: Client, field: str, optio
         client.attend(query, keys, keys, layout="packed", **options)
     assert caught.value.field is not None
     assert caught.value.field.startswith(field)
+
+
+def test_biases_beyond_float32_are_values_all_the_same(client: Client) -> None:
+    """A bias that float32 cannot hold is the largest that it can: never a mask, never NaN."""
+    random = np.random.default_rng(0)
+    query, key, value = random.standard_normal((3, 2, 5, 16)).astype(np.float32)
+    everywhere = client.attend(query, key, value, bias=np.full((5, 5), -1e300), return_lse=True)
+    np.testing.assert_allclose(everywhere.output, value.mean(1, keepdims=True).repeat(5, 1), atol=2e-6)
+    assert np.isfinite(everywhere.lse).all()
+    one = np.zeros((5, 5))
+    one[:, 3] = 1e39
+    result = client.attend(query, key, value, bias=one)
+    np.testing.assert_array_equal(result.output, value[:, 3:4].repeat(5, 1))
+
+
+def test_a_scale_beyond_float32_picks_the_best_key(client: Client) -> None:
+    random = np.random.default_rng(1)
+    query, key, value = random.standard_normal((3, 2, 5, 16)).astype(np.float32)
+    best = np.argmax(query.astype(np.float64) @ key.astype(np.float64).transpose(0, 2, 1), -1)
+    result = client.attend(query, key, value, scale=1e39)
+    np.testing.assert_array_equal(result.output, np.take_along_axis(value, best[..., None], 1))
+
+
+def test_requests_that_are_too_large_for_any_server_are_refused(client: Client) -> None:
+    wide = np.zeros((2, 0, 60_000_000), np.float32)
+    with pytest.raises(InvalidRequestError, match="a reply of at most"):
+        client.attend(np.zeros((2, 4, 1), np.float32), np.zeros((2, 0, 1), np.float32), wide)
+    lengths = np.zeros(20_000, np.int64)
+    none = np.zeros((0, 1, 1), np.float32)
+    with pytest.raises(InvalidRequestError, match="sequences"):
+        client.attend(none, none, none, layout="packed", query_lengths=lengths, kv_lengths=lengths)
+    units = np.zeros((50_000, 1), np.float32)
+    score = attnserve.AdditiveScore(units, units)
+    keys = np.zeros((1, 30_000, 1), np.float32)
+    with pytest.raises(InvalidRequestError, match="bytes with its reply"):
+        client.attend(keys[:, :1], keys, keys, score=score)
+
+
+def test_a_timeout_of_ages_is_none(client: Client) -> None:
+    query = np.ones((1, 2, 4), np.float32)
+    others = [client.submit(query, query, query) for _ in range(3)]
+    for timeout in (1e10, 1e25, 1e300):
+        assert client.attend(query, query, query, timeout=timeout).output.shape == query.shape
+    assert [future.result().output.shape for future in others] == [query.shape] * 3

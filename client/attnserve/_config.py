@@ -31,7 +31,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # The retries of a call take under a second unless told otherwise; reconnecting must keep up with them.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # A server by default bears one ping in 5 minutes without data and closes the connection at more.
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -72,8 +72,15 @@ class Settings:
         return list({**dict(_CHANNEL_OPTIONS), **dict(self.options)}.items())
 
 
+MAX_TIMEOUT: Final = 1e9
+"""Seconds, some thirty years."""
+
+
 def checked_timeout(timeout: Any) -> float | None:
-    """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError."""
+    """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError.
+
+    What is longer than gRPC can say is no timeout.
+    """
     if timeout is None:
         return None
     try:
@@ -82,4 +89,4 @@ def checked_timeout(timeout: Any) -> float | None:
         seconds = math.nan
     if not (seconds >= 0 and math.isfinite(seconds)):
         raise InvalidRequestError(f"timeout: expected seconds, 0 or more, or None, found {timeout!r}", field="timeout")
-    return seconds
+    return seconds if seconds <= MAX_TIMEOUT else None

@@ -2,7 +2,8 @@
 
 In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
 says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
-standard error. Exit status: 0 after a drain, 2 if a setting is wrong, 1 if the server cannot start.
+standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 2 if a setting is wrong, 1 if
+the server cannot start.
 `attnserve-server layers check` starts nothing: see `layers.check`.
 """
 

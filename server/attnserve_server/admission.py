@@ -17,24 +17,32 @@ RATE_MEMORY = 0.9
 class Admission:
     """Counts what is in flight: requests and bytes from admission to reply, FLOPs until they are computed."""
 
-    def __init__(self, max_requests: int, max_bytes: int, max_flops: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, max_flops: int, max_reply_bytes: int | None = None) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
+        self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
         self._recent_flops = 0.0
         self._recent_seconds = 0.0
         self.requests = 0
         self.bytes = 0
         self.flops = 0
 
-    def admit(self, size: int, flops: int) -> None:
+    def admit(self, size: int, flops: int, reply_bytes: int = 0) -> None:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
         counted, if there is no room now, and InvalidRequest if there never will be.
         """
         if size > self._max_bytes:
-            raise InvalidRequest("", f"at most {self._max_bytes} bytes with its reply", size, "LIMIT_EXCEEDED")
+            raise InvalidRequest(
+                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", "LIMIT_EXCEEDED"
+            )
+        if reply_bytes > self._max_reply_bytes:
+            expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
+            raise InvalidRequest("", expected, f"{reply_bytes} bytes", "LIMIT_EXCEEDED")
         if flops > self._max_flops:
-            raise InvalidRequest("", f"a cost of at most {self._max_flops} FLOPs", flops, "LIMIT_EXCEEDED")
+            raise InvalidRequest(
+                "", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", "LIMIT_EXCEEDED"
+            )
         if self.requests >= self._max_requests:
             raise Overloaded("requests", self._max_requests, self._delay())
         if self.bytes + size > self._max_bytes:

@@ -143,7 +143,7 @@ class Config:
         # gRPC takes this bound as a signed 32-bit number.
         _size(1024, 2**31 - 1),
         256 * 2**20,
-        "The longest message received. One message of a stream may carry several requests.",
+        "The longest message received, and the longest reply. One message of a stream may carry several requests.",
     )
     # The SDK puts at most 1024 calls into a message.
     max_message_calls: int = _setting(_count(1024), 4096, "The most calls in one message of a stream.")
@@ -197,7 +197,7 @@ class Config:
     cache_bytes: int = _setting(
         _size(0),
         0,
-        "The pool of resident key/value caches, taken at the start. 0: 1 GiB on a CPU, half of the free memory on CUDA.",
+        "The pool of resident key/value caches, taken at the start. 0: 1 GiB on a CPU, half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         _size(4096, 2**30),

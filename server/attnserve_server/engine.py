@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError
+from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError, Starting
 from attnserve_server.metrics import Metrics
 from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
@@ -77,8 +77,8 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The bytes that it holds until its reply has left."""
-        return self.request.received_bytes + self.request.reply_bytes
+        """The bytes that it may take until its reply has left."""
+        return self.request.received_bytes + self.request.reply_bytes + self.request.scratch_bytes
 
 
 class Engine:
@@ -98,6 +98,7 @@ class Engine:
         self._busy = False
         self._next_step: asyncio.Handle | None = None
         self._waits = False
+        self._opened = False
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,10 +108,12 @@ class Engine:
 
         The caller of `submit` calls `release` when the reply has left.
         """
+        if not self._opened:
+            raise Starting
         if self._draining:
             self._metrics.rejected("draining")
             raise Draining
-        self._admission.admit(entry.size, entry.cost)
+        self._admission.admit(entry.size, entry.cost, entry.request.reply_bytes)
         if entry.request.needs:
             try:
                 entry.request.enter()
@@ -147,9 +150,18 @@ class Engine:
         """How many admitted requests wait for what others need before them."""
         return self._turns.waiting
 
+    @property
+    def stuck(self) -> bool:
+        """Whether something is being computed, which nothing can interrupt."""
+        return self._busy
+
+    def open(self) -> None:
+        """Lets requests in: the device is ready."""
+        self._opened = True
+
     def close(self) -> None:
-        """Ends the worker thread when it has finished what it runs."""
-        self._worker.shutdown()
+        """Ends the worker thread. What it runs is not waited for: see `stuck`."""
+        self._worker.shutdown(wait=not self._busy)
 
     def _schedule(self) -> None:
         """Has the next batch run, if the device is idle."""
@@ -267,7 +279,8 @@ class Engine:
             if (layer := entries[0].request.layer) is not None:
                 self._metrics.layer_batch(layer, len(entries), tokens, flops)
             for entry, result in zip(entries, outcome.results, strict=True):
-                phases = Phases(entry.decode, begin - entry.arrival, outcome.staging, outcome.compute, outcome.fetch)
+                queue = max(0.0, begin - entry.arrival - entry.decode)
+                phases = Phases(entry.decode, queue, outcome.staging, outcome.compute, outcome.fetch)
                 self._reply(entry, Outcome(result, phases, len(entries)))
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:

@@ -8,6 +8,7 @@
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
     ├── Draining             UNAVAILABLE          ErrorInfo
+    ├── Starting             UNAVAILABLE          ErrorInfo
     └── ComputationFailed    INTERNAL             ErrorInfo
 
 Messages speak of the request alone: no stack traces, no paths, nothing of other callers.
@@ -71,7 +72,7 @@ class InvalidRequest(RequestError):
 
     def __init__(self, field: str, expected: str, found: object, reason: str = "INVALID_FIELD") -> None:
         self.description = shortened(f"expected {expected}, found {found}")
-        super().__init__(f"{field}: {self.description}", reason, field=field)
+        super().__init__(f"{field}: {self.description}" if field else self.description, reason, field=field)
         self.field = field
 
     def details(self) -> list[Message]:
@@ -149,6 +150,15 @@ class Draining(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the server is draining; another one will answer", "DRAINING")
+
+
+class Starting(RequestError):
+    """A request that came before the server was ready."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self) -> None:
+        super().__init__("the server is starting", "STARTING")
 
 
 class ComputationFailed(RequestError):

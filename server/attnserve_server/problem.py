@@ -73,6 +73,12 @@ class Problem:
         """Whether sequences are computed one after the other, by the kernel that can do everything."""
         return self.score is not None or self.softcap > 0 or self.return_scores is not None
 
+    def scratch_bytes(self, kv_length: int) -> int:
+        """What an additive score takes beside the scores, in float64: keys projected to hidden units, twice."""
+        if self.score != "additive":
+            return 0
+        return 16 * self.tensors["additive.query_weight"].shape[0] * self.kv_heads * kv_length
+
     def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
         """Floating-point operations for so many pairs of query and key, counted as multiplications and additions."""
         score_width = self.key_dim

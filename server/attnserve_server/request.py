@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
 
+MAX_SEQUENCES = 1 << 14
+"""The most sequences of a request with lengths or offsets: each costs microseconds of the event loop."""
+TOO_LARGE = "LIMIT_EXCEEDED"
+
 MAX_KNOWN_HEADER = 1024
 """A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
 
@@ -114,6 +118,11 @@ class Request(Independent):
         """The bytes of the reply's tensors."""
         return self.extent.reply_bytes
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that the projections of an additive score take."""
+        return self.problem.scratch_bytes(self.extent.longest[1])
+
     def run_batch(self, device: Device, batch: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions."""
         return device.run(batch)
@@ -155,6 +164,8 @@ _known = lru_cache(maxsize=4096)(_follows)
 
 def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
     """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
+    if problem.batch > MAX_SEQUENCES and problem.tensors.keys() & {"query_lengths", "kv_lengths", "query_offset"}:
+        raise InvalidRequest("", f"at most {MAX_SEQUENCES} sequences of lengths of their own", problem.batch, TOO_LARGE)
     query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
     kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)
     offsets = read_integers(problem.tensors.get("query_offset"), payloads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -46,10 +48,15 @@ DTYPES = (
 
 def run(config: Config) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start."""
-    asyncio.run(_serve(config))
+    if not asyncio.run(_serve(config)):
+        logger.warning("what was still being computed is cut off")
+        logging.shutdown()
+        # Threads that compute cannot be interrupted, and Python would wait for them.
+        os._exit(CUT_OFF)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config) -> bool:
+    """Serves; whether nothing was left undone."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -65,9 +72,14 @@ async def _serve(config: Config) -> None:
         await server.drain()
     finally:
         await server.stop()
+    return not server.engine.stuck
 
 
 DEFAULT_CACHE_BYTES = 1 << 30
+CUT_OFF = 3
+"""The exit status where the grace was over before the work was."""
+STREAM_SHARE = 4
+"""A stream that has this part of all requests in flight is not read from until it has fewer."""
 
 
 class Server:
@@ -82,7 +94,7 @@ class Server:
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name)
         queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
-        admission = Admission(config.max_requests, config.max_bytes, config.max_flops)
+        admission = Admission(config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes)
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait)
         self.metrics.watch(
             queue_requests=lambda: queue.requests + self.engine.waiting_for_turns,
@@ -103,7 +115,14 @@ class Server:
             "attend": partial(read_attend, self.caches),
             "apply": partial(read_layer_request, self.registry),
         }
-        self._service = AttentionService(self.engine, self.metrics, readers, config.max_message_calls, self._info)
+        self._service = AttentionService(
+            self.engine,
+            self.metrics,
+            readers,
+            config.max_message_calls,
+            max(1, config.max_requests // STREAM_SHARE),
+            self._info,
+        )
         self._layer_service = LayerService(self.registry)
         self._cache_service = CacheService(self.caches, self._service)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
@@ -136,6 +155,8 @@ class Server:
                 self._grpc,
             )
         listen = self._config.listen
+        if listen.startswith("unix:"):
+            _make_way(listen)
         try:
             port = self._grpc.add_insecure_port(listen)
         except RuntimeError:
@@ -144,6 +165,7 @@ class Server:
         await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
         if self._config.layers:
             await self._load_layers()
+        self.engine.open()
         self.health.set("serving")
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
 
@@ -169,7 +191,8 @@ class Server:
         await self._grpc.stop(1.0)
         await self._http.stop()
         self.engine.close()
-        self.device.close()
+        if not self.engine.stuck:
+            self.device.close()
 
     def _info(self) -> pb.ServerInfoResponse:
         config = self._config
@@ -192,6 +215,22 @@ class Server:
             kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
             features=["reflection"] if config.reflection else [],
         )
+
+
+def _make_way(listen: str) -> None:
+    """Sees to it that a unix socket can be made: gRPC would take over one that another server listens on.
+
+    Raises ListenError if something answers there, or if there is no such directory.
+    """
+    path = Path(listen.removeprefix("unix:").removeprefix("//"))
+    if not path.parent.is_dir():
+        raise ListenError("listen", listen, "there is no such directory")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ListenError("listen", listen, "another server listens there")
 
 
 def default_cache_bytes(device: Device) -> int:

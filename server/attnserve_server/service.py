@@ -43,12 +43,14 @@ class AttentionService:
         metrics: Metrics,
         readers: Mapping[str, Read],
         max_message_calls: int,
+        max_unanswered: int,
         info: Callable[[], pb.ServerInfoResponse],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._readers = readers
         self._max_message_calls = max_message_calls
+        self._max_unanswered = max_unanswered
         self._info = info
         self._streams: set[CallStream] = set()
 
@@ -121,7 +123,9 @@ class AttentionService:
             self._engine.release(entry)
 
     async def _attend_stream(self, _: object, context: Context) -> None:
-        stream = CallStream(self._engine, self._metrics, self._readers, context, self._max_message_calls)
+        stream = CallStream(
+            self._engine, self._metrics, self._readers, context, self._max_message_calls, self._max_unanswered
+        )
         self._streams.add(stream)
         self._metrics.stream_opened()
         try:

@@ -2,7 +2,7 @@
 
 A message read may hold many calls. A message written holds the replies that have become ready while the last one was
 on its way, up to a size that every client accepts; nothing waits for company. A caller that does not read its replies
-is not read from.
+is not read from, nor one that already has its share of the server in flight.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ OPERATIONS: Final = {
 
 
 class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies."""
+    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies; or what is
+    wrong with it.
+    """
 
     id: int
     timeout: float | None
     operation: str | None
     request: tuple[bytes, int, int]
+    error: RequestError | None = None
 
     @property
     def label(self) -> str:
@@ -84,12 +87,14 @@ class CallStream:
         readers: Mapping[str, Callable[[bytes, int, int], Work]],
         context: aio.ServicerContext[bytes, bytes],
         max_message_calls: int,
+        max_unanswered: int,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._readers = readers
         self._context = context
         self._max_message_calls = max_message_calls
+        self._max_unanswered = max_unanswered
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
@@ -121,6 +126,11 @@ class CallStream:
                 if unsent.entry is not None:
                     self._engine.release(unsent.entry)
 
+    @property
+    def _unanswered(self) -> int:
+        """The calls that have been read and not yet answered, as far as the caller knows."""
+        return len(self._in_flight) + len(self._outbox)
+
     def end(self) -> None:
         """Stops reading, as if the caller had no more calls to make."""
         self._ended = True
@@ -145,7 +155,7 @@ class CallStream:
             self._metrics.received(len(message))
             self._receive(message, arrival)
             del message  # which may be large, and the next one long in coming
-            while self._unsent_bytes > MAX_UNSENT_BYTES:
+            while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()
                 await self._progress.wait()
 
@@ -169,6 +179,8 @@ class CallStream:
         """Submits a call whose decoding began at `begin`. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
+        if call.error is not None:
+            raise call.error
         if call.operation is None:
             raise InvalidRequest("operation", "one of the operations", "nothing")
         deadline = float("inf")
@@ -267,14 +279,17 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     """The call that lies in a part of a message. What is not its operation is left to protobuf."""
     found: dict[int, list[tuple[int, int]]] = {}
     rest: list[bytes] = []
-    for number, wire_type, start, content, behind in _wire.fields(message, at, end):
-        if number in OPERATIONS and wire_type == 2:
-            # Of different operations the last counts; one that is given again, with no other between, is merged.
-            parts = found.pop(number, [])
-            found = {number: [*parts, (content, behind)]}
-        else:
-            rest.append(message[start:behind])
-    envelope = pb.AttendStreamCall.FromString(b"".join(rest))
+    try:
+        for number, wire_type, start, content, behind in _wire.fields(message, at, end):
+            if number in OPERATIONS and wire_type == 2:
+                # Of different operations the last counts; one that is given again, with no other between, is merged.
+                parts = found.pop(number, [])
+                found = {number: [*parts, (content, behind)]}
+            else:
+                rest.append(message[start:behind])
+        envelope = pb.AttendStreamCall.FromString(b"".join(rest))
+    except DecodeError as error:
+        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
     timeout = None
     if envelope.HasField("timeout"):
         duration: Duration = envelope.timeout
@@ -287,3 +302,14 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     # A message field given several times is the merger of them all, which is what their bytes end to end mean.
     merged = b"".join(message[begin:stop] for begin, stop in places)
     return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)))
+
+
+def _id_of(fields: Sequence[bytes]) -> int:
+    """The id among the fields of a call that is malformed, as far as it goes; 0 if there is none."""
+    for field in reversed(fields):
+        try:
+            if call_id := pb.AttendStreamCall.FromString(field).id:
+                return call_id
+        except DecodeError:
+            continue
+    return 0

@@ -104,6 +104,10 @@ class Work(Protocol):
     def reply_bytes(self) -> int:
         """The bytes of the reply's tensors."""
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that computing it takes beside that, where that is worth counting."""
+
     def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
         """Computes a batch of requests of this one's group, alone on the device. No result depends on the others."""
 
@@ -120,6 +124,11 @@ class Independent:
     def needs(self) -> Sequence[Hashable]:
         """Nothing."""
         return ()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Nothing worth counting."""
+        return 0
 
     def enter(self) -> None:
         """Nothing to do."""

@@ -92,6 +92,7 @@ class Bench:
         self.metrics = Metrics("0", "0", "cpu")
         self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1)
         self.engine = Engine(device, self.queue, self.admission, self.metrics, max_wait)
+        self.engine.open()
         self.replies: dict[Entry, list[Outcome | RequestError]] = {}
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
 

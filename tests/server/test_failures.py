@@ -40,8 +40,9 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     device, metrics = CpuDevice(1, 10**15), Metrics("0", "0", "cpu")
     queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
     engine = Engine(device, queue, Admission(10, 10**9, 10**12), metrics)
+    engine.open()
     service = AttentionService(
-        engine, metrics, {"attend": read_request, "apply": read_badly}, 64, pb.ServerInfoResponse
+        engine, metrics, {"attend": read_request, "apply": read_badly}, 64, 64, pb.ServerInfoResponse
     )
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)

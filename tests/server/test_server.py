@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import calls
 import grpc
 import messages
+import numpy as np
 import pytest
 from google.rpc import code_pb2
 
+from attnserve import AttnServeError, Client
 from attnserve.v1 import attention_pb2 as pb
 
 if TYPE_CHECKING:
@@ -142,3 +144,55 @@ def test_many_callers_at_once_get_their_own_answers(server: Server) -> None:
     assert failures == []
     assert len(sizes) == 100
     assert max(sizes) > 1
+
+
+def test_a_unix_socket_that_is_in_use_is_an_error(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """GRPC by itself would take the socket over, and remove it when it ends."""
+    listen = f"unix:{tmp_path}/socket"
+    start_server("--listen", listen)
+    second = subprocess.run(
+        [sys.executable, "-m", "attnserve_server", "--listen", listen, "--http-listen", "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert second.returncode == 1
+    assert "another server listens there" in second.stderr
+    query = np.ones((1, 2, 4), np.float32)
+    with Client(listen) as client:
+        assert client.attend(query, query, query).output.shape == (1, 2, 4)
+
+
+def test_a_socket_that_a_dead_server_left_is_no_hindrance(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    start_server("--listen", f"unix:{path}")
+
+
+def test_what_is_still_computed_when_the_grace_is_over_is_cut_off(start_server: Callable[..., Server]) -> None:
+    server = start_server("--drain-grace", "100ms", "--device", "cpu")
+    query = np.ones((8, 16384, 64), np.float32)  # minutes of it
+    with Client(server.address, retries=0) as client:
+        future = client.submit(query, query, query, softcap=5.0)
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is admitted")
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_queue_requests") == 0, "it is computed")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 3
+        with pytest.raises(AttnServeError):
+            future.result(20)
+
+
+def test_one_who_does_not_read_leaves_room_for_others(start_server: Callable[..., Server]) -> None:
+    server = start_server("--max-requests", "64")
+    request = messages.random_attend(0, 64)
+    with grpc.insecure_channel(server.address) as channel:
+        stalled = calls.Stream(channel)
+        for start in range(0, 4000, 8):
+            stalled.send(*(calls.call(start + number, request) for number in range(8)))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") >= 16, "it has its share")
+        query = np.ones((1, 2, 4), np.float32)
+        with Client(server.address) as client:
+            for _ in range(20):
+                assert client.attend(query, query, query).output.shape == (1, 2, 4)
+        stalled.vanish()

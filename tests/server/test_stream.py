@@ -111,7 +111,23 @@ def test_garbage_in_the_place_of_a_request_is_its_calls_own_error(stream: calls.
     assert calls.detail(reply.error, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
 
 
-@pytest.mark.parametrize("garbage", [b"\xff", b"\x12\x7f", b"\x12\x02\x08\xff", b"\x0a\x01\xff"], ids=bytes.hex)
+@pytest.mark.parametrize(
+    ("garbage", "call_id"), [(b"\x08\xff", 0), (b"\x08\x05\x12\x01\xff", 5), (b"\x08\x05\xff", 5), (b"\x12\x7f", 0)]
+)
+def test_a_malformed_call_is_its_own_error(stream: calls.Stream, garbage: bytes, call_id: int) -> None:
+    """Its id is told as far as it can be read, and the calls around it are answered."""
+    request = messages.random_attend(0)
+    good = pb.AttendStreamRequest(calls=[calls.call(number, request) for number in (1, 2)]).SerializeToString()
+    stream.send_bytes(good + b"\x12" + bytes([len(garbage)]) + garbage)
+    replies = {reply.id: reply for reply in stream.replies(3)}
+    for number in (1, 2):
+        calls.assert_answers(replies[number].attend, request)
+    assert calls.detail(replies[call_id].error, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+    stream.send(calls.call(9, request))
+    calls.assert_answers(stream.replies(1)[0].attend, request)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"\x12\x7f", b"\x0a\x01\xff"], ids=bytes.hex)
 def test_garbage_ends_its_stream_and_nothing_else(
     server: Server, channel: grpc.Channel, stream: calls.Stream, garbage: bytes
 ) -> None:
@@ -329,6 +345,7 @@ def test_a_request_in_parts_is_the_merger_of_them() -> None:
     message = pb.AttendStreamRequest.FromString(b"")
     message.calls.add().ParseFromString(body)
     envelope = b"\x12" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7]) + body
-    _, ((call_id, timeout, operation, (buffer, at, end)),) = read_message(envelope, 100)
-    assert (call_id, timeout, operation) == (7, None, "attend")
+    _, (call,) = read_message(envelope, 100)
+    assert (call.id, call.timeout, call.operation, call.error) == (7, None, "attend", None)
+    buffer, at, end = call.request
     assert pb.AttendRequest.FromString(buffer[at:end]) == message.calls[0].attend

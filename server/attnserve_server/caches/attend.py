@@ -8,24 +8,19 @@ on a CPU, the bits of a result depend neither on where pages lie nor on the othe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.nn.functional import pad
 
-from attnserve_server.caches.pages import STORAGE, Block, PagePool
-from attnserve_server.caches.parts import Part, as_sequences, by_page
-from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.parts import Part
+from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
 from attnserve_server.devices.compute import Compute
-from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
-from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels import AttentionResult
 
-FEW_QUERIES: Final = 16
-"""More queries than these repay a copy of keys and values in one piece: over longer sequences kernels are faster."""
-PIECE_BYTES = 1 << 25
-"""The most bytes of keys and values of which such a copy is made at a time."""
+__all__ = ["CacheQuery", "attend_cache"]
+
 WAVE_BYTES = 1 << 28
 """The most bytes that copies and partial results of calls that run together may have, if it is more than one part."""
 SHARED_BYTES = 1 << 21
@@ -33,210 +28,26 @@ SHARED_BYTES = 1 << 21
 processor's own memory meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheQuery:
-    """query [1, Hq, Lq, D] over the first `length` tokens that `pages` hold, in the dtype of `shape` or another.
-
-    The options are those of `AttentionCall`; positions are counted from the first token of the cache, and masks and
-    biases broadcast to [1, Hq, Lq, length]. Keys from `kv_length` on are excluded, None being none.
-    """
-
-    query: torch.Tensor
-    shape: CacheShape
-    pages: Sequence[int]
-    length: int
-    scale: float
-    score: GeneralScore | AdditiveScore | None = None
-    softcap: float = 0.0
-    offset: int = 0
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    mask: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    return_lse: bool = False
-    return_scores: Scores | None = None
-    kv_length: int | None = None
-
-
-def attend_cache(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute) -> list[AttentionResult]:
+def attend_cache(
+    queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool | None = None
+) -> list[AttentionResult]:
     """The result of each query: output [1, Hq, Lq, Dv]; lse [1, Hq, Lq] and scores [1, Hq, Lq, length] if asked for.
 
-    Rows with nothing to attend have output 0 and lse -inf.
+    Rows with nothing to attend have output 0 and lse -inf. `fold` says whether queries over the same pages become the
+    queries of one call, which reads those pages once but whose bits depend on how many there are; by default on any
+    device but a CPU, where such queries are computed one after the other.
     """
-    running = [_Attention.of(query, pool, compute.torch_device) for query in queries]
+    fold = compute.torch_device.type != "cpu" if fold is None else fold
+    running = [QueryAttention.of(query, pool, compute.torch_device) for query in queries]
     for wave in _waves(running):
-        _run(wave, pool, compute)
+        _run(wave, pool, compute, fold)
     return [attention.result() for attention in running]
 
 
-class _Job(NamedTuple):
-    """A call, the page that it begins with, and what the lse of each of its sequences then lacks."""
-
-    call: AttentionCall
-    first_page: int
-    lacking: torch.Tensor | None = None
+_Wave: TypeAlias = list[tuple[QueryAttention, list[Part]]]
 
 
-@dataclass(slots=True)
-class _Attention:
-    """A query, what is to be computed for it, and what has been: groups of parts are merged one after the other."""
-
-    query: CacheQuery
-    tensor: torch.Tensor
-    """The query in the dtype of computation."""
-    keys: int
-    """How many keys there are, before masks."""
-    per_page: int
-    groups: list[list[Part]]
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    lses: list[torch.Tensor] = field(default_factory=list)
-    scores: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Scores of parts, and the lse of each."""
-    kernel: str = "none"
-
-    @staticmethod
-    def of(query: CacheQuery, pool: PagePool, device: torch.device) -> _Attention:
-        """What there is to do."""
-        dtype = torch.promote_types(query.query.dtype, STORAGE[query.shape.dtype])
-        if device.type == "cpu":
-            # Nothing is faster in half precision here, and so partial results are not rounded before they are merged.
-            dtype = torch.promote_types(dtype, torch.float32)
-        keys = query.length if query.kv_length is None else query.kv_length
-        if query.return_scores in ("raw", "capped"):
-            keys = query.length  # such scores exist for keys that the length excludes, too
-        per_page, shape = pool.tokens_per_page(query.shape), query.shape
-        band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
-        reach = (0, keys) if query.return_scores is not None else band.reach()
-        if _is_by_page(query, per_page):
-            groups = [by_page(band, reach, per_page)]
-            if query.alibi_slopes is not None and any(p.by_page and query.offset < p.end - 1 for p in groups[0]):
-                groups = []
-        else:
-            groups = []
-        if not groups:
-            token_bytes = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
-            pages = max(1, PIECE_BYTES // (token_bytes * per_page))
-            groups = [[part] for part in as_sequences(reach, per_page, pages)]
-        return _Attention(query, query.query.to(dtype), keys, per_page, groups)
-
-    def bytes(self, group: list[Part]) -> int:
-        """How much the copies and partial results of a group take."""
-        query, dtype = self.query, self.tensor.dtype
-        shape, (_, heads, length, _) = query.shape, query.query.shape
-        copied = sum(part.end - part.begin for part in group if not part.by_page or dtype != STORAGE[shape.dtype])
-        partial = sum((part.end - part.begin) // self.per_page if part.by_page else 1 for part in group)
-        width = shape.head_dim + shape.value_dim
-        return (copied * shape.num_kv_heads * width + partial * heads * length * shape.value_dim) * dtype.itemsize
-
-    def jobs(self, part: Part, pool: PagePool, longest: int) -> Iterator[_Job]:
-        """The calls of a part; `longest` as in `PagePool.blocks`."""
-        query = self.query
-        pages = query.pages[part.begin // self.per_page : -(-part.end // self.per_page)]
-        tokens = part.end - part.begin
-        if part.by_page:
-            for block in pool.blocks(query.shape, pages, tokens, longest):
-                yield self._job_by_page(block, part.begin + block.first_token)
-            return
-        block = pool.gather(query.shape, pages, tokens, self.tensor.dtype)
-        mask, bias = (_keys(parameter, part.begin, part.end) for parameter in (query.mask, query.bias))
-        if query.kv_length is not None and query.kv_length < self.keys:
-            within = torch.arange(part.begin, part.end, device=self.tensor.device).view(1, 1, 1, -1) < query.kv_length
-            mask = within if mask is None else mask & within
-        call = AttentionCall(
-            self.tensor,
-            block.key,
-            block.value,
-            query.scale,
-            score=query.score,
-            softcap=query.softcap,
-            offset=query.offset - part.begin,
-            causal=query.causal,
-            window=query.window,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=query.alibi_slopes,
-            return_lse=True,
-            return_scores=query.return_scores,
-        )
-        yield _Job(call, block.first_page)
-
-    def _job_by_page(self, block: Block, first: int) -> _Job:
-        """The call for full pages that every query reaches all of, from token `first` on."""
-        query, count, per_page = self.query, len(block.key), self.per_page
-        lacking = None
-        if query.alibi_slopes is not None:
-            # To every page the queries stand as if they began at its last key, and the rest is the same for all keys.
-            pages = torch.arange(count, device=self.tensor.device, dtype=query.alibi_slopes.dtype)
-            further = (query.offset - first - per_page + 1) - pages * per_page
-            lacking = -query.alibi_slopes[None, :, None] * further[:, None, None]
-        call = AttentionCall(
-            self.tensor.expand(count, -1, -1, -1),
-            block.key.to(self.tensor.dtype),
-            block.value.to(self.tensor.dtype),
-            query.scale,
-            offset=per_page - 1,
-            mask=_pages(query.mask, first, count, per_page),
-            bias=_pages(query.bias, first, count, per_page),
-            alibi_slopes=query.alibi_slopes,
-            return_lse=True,
-        )
-        return _Job(call, block.first_page, lacking)
-
-    def take(self, jobs: Sequence[_Job], results: Sequence[AttentionResult]) -> None:
-        """Merges the results of a group into what there is."""
-        self.kernel = results[0].kernel
-        for job, result in zip(jobs, results, strict=True):
-            assert result.lse is not None
-            lse = result.lse if job.lacking is None else result.lse + job.lacking
-            self.outputs.append(result.output)
-            self.lses.append(lse)
-            if result.scores is not None:
-                self.scores.append((result.scores, lse))
-        if len(self.outputs) > 1 or len(self.outputs[0]) > 1:
-            output, merged = self._merged()
-            self.outputs, self.lses = [output], [merged]
-
-    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All there is as one: outputs [n, Hq, Lq, Dv] and lses [n, Hq, Lq] over disjoint keys (contract, §4)."""
-        lse = torch.cat(self.lses)
-        output, weights = torch.cat(self.outputs).contiguous().to(lse.dtype), lse.softmax(0)
-        if not self.needs_lse:
-            return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), lse
-        total = lse.logsumexp(0, keepdim=True)
-        weights = weights.masked_fill(total == -torch.inf, 0)
-        return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), total
-
-    @property
-    def needs_lse(self) -> bool:
-        """Whether a merged lse is needed: to be returned or used, or to tell which rows have nothing to attend."""
-        query = self.query
-        if query.return_lse or query.sinks is not None or query.return_scores is not None or len(self.groups) > 1:
-            return True
-        # Only of whole pages without a mask or bias is it certain that every row attends to something.
-        return query.mask is not None or query.bias is not None or not any(part.by_page for part in self.groups[0])
-
-    def result(self) -> AttentionResult:
-        """The result, when all groups have been taken."""
-        query, (output,), (lse,) = self.query, self.outputs, self.lses
-        if query.sinks is not None:
-            output, lse = add_sinks(output, lse, query.sinks[None, :, None])
-        scores = None
-        if query.return_scores is not None:
-            excluded = -torch.inf
-            parts = [part for part, _ in self.scores]
-            if query.return_scores == "weights":
-                excluded = 0.0
-                parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
-            scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
-        return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
-
-
-_Wave: TypeAlias = list[tuple[_Attention, list[Part]]]
-
-
-def _waves(running: Sequence[_Attention]) -> Iterator[_Wave]:
+def _waves(running: Sequence[QueryAttention]) -> Iterator[_Wave]:
     """Groups in their order, as many at a time as WAVE_BYTES allow."""
     wave: _Wave = []
     total = 0
@@ -252,67 +63,90 @@ def _waves(running: Sequence[_Attention]) -> Iterator[_Wave]:
         yield wave
 
 
-def _run(wave: _Wave, pool: PagePool, compute: Compute) -> None:
+def _run(wave: _Wave, pool: PagePool, compute: Compute, fold: bool) -> None:
     """Computes groups: one list of calls, in the order of their pages, so that shared ones come one after the other."""
-    longest = max(1, SHARED_BYTES // pool.page_bytes) if _shares(wave) else 0
-    jobs: list[_Job] = []
-    flops, ends = 0, []
-    for attention, group in wave:
+    sharing = _sharing(wave) if len(wave) > 1 else []
+    longest = max(1, SHARED_BYTES // pool.page_bytes) if sharing and not fold else 0
+    flops = sum(attention.flops(part) for attention, group in wave for part in group)
+    jobs: list[Job] = []
+    takers: list[list[int]] = []
+    for shared in sharing if fold else ():
+        own = _shared_jobs(shared, wave, pool)
+        jobs += own
+        takers += [shared.members] * len(own)
+        for place in shared.members:
+            wave[place] = wave[place][0], shared.rest(wave[place][1])
+    for place, (attention, group) in enumerate(wave):
         for part in group:
-            jobs += attention.jobs(part, pool, longest)
-            _, heads, length, width = attention.tensor.shape
-            pairs = heads * length * (part.end - part.begin)
-            flops += 2 * pairs * (width + attention.query.shape.value_dim)
-        ends.append(len(jobs))
+            own = list(attention.jobs(part, pool, longest))
+            jobs += own
+            takers += [[place]] * len(own)
+
     order = sorted(range(len(jobs)), key=lambda place: jobs[place].first_page)
-    results: list[AttentionResult | None] = [None] * len(jobs)
-    for place, result in zip(order, compute.attend([jobs[place].call for place in order], flops), strict=True):
-        results[place] = result
-    begin = 0
-    for (attention, _), end in zip(wave, ends, strict=True):
-        attention.take(jobs[begin:end], [result for result in results[begin:end] if result is not None])
-        begin = end
+    computed = compute.attend([jobs[place].call for place in order], flops)
+    results = [result for _, result in sorted(zip(order, computed, strict=True), key=lambda pair: pair[0])]
+    taken: list[list[AttentionResult]] = [[] for _ in wave]
+    for job, result, places in zip(jobs, results, takers, strict=True):
+        if len(places) == 1:
+            taken[places[0]].append(job.completed(result))
+            continue
+        lengths = [wave[place][0].tensor.shape[2] for place in places]
+        for place, part in zip(places, _unfolded(result, lengths), strict=True):
+            taken[place].append(part)
+    for (attention, _), own_results in zip(wave, taken, strict=True):
+        attention.take(own_results)
 
 
-def _shares(wave: _Wave) -> bool:
-    """Whether several queries attend to the same pages, page by page."""
-    if len(wave) == 1:
-        return False
-    firsts = [
-        attention.query.pages[part.begin // attention.per_page]
-        for attention, group in wave
-        for part in group
-        if part.by_page
-    ]
-    return len(set(firsts)) < len(firsts)
+class _Shared(NamedTuple):
+    """Groups, by their places in a wave, whose whole pages from token `begin` up to `end` are the same."""
+
+    members: list[int]
+    begin: int
+    end: int
+
+    def rest(self, group: list[Part]) -> list[Part]:
+        """What a group has beside what is shared."""
+        parts = [part._replace(begin=self.end) if part.by_page else part for part in group]
+        return [part for part in parts if part.begin < part.end]
 
 
-def _is_by_page(query: CacheQuery, per_page: int) -> bool:
-    """Whether pages are computed without a copy, if all queries reach them: what else a query asks for permitting."""
-    _, heads, length, _ = query.query.shape
-    if query.score is not None or query.softcap > 0 or query.return_scores is not None:
-        return False
-    if query.alibi_slopes is not None and query.mask is not None:
-        return False
-    # Partial results are to be no larger than what they are made of.
-    shape = query.shape
-    page = shape.num_kv_heads * per_page * (shape.head_dim + shape.value_dim)
-    return 0 < length <= FEW_QUERIES and heads * length * shape.value_dim <= page
+def _sharing(wave: _Wave) -> list[_Shared]:
+    """Which groups share pages that they compute page by page: two or more of which these can be one call."""
+    alike: dict[tuple[object, int, int], list[tuple[int, Part]]] = {}
+    for place, (attention, group) in enumerate(wave):
+        steps = attention.steps
+        for part in group:
+            if part.by_page and steps is not None:
+                page = attention.query.pages[part.begin // attention.per_page]
+                alike.setdefault((steps, part.begin, page), []).append((place, part))
+    sharing = []
+    for members in alike.values():
+        if len(members) > 1:
+            begin, places = members[0][1].begin, [place for place, _ in members]
+            per_page = wave[places[0]][0].per_page
+            pages = [wave[place][0].query.pages[begin // per_page : part.end // per_page] for place, part in members]
+            sharing.append(_Shared(places, begin, begin + per_page * _common(pages)))
+    return sharing
 
 
-def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """How much of all weights those of one part have, by their lse; 0 where there are none."""
-    return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
+def _common(sequences: Sequence[Sequence[int]]) -> int:
+    """The length of what sequences begin with alike."""
+    least, greatest = min(map(list, sequences)), max(map(list, sequences))
+    differing = (place for place, (one, other) in enumerate(zip(least, greatest, strict=False)) if one != other)
+    return next(differing, min(len(least), len(greatest)))
 
 
-def _keys(parameter: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    """A mask or bias for some of the keys."""
-    return parameter if parameter is None or parameter.shape[-1] == 1 else parameter[..., begin:end]
+def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:
+    """The calls of one group over what is shared, with the queries of all."""
+    attention = wave[shared.members[0]][0]
+    queries = torch.cat([wave[place][0].tensor for place in shared.members], 2)
+    together = replace(attention, tensor=queries)
+    return list(together.jobs(Part(shared.begin, shared.end, True), pool, 0))
 
 
-def _pages(parameter: torch.Tensor | None, first: int, count: int, per_page: int) -> torch.Tensor | None:
-    """A mask or bias [1, Hq, Lq, S] for pages from token `first` on as one for a stack [count, Hq, Lq, P]."""
-    parameter = _keys(parameter, first, first + count * per_page)
-    if parameter is None or parameter.shape[-1] == 1:
-        return parameter
-    return parameter.view(*parameter.shape[1:3], count, per_page).permute(2, 0, 1, 3)
+def _unfolded(result: AttentionResult, lengths: list[int]) -> Iterator[AttentionResult]:
+    """The result of a call for queries of which so many are of each group, one for each."""
+    assert result.lse is not None
+    outputs, lses = result.output.split(lengths, 2), result.lse.split(lengths, 2)
+    for output, lse in zip(outputs, lses, strict=True):
+        yield AttentionResult(output, lse, None, result.kernel)

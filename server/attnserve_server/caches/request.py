@@ -56,6 +56,11 @@ class CachedRequest(CacheWork):
         """The Lq and S of a reply's scores."""
         return self.problem.query_length, max(self.lengths, default=0)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that the projections of an additive score take."""
+        return self.problem.scratch_bytes(max(use.cache.length(use.layer) + use.tokens for use in self.uses))
+
     def check(self, longest: int) -> None:
         """Raises InvalidRequest if masks, lengths or offsets do not fit the caches."""
         problem = self.problem

@@ -11,7 +11,7 @@ import torch
 from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.devices.results import rows_of_bytes
-from attnserve_server.devices.staging import TORCH, heads_first
+from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.tensors import TensorSpec
 from attnserve_server.work import BatchResult, RequestResult
@@ -72,7 +72,7 @@ def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
 
     def parameter(name: str) -> torch.Tensor | None:
         tensor = read(name)
-        return None if tensor is None else tensor.to(exact)
+        return None if tensor is None else in_range(tensor, exact)
 
     def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)

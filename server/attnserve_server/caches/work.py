@@ -58,12 +58,17 @@ class CacheWork:
 
     @property
     def needs(self) -> Sequence[Hashable]:
-        """The caches."""
-        return [use.cache.name for use in self.uses]
+        """The caches, each once, however many of its layers are used."""
+        return list(dict.fromkeys(use.cache.name for use in self.uses))
 
     @property
     def layer(self) -> None:
         """No layer."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Nothing worth counting."""
+        return 0
 
     def enter(self) -> None:
         """Holds the caches and reserves what the appends may need. Raises CacheFull."""

@@ -62,7 +62,9 @@ class Stager:
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
         parameters = {
-            name: self._tensor(members, name).to(exact) for name in ("alibi_slopes", "sinks") if name in problem.tensors
+            name: in_range(self._tensor(members, name), exact)
+            for name in ("alibi_slopes", "sinks")
+            if name in problem.tensors
         }
         score = self._score(members[0], exact)
         # Scores before the masks exist for the keys that `kv_lengths` masks, too; elsewhere those keys are cut off.
@@ -118,7 +120,7 @@ class Stager:
             return None
         shape = (1,) * (4 - len(spec.shape)) + spec.shape
         tensor = self._tensor(members, name)
-        tensor = tensor != 0 if dtype == torch.bool else tensor.to(dtype)
+        tensor = tensor != 0 if dtype == torch.bool else in_range(tensor, dtype)
         if len(members) == 1:
             return tensor.view(shape)
         tensor = tensor.view(len(members), *shape).expand(-1, problem.batch, -1, -1, -1)
@@ -131,7 +133,7 @@ class Stager:
 
         def parameter(name: str) -> torch.Tensor | None:
             path = f"{problem.score}.{name}"
-            return self._tensor([request], path).to(dtype) if path in problem.tensors else None
+            return in_range(self._tensor([request], path), dtype) if path in problem.tensors else None
 
         weight = parameter("weight")
         if weight is not None:
@@ -150,6 +152,15 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
         alone = len(request.spans) > 1 or not problem.stackable
         stacks.setdefault(index if alone else (id(problem), request.spans), []).append(index)
     return list(stacks.values())
+
+
+def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in a dtype of less range, maybe, in which what was finite stays finite: large biases are values."""
+    converted = tensor.to(dtype)
+    if tensor.dtype != torch.float64 or dtype == torch.float64:
+        return converted
+    largest = torch.finfo(dtype).max
+    return torch.where(tensor.isfinite(), converted.clamp(-largest, largest), converted)
 
 
 def heads_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:

@@ -28,6 +28,8 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 WINDOW_BLOCK = 256
 """The queries of a block where a window or offset excludes keys: fewer reach fewer keys, more run faster."""
 MIN_BLOCK = 16
+MAX_SCALE = 1e30
+"""A scale from about here on is infinite in the kernel's float32."""
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,6 +38,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
     if call.query.device.type != "cpu" or call.score is not None or call.softcap > 0 or call.return_scores is not None:
+        return False
+    if abs(call.scale) > MAX_SCALE:
         return False
     # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or call.mask is None

@@ -24,7 +24,7 @@ class Application:
     """What is asked of which layer. `length` and `context_length` are the totals where `packed`, else of each sequence.
 
     `batched` inputs have an axis of sequences, packed ones have lengths instead; a single sequence has neither.
-    `context_length` is None without a context.
+    `context_length` is None without a context. `resident`: each sequence goes on from what a cache has.
     """
 
     layer: str
@@ -37,14 +37,37 @@ class Application:
     batch: int
     length: int
     context_length: int | None
+    resident: bool
+
+    @property
+    def keys(self) -> int:
+        """S of a padded request."""
+        return self.length if self.context_length is None else self.context_length
+
+
+class AppliesToCaches(Exception):
+    """A request whose sequences go on from resident caches; it carries the message."""
+
+    def __init__(self, message: pb.ApplyRequest) -> None:
+        self.message = message
 
 
 def application_of(header: bytes) -> Application:
-    """The application that a serialised header (of `ApplyRequest`, with tickets) states. Raises InvalidRequest."""
+    """The application that a serialised header (of `ApplyRequest`, with tickets) states.
+
+    Raises InvalidRequest, and AppliesToCaches.
+    """
     try:
         message = pb.ApplyRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
+    if message.caches:
+        raise AppliesToCaches(message)
+    return check(message)
+
+
+def check(message: pb.ApplyRequest) -> Application:
+    """The application that a message states. Raises InvalidRequest."""
     if not message.layer:
         raise InvalidRequest("layer", "the name of a layer", "nothing")
     tensors = {"input": tensor_at(message, "input")}
@@ -66,8 +89,12 @@ def application_of(header: bytes) -> Application:
         batch = shape[0]
     if message.HasField("lengths"):
         tensors["lengths"] = int_tensor(message, "lengths", ((batch,),))
+    if message.caches and len(message.caches) != batch:
+        raise InvalidRequest("caches", f"{batch} caches, one for each sequence", len(message.caches))
     context_length = _context(message, tensors, batched, packed, batch)
     if message.HasField("query_offset"):
+        if message.caches:
+            raise InvalidRequest("query_offset", "none, for positions go on from what the caches have", "a tensor")
         tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
     if message.HasField("segments"):
         if not takes_ids:
@@ -101,6 +128,7 @@ def application_of(header: bytes) -> Application:
         batch=batch,
         length=spec.shape[1] if batched else spec.shape[0],
         context_length=context_length,
+        resident=bool(message.caches),
     )
 
 

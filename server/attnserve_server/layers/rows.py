@@ -150,6 +150,10 @@ class Batch:
         placed = dict(zip(self._places, of_sequences, strict=True))
         return [[placed[request, n] for n in range(len(each.lengths))] for request, each in enumerate(self._requests)]
 
+    def in_order(self, of_requests: Sequence[Sequence[Piece]]) -> list[Piece]:
+        """What there is for each sequence of each request, in the order of the batch."""
+        return [of_requests[request][n] for request, n in self._places]
+
     def stacks(self, attention: int, keys: Packing) -> list[Stack]:
         """The kernel calls of one attention, by its number among `kinds`, over keys that lie so."""
         stacks, first = [], 0

@@ -22,6 +22,7 @@ from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.resident import Residents, attend_residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import LayerSpecification, Transformer
 
@@ -59,17 +60,36 @@ class TransformerLayer:
         """What a request costs, in floating-point operations."""
         return cost.flops(self._architecture, lengths, context_lengths)
 
+    @property
+    def end_of_positions(self) -> int | None:
+        """One beyond the last position that there is an embedding for; None if there is for any."""
+        embedding = self._architecture.embedding
+        if embedding is None or not embedding.positions:
+            return None
+        return embedding.positions - embedding.position_offset
+
+    def resident_flops(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> int:
+        """What sequences cost more that go on from so many resident keys each."""
+        pairs = sum(length * keys for length, keys in zip(lengths, resident_lengths, strict=True))
+        return pairs * sum(step.attention.scoring.pair_flops for step in self._steps if not step.crossed)
+
     @torch.inference_mode()
-    def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
-        """Computes requests that have been checked, together."""
+    def run(self, inputs: Sequence[LayerInput], residents: Residents | None = None) -> list[LayerOutput]:
+        """Computes requests that have been checked, together.
+
+        With `residents`, self-attention appends keys and values to caches and is over all that these have. The inputs'
+        offsets are then what the caches had before, and their masks are None.
+        """
         compute, batch = self._compute, self._batch(inputs)
         contexts = None if batch.contexts is None else batch.pack_contexts()
-        keys = {False: batch.inputs, True: batch.contexts}
-        stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in keys.items() if packing}
-        rotations = {crossed: self._rotations(batch, crossed) for crossed in stacks}
+        packings = {False: batch.inputs, True: batch.contexts}
+        rotations = {crossed: self._rotations(batch, crossed) for crossed, packing in packings.items() if packing}
+        if residents is not None:
+            del packings[False]
+        stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
         leave: Callable[..., torch.Tensor] = self._embed
-        given, flops = self._embedding_inputs(batch), 0
+        given, flops, block = self._embedding_inputs(batch), 0, 0
         for step in self._steps:
             queries, key_rotations = rotations[step.crossed]
             rows, projected = compute.rows(
@@ -87,8 +107,13 @@ class TransformerLayer:
                     flops=len(contexts) * step.attention.context_flops,
                 )
             heads = step.attention.heads(projected, projected_contexts)
-            attended = attend_stacks(compute, *heads, stacks[step.crossed], step.attention.scoring)
-            leave, given, flops = step.leave, (rows, attended.rows), step.leave_flops
+            if residents is None or step.crossed:
+                attended = attend_stacks(compute, *heads, stacks[step.crossed], step.attention.scoring).rows
+            else:
+                window = self._architecture.block.self_attention.window
+                attended = attend_residents(compute, *heads, batch, residents, block, step.attention.scoring, window)
+                block += 1
+            leave, given, flops = step.leave, (rows, attended), step.leave_flops
         rows = compute.rows(partial(self._end, leave), *given, flops=batch.inputs.rows * flops)
         return [LayerOutput(output) for output in batch.unpack(rows)]
 

@@ -1,0 +1,264 @@
+"""One query over a cache: what calls of kernels it takes, and how their results become its own.
+
+In: a query and the pages it attends to; results of calls. Out: calls; one result. Results over disjoint keys are merged
+by their log-sum-exps, in the order of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from attnserve_server.caches.pages import STORAGE, Block, PagePool
+from attnserve_server.caches.parts import Part, as_sequences, by_page
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.bias import add_sinks
+
+FEW_QUERIES: Final = 16
+"""More queries than these repay a copy of keys and values in one piece: over longer sequences kernels are faster."""
+PIECE_BYTES = 1 << 25
+"""The most bytes of keys and values of which such a copy is made at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """query [1, Hq, Lq, D] over the first `length` tokens that `pages` hold, in the dtype of `shape` or another.
+
+    The options are those of `AttentionCall`; positions are counted from the first token of the cache, and masks and
+    biases broadcast to [1, Hq, Lq, length]. Keys from `kv_length` on are excluded, None being none.
+    """
+
+    query: torch.Tensor
+    shape: CacheShape
+    pages: Sequence[int]
+    length: int
+    scale: float
+    score: GeneralScore | AdditiveScore | None = None
+    softcap: float = 0.0
+    offset: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    return_lse: bool = False
+    return_scores: Scores | None = None
+    kv_length: int | None = None
+
+
+class Job(NamedTuple):
+    """A call, the page that it begins with, and what the lse of each of its sequences then lacks."""
+
+    call: AttentionCall
+    first_page: int
+    lacking: torch.Tensor | None = None
+
+    def completed(self, result: AttentionResult) -> AttentionResult:
+        """The result of the call with what its lse lacks."""
+        if self.lacking is not None and result.lse is not None:
+            result.lse = result.lse + self.lacking
+        return result
+
+
+@dataclass(slots=True)
+class QueryAttention:
+    """A query, what is to be computed for it, and what has been: groups of parts are merged one after the other."""
+
+    query: CacheQuery
+    tensor: torch.Tensor
+    """The query in the dtype of computation."""
+    keys: int
+    """How many keys there are, before masks."""
+    per_page: int
+    groups: list[list[Part]]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    lses: list[torch.Tensor] = field(default_factory=list)
+    scores: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Scores of parts, and the lse of each."""
+    kernel: str = "none"
+
+    @staticmethod
+    def of(query: CacheQuery, pool: PagePool, device: torch.device) -> QueryAttention:
+        """What there is to do."""
+        dtype = torch.promote_types(query.query.dtype, STORAGE[query.shape.dtype])
+        if device.type == "cpu":
+            # Nothing is faster in half precision here, and so partial results are not rounded before they are merged.
+            dtype = torch.promote_types(dtype, torch.float32)
+        keys = query.length if query.kv_length is None else query.kv_length
+        if query.return_scores in ("raw", "capped"):
+            keys = query.length  # such scores exist for keys that the length excludes, too
+        per_page, shape = pool.tokens_per_page(query.shape), query.shape
+        band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
+        reach = (0, keys) if query.return_scores is not None else band.reach()
+        if _is_by_page(query, per_page):
+            groups = [by_page(band, reach, per_page)]
+            if query.alibi_slopes is not None and any(p.by_page and query.offset < p.end - 1 for p in groups[0]):
+                groups = []
+        else:
+            groups = []
+        if not groups:
+            token_bytes = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
+            pages = max(1, PIECE_BYTES // (token_bytes * per_page))
+            groups = [[part] for part in as_sequences(reach, per_page, pages)]
+        return QueryAttention(query, query.query.to(dtype), keys, per_page, groups)
+
+    @property
+    def steps(self) -> Hashable:
+        """Equal for queries whose whole pages could be computed in one call, were they the same pages; None: for none."""
+        query = self.query
+        if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
+            return None
+        return query.shape, self.tensor.dtype, self.tensor.shape[1], query.scale
+
+    def flops(self, part: Part) -> int:
+        """What a part costs."""
+        _, heads, length, width = self.tensor.shape
+        return 2 * heads * length * (part.end - part.begin) * (width + self.query.shape.value_dim)
+
+    def bytes(self, group: list[Part]) -> int:
+        """How much the copies and partial results of a group take."""
+        query, dtype = self.query, self.tensor.dtype
+        shape, (_, heads, length, _) = query.shape, query.query.shape
+        copied = sum(part.end - part.begin for part in group if not part.by_page or dtype != STORAGE[shape.dtype])
+        partial = sum((part.end - part.begin) // self.per_page if part.by_page else 1 for part in group)
+        width = shape.head_dim + shape.value_dim
+        return (copied * shape.num_kv_heads * width + partial * heads * length * shape.value_dim) * dtype.itemsize
+
+    def jobs(self, part: Part, pool: PagePool, longest: int) -> Iterator[Job]:
+        """The calls of a part; `longest` as in `PagePool.blocks`."""
+        query = self.query
+        pages = query.pages[part.begin // self.per_page : -(-part.end // self.per_page)]
+        tokens = part.end - part.begin
+        if part.by_page:
+            for block in pool.blocks(query.shape, pages, tokens, longest):
+                yield self._job_by_page(block, part.begin + block.first_token)
+            return
+        block = pool.gather(query.shape, pages, tokens, self.tensor.dtype)
+        mask, bias = (_keys(parameter, part.begin, part.end) for parameter in (query.mask, query.bias))
+        if query.kv_length is not None and query.kv_length < self.keys:
+            within = torch.arange(part.begin, part.end, device=self.tensor.device).view(1, 1, 1, -1) < query.kv_length
+            mask = within if mask is None else mask & within
+        call = AttentionCall(
+            self.tensor,
+            block.key,
+            block.value,
+            query.scale,
+            score=query.score,
+            softcap=query.softcap,
+            offset=query.offset - part.begin,
+            causal=query.causal,
+            window=query.window,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=query.alibi_slopes,
+            return_lse=True,
+            return_scores=query.return_scores,
+        )
+        yield Job(call, block.first_page)
+
+    def _job_by_page(self, block: Block, first: int) -> Job:
+        """The call for full pages that every query reaches all of, from token `first` on."""
+        query, count, per_page = self.query, len(block.key), self.per_page
+        lacking = None
+        if query.alibi_slopes is not None:
+            # To every page the queries stand as if they began at its last key, and the rest is the same for all keys.
+            pages = torch.arange(count, device=self.tensor.device, dtype=query.alibi_slopes.dtype)
+            further = (query.offset - first - per_page + 1) - pages * per_page
+            lacking = -query.alibi_slopes[None, :, None] * further[:, None, None]
+        call = AttentionCall(
+            self.tensor.expand(count, -1, -1, -1),
+            block.key.to(self.tensor.dtype),
+            block.value.to(self.tensor.dtype),
+            query.scale,
+            offset=per_page - 1,
+            mask=_pages(query.mask, first, count, per_page),
+            bias=_pages(query.bias, first, count, per_page),
+            alibi_slopes=query.alibi_slopes,
+            return_lse=True,
+        )
+        return Job(call, block.first_page, lacking)
+
+    def take(self, results: Sequence[AttentionResult]) -> None:
+        """Merges the results of a group, or of what calls had of it, into what there is."""
+        self.kernel = results[0].kernel
+        for result in results:
+            assert result.lse is not None
+            self.outputs.append(result.output)
+            self.lses.append(result.lse)
+            if result.scores is not None:
+                self.scores.append((result.scores, result.lse))
+        if len(self.outputs) > 1 or len(self.outputs[0]) > 1:
+            output, merged = self._merged()
+            self.outputs, self.lses = [output], [merged]
+
+    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All there is as one: outputs [n, Hq, Lq, Dv] and lses [n, Hq, Lq] over disjoint keys (contract, §4)."""
+        lse = torch.cat(self.lses)
+        output, weights = torch.cat(self.outputs).contiguous().to(lse.dtype), lse.softmax(0)
+        if not self.needs_lse:
+            return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), lse
+        total = lse.logsumexp(0, keepdim=True)
+        weights = weights.masked_fill(total == -torch.inf, 0)
+        return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), total
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether a merged lse is needed: to be returned or used, or to tell which rows have nothing to attend."""
+        query = self.query
+        if query.return_lse or query.sinks is not None or query.return_scores is not None or len(self.groups) > 1:
+            return True
+        # Only of whole pages without a mask or bias is it certain that every row attends to something.
+        return query.mask is not None or query.bias is not None or not any(part.by_page for part in self.groups[0])
+
+    def result(self) -> AttentionResult:
+        """The result, when all groups have been taken."""
+        query, (output,), (lse,) = self.query, self.outputs, self.lses
+        if query.sinks is not None:
+            output, lse = add_sinks(output, lse, query.sinks[None, :, None])
+        scores = None
+        if query.return_scores is not None:
+            excluded = -torch.inf
+            parts = [part for part, _ in self.scores]
+            if query.return_scores == "weights":
+                excluded = 0.0
+                parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
+            scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
+        return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
+
+
+def _is_by_page(query: CacheQuery, per_page: int) -> bool:
+    """Whether pages are computed without a copy, if all queries reach them: what else a query asks for permitting."""
+    _, heads, length, _ = query.query.shape
+    if query.score is not None or query.softcap > 0 or query.return_scores is not None:
+        return False
+    if query.alibi_slopes is not None and query.mask is not None:
+        return False
+    # Partial results are to be no larger than what they are made of.
+    shape = query.shape
+    page = shape.num_kv_heads * per_page * (shape.head_dim + shape.value_dim)
+    return 0 < length <= FEW_QUERIES and heads * length * shape.value_dim <= page
+
+
+def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """How much of all weights those of one part have, by their lse; 0 where there are none."""
+    return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
+
+
+def _keys(parameter: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
+    """A mask or bias for some of the keys."""
+    return parameter if parameter is None or parameter.shape[-1] == 1 else parameter[..., begin:end]
+
+
+def _pages(parameter: torch.Tensor | None, first: int, count: int, per_page: int) -> torch.Tensor | None:
+    """A mask or bias [1, Hq, Lq, S] for pages from token `first` on as one for a stack [count, Hq, Lq, P]."""
+    parameter = _keys(parameter, first, first + count * per_page)
+    if parameter is None or parameter.shape[-1] == 1:
+        return parameter
+    return parameter.view(*parameter.shape[1:3], count, per_page).permute(2, 0, 1, 3)

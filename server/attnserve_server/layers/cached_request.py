@@ -1,0 +1,221 @@
+"""A decoder applied to sequences that go on from resident caches: an `ApplyRequest` with references, from its bytes to
+its reply.
+
+Each block of the decoder has its keys and values in one layer of a cache. A request appends its inputs to all layers of
+all its caches, or to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.errors import FailedPrecondition, InvalidRequest
+from attnserve_server.layers.application import AppliesToCaches, check
+from attnserve_server.layers.reading import read_input, read_mask
+from attnserve_server.layers.registry import Loaded, Registry
+from attnserve_server.layers.request import LayerRequest, checked, read_layer_request, run_layer
+from attnserve_server.layers.resident import Resident, Residents
+from attnserve_server.layers.specification import Transformer
+from attnserve_server.layers.transformer import TransformerLayer
+from attnserve_server.tensors import check_broadcast
+from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+NOTHING = Placement([], [])
+
+
+@dataclass(slots=True, eq=False)
+class CachedLayerRequest(CacheWork):
+    """An application of a decoder to sequences, sequence b going on from cache b.
+
+    `uses` are of all layers of the first cache, then of all layers of the next. `mask` is over all that the longest
+    cache has in the end.
+    """
+
+    reply_field: ClassVar[int] = pb.AttendStreamReply.APPLY_FIELD_NUMBER
+
+    applied: LayerRequest
+    decoder: TransformerLayer
+    mask: torch.Tensor | None
+    resident_flops: int
+
+    @property
+    def layer(self) -> str:  # type: ignore[override]
+        """The name of the layer."""
+        return self.applied.layer
+
+    @property
+    def group(self) -> Hashable:
+        """Requests with caches for one version of one layer share batches."""
+        return CachedLayerRequest, self.applied.group
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.applied.priority
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations that it asks for, over what caches had when it came."""
+        return self.applied.flops + self.resident_flops
+
+    @property
+    def cost(self) -> int:
+        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        return self.applied.cost + self.resident_flops
+
+    @property
+    def query_tokens(self) -> int:
+        """Rows of input, over all sequences."""
+        return self.applied.query_tokens
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of the reply's tensors."""
+        return self.applied.reply_bytes
+
+    def check(self, longest: int) -> None:
+        """Raises FailedPrecondition if a cache has layers of different lengths, and InvalidRequest if the positions of
+        inputs or the mask do not fit what the caches have.
+        """
+        given, last = self.applied.input, self.decoder.end_of_positions
+        for use in self.uses:
+            if use.layer == 0 and len(set(lengths := use.cache.lengths)) > 1:
+                message = (
+                    f"the cache's layers have {min(lengths)} to {max(lengths)} tokens; a decoder needs equally many"
+                )
+                raise FailedPrecondition(message, "UNEQUAL_LENGTHS")
+        offsets = [use.cache.length(0) for use in self.uses if use.layer == 0]
+        for length, offset in zip(given.lengths, offsets, strict=True):
+            if length and last is not None and offset + length > last:
+                raise InvalidRequest("input", f"positions from 0 to {last - 1}", f"{offset} to {offset + length - 1}")
+        if self.mask is not None:
+            application, heads = self.applied.application, self.applied.loaded.outline.query_heads
+            rows = application.length if application.batched else max(given.lengths, default=0)
+            check_broadcast("mask", application.tensors["mask"], (application.batch, heads, rows, longest))
+        self.applied.input = replace(given, offsets=offsets)
+
+    def run_batch(self, device: Device, batch: Sequence[CachedLayerRequest]) -> BatchResult:
+        """Computes requests for this layer."""
+        residents = Residents(self.host.pages, [request.residents(device.torch_device) for request in batch])
+        run = partial(self.decoder.run, residents=residents)
+        return run_layer(device, [request.applied for request in batch], run)
+
+    def residents(self, device: torch.device) -> list[Resident]:
+        """The caches, after the appends."""
+        placements = iter(self.placements)
+        placed = [next(placements) if use.tokens else NOTHING for use in self.uses]
+        mask = None if self.mask is None else self.mask.to(device)
+        layers, residents = self._layers, []
+        for n, (length, first) in enumerate(
+            zip(self.applied.input.lengths, range(0, len(self.uses), layers), strict=True)
+        ):
+            cache = self.uses[first].cache
+            residents.append(
+                Resident(
+                    shape=cache.shape,
+                    length=self.lengths[first],
+                    pages=[cache.pages(layer) for layer in range(layers)],
+                    placements=placed[first : first + layers],
+                    mask=None if mask is None else _of_sequence(mask, n, length, self.lengths[first]),
+                )
+            )
+        return residents
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+        """The pieces of the encoded ApplyResponse, and their length together."""
+        return self.applied.encode(result, phases, batch_size, self.lengths[:: self._layers])
+
+    @property
+    def _layers(self) -> int:
+        """How many layers each cache has."""
+        return self.uses[0].cache.shape.layers
+
+
+def read_apply(host: Host, registry: Registry, buffer: bytes, at: int, end: int) -> Work:
+    """The application that a part of a buffer asks for, with caches or without. Raises RequestError."""
+    try:
+        return read_layer_request(registry, buffer, at, end)
+    except AppliesToCaches as request:
+        _, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
+        return _read(host, registry, request.message, payloads, end - at)
+
+
+def _read(
+    host: Host, registry: Registry, message: pb.ApplyRequest, payloads: list[memoryview], size: int
+) -> CachedLayerRequest:
+    application = check(message)
+    loaded = registry.get(application.layer)
+    decoder, architecture = _decoder(loaded)
+    now = monotonic()
+    caches = [host.store.get(reference.name, now) for reference in message.caches]
+    for index, (reference, cache) in enumerate(zip(message.caches, caches, strict=True)):
+        if reference.layer:
+            raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
+        _check_shape(index, cache, architecture)
+    given = read_input(loaded, application, payloads)
+    applied = checked(loaded, application, given, size)
+    if application.options.bottom_right:
+        raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
+    uses = [
+        Use(cache, layer, length, reference.expected_length if not layer and _expects(reference) else None)
+        for cache, reference, length in zip(caches, message.caches, given.lengths, strict=True)
+        for layer in range(architecture.blocks)
+    ]
+    check_distinct(uses[:: architecture.blocks])
+    return CachedLayerRequest(
+        host=host,
+        uses=tuple(uses),
+        received_bytes=size,
+        applied=applied,
+        decoder=decoder,
+        mask=read_mask(application, payloads),
+        resident_flops=decoder.resident_flops(given.lengths, [cache.length(0) for cache in caches]),
+    )
+
+
+def _expects(reference: pb.CacheReference) -> bool:
+    return reference.HasField("expected_length")
+
+
+def _decoder(loaded: Loaded) -> tuple[TransformerLayer, Transformer]:
+    """The layer and what it is, if it can have its keys and values in caches."""
+    layer, architecture = loaded.layer, loaded.specification.architecture
+    if not isinstance(layer, TransformerLayer) or not isinstance(architecture, Transformer):
+        raise InvalidRequest("caches", f"none, for {loaded.name!r} is no transformer", "some")
+    if not architecture.block.self_attention.causal:
+        raise InvalidRequest("caches", f"none, for {loaded.name!r} has no causal self-attention", "some")
+    return layer, architecture
+
+
+def _check_shape(index: int, cache: Cache, architecture: Transformer) -> None:
+    """Raises InvalidRequest if a cache has not the heads, widths and layers that the decoder needs."""
+    shape, attention = cache.shape, architecture.block.self_attention
+    for name, wanted, found in (
+        ("layers", architecture.blocks, shape.layers),
+        ("num_kv_heads", attention.kv_heads, shape.num_kv_heads),
+        ("head_dim", attention.head_dim, shape.head_dim),
+        ("value_dim", attention.value_dim, shape.value_dim),
+    ):
+        if found != wanted:
+            raise InvalidRequest(f"caches[{index}].name", f"a cache with {name} {wanted}, as the layer has it", found)
+
+
+def _of_sequence(mask: torch.Tensor, n: int, length: int, keys: int) -> torch.Tensor:
+    """The part of a mask for the n-th sequence, which has so many inputs and keys."""
+    mask = mask[n : n + 1] if mask.shape[0] > 1 else mask
+    mask = mask[:, :, :length] if mask.shape[2] > 1 else mask
+    return mask[..., :keys] if mask.shape[3] > 1 else mask

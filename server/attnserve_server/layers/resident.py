@@ -1,0 +1,87 @@
+"""Self-attention of sequences that go on from resident caches: a block's keys and values are appended to one layer of
+each sequence's cache, and its queries are over all that is there then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.devices.compute import Compute
+from attnserve_server.layers.attend import Scoring
+from attnserve_server.layers.rows import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The cache of a sequence, whose `length` counts what is appended: for each block, the pages that it has and where
+    keys and values go. mask, bool, broadcasts to [1, Hq, L, length].
+    """
+
+    shape: CacheShape
+    length: int
+    pages: Sequence[Sequence[int]]
+    placements: Sequence[Placement]
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Residents:
+    """The memory of all caches, and the cache of each sequence of each request."""
+
+    pool: PagePool
+    of_requests: Sequence[Sequence[Resident]]
+
+
+def attend_residents(
+    compute: Compute,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    residents: Residents,
+    block: int,
+    scoring: Scoring,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Causal attention [n, Hq Dv] of query [n, Hq, D], after key [n, Hk, D] and value [n, Hk, Dv] have been appended to
+    the layer `block` of the caches. The rows lie as `batch.inputs` says; those behind the last sequence are 0.
+    """
+    pool, ranges, queries = residents.pool, [], []
+    packing = batch.inputs
+    for start, length, resident in zip(
+        packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True
+    ):
+        if not length:
+            continue
+        own = slice(start, start + length)
+        placement = resident.placements[block]
+        pool.write(resident.shape, placement, key[own].transpose(0, 1), value[own].transpose(0, 1))
+        ranges.append(own)
+        queries.append(
+            CacheQuery(
+                query=query[own].transpose(0, 1).unsqueeze(0),
+                shape=resident.shape,
+                pages=resident.pages[block],
+                length=resident.length,
+                scale=scoring.scale,
+                score=scoring.score,
+                softcap=scoring.softcap,
+                offset=resident.length - length,
+                causal=True,
+                window=window,
+                mask=resident.mask,
+                alibi_slopes=scoring.alibi_slopes,
+            )
+        )
+    rows = query.new_empty(len(query), query.shape[1], value.shape[2])
+    for own, result in zip(ranges, attend_cache(queries, pool, compute), strict=True):
+        rows[own] = result.output[0].transpose(0, 1)
+    rows[packing.total :] = 0
+    return rows.flatten(1)
