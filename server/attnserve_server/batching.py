@@ -8,6 +8,8 @@ nothing waits forever. Entries that nobody waits for any more never reach a batc
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -67,6 +69,9 @@ class BatchQueue(Generic[E]):
         self._max_requests = max_requests
         self._aging = aging
         self._lanes: dict[Hashable, dict[int, deque[E]]] = {}
+        self._first: list[tuple[float, int, E]] = []
+        """A heap of those that are, or were, first in their lanes, by when they are due."""
+        self._pushes = itertools.count()
         self.requests = 0
         self.bytes = 0
         self.cost = 0
@@ -78,6 +83,8 @@ class BatchQueue(Generic[E]):
         if lane is None:
             lane = lanes[entry.priority] = deque()
         lane.append(entry)
+        if len(lane) == 1:
+            self._now_first(entry)
         self.requests += 1
         self.bytes += entry.received_bytes
         self.cost += entry.cost
@@ -95,22 +102,29 @@ class BatchQueue(Generic[E]):
         """Takes the next batch out of the queue; without entries if nothing is left to run."""
         batch: Batch[E] = Batch()
         while self._lanes and not batch.entries:
-            group = min(self._lanes, key=lambda group: min(map(self._due, self._lanes[group].values())))
-            self._fill(batch, group, now)
+            _, _, entry = heapq.heappop(self._first)
+            lane = self._lanes.get(entry.group, {}).get(entry.priority)
+            if lane is not None and lane[0] is entry:
+                self._fill(batch, entry.group, now)
         return batch
 
-    def _due(self, lane: deque[E]) -> float:
-        return lane[0].arrival - lane[0].priority * self._aging
+    def _now_first(self, entry: E) -> None:
+        """Says that an entry is first in its lane."""
+        heapq.heappush(self._first, (self._due(entry), next(self._pushes), entry))
+
+    def _due(self, entry: E) -> float:
+        return entry.arrival - entry.priority * self._aging
 
     def _fill(self, batch: Batch[E], group: Hashable, now: float) -> None:
-        lanes = self._lanes[group]
+        lanes, taken_from = self._lanes[group], set()
         while lanes and len(batch.entries) < self._max_requests:
-            lane = min(lanes.values(), key=self._due)
+            lane = min(lanes.values(), key=lambda lane: self._due(lane[0]))
             entry = lane[0]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
             if gone is None and batch.entries and batch.cost + entry.cost > self._max_cost:
                 break
             lane.popleft()
+            taken_from.add(entry.priority)
             if not lane:
                 del lanes[entry.priority]
             self.requests -= 1
@@ -121,5 +135,7 @@ class BatchQueue(Generic[E]):
             else:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
+        for priority in taken_from & lanes.keys():
+            self._now_first(lanes[priority][0])
         if not lanes:
             del self._lanes[group]
