@@ -15,8 +15,9 @@ from grpc import aio
 
 from attnserve._operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.calls import Call, read_message
 from attnserve_server.reply import stream_reply
-from attnserve_server.stream import MAX_JOINED_BYTES, Call, read_message
+from attnserve_server.stream import MAX_JOINED_BYTES
 from benchmarks.workloads import WORKLOADS
 
 MAX_CALLS: Final = 4096

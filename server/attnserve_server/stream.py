@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from grpc import aio
 
 from attnserve import _wire
-from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
     Cancelled,
@@ -39,34 +38,6 @@ MAX_JOINED_BYTES: Final = 1 << 20
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left so many bytes of replies unread."""
-
-
-MAX_ID_BYTES: Final = 10
-"""The longest varint."""
-
-
-OPERATIONS: Final = {
-    pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
-    pb.AttendStreamCall.APPLY_FIELD_NUMBER: "apply",
-}
-"""The fields of a call that hold what it asks for."""
-
-
-class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies; or what is
-    wrong with it.
-    """
-
-    id: int
-    timeout: float | None
-    operation: str | None
-    request: tuple[bytes, int, int]
-    error: RequestError | None = None
-
-    @property
-    def label(self) -> str:
-        """What the metrics call it."""
-        return f"{self.operation or 'attend'}_stream"
 
 
 class Unsent(NamedTuple):
@@ -118,13 +89,16 @@ class CallStream:
             whole.result()
         finally:
             self._gone = True
-            for task in (whole, self._reader, writer):
-                task.cancel()
             for entry in self._in_flight.values():
                 entry.cancelled = True
             for unsent in self._outbox:
                 if unsent.entry is not None:
                     self._engine.release(unsent.entry)
+            self._outbox.clear()
+            tasks = (whole, self._reader, writer)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def _unanswered(self) -> int:
@@ -251,65 +225,3 @@ class CallStream:
                 if reply.entry is not None:
                     self._engine.release(reply.entry)
             self._progress.set()
-
-
-def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
-    """The ids to cancel and the calls of an AttendStreamRequest, so many of each at most.
-
-    Raises DecodeError, and InvalidRequest if there are more.
-    """
-    cancelled: Sequence[int] = ()
-    calls: list[Call] = []
-    rest: list[bytes] = []
-    for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
-        if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
-            if len(calls) == max_calls:
-                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason="LIMIT_EXCEEDED")
-            calls.append(_read_call(message, content, end))
-        else:
-            if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
-                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason="LIMIT_EXCEEDED")
-            rest.append(message[start:end])
-    if rest:
-        cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
-    return cancelled, calls
-
-
-def _read_call(message: bytes, at: int, end: int) -> Call:
-    """The call that lies in a part of a message. What is not its operation is left to protobuf."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    rest: list[bytes] = []
-    try:
-        for number, wire_type, start, content, behind in _wire.fields(message, at, end):
-            if number in OPERATIONS and wire_type == 2:
-                # Of different operations the last counts; one that is given again, with no other between, is merged.
-                parts = found.pop(number, [])
-                found = {number: [*parts, (content, behind)]}
-            else:
-                rest.append(message[start:behind])
-        envelope = pb.AttendStreamCall.FromString(b"".join(rest))
-    except DecodeError as error:
-        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
-    timeout = None
-    if envelope.HasField("timeout"):
-        duration: Duration = envelope.timeout
-        timeout = duration.seconds + duration.nanos * 1e-9
-    if not found:
-        return Call(envelope.id, timeout, None, (b"", 0, 0))
-    ((number, places),) = found.items()
-    if len(places) == 1:
-        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]))
-    # A message field given several times is the merger of them all, which is what their bytes end to end mean.
-    merged = b"".join(message[begin:stop] for begin, stop in places)
-    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)))
-
-
-def _id_of(fields: Sequence[bytes]) -> int:
-    """The id among the fields of a call that is malformed, as far as it goes; 0 if there is none."""
-    for field in reversed(fields):
-        try:
-            if call_id := pb.AttendStreamCall.FromString(field).id:
-                return call_id
-        except DecodeError:
-            continue
-    return 0

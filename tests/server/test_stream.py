@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.calls import read_message
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.stream import read_message
 
 if TYPE_CHECKING:
     from conftest import Server

@@ -1,0 +1,102 @@
+"""The calls that a message of a stream holds: bytes in, `Call`s out. Requests themselves are not looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import InvalidRequest, Malformed, RequestError
+
+MAX_ID_BYTES: Final = 10
+"""The longest varint."""
+
+
+OPERATIONS: Final = {
+    pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
+    pb.AttendStreamCall.APPLY_FIELD_NUMBER: "apply",
+}
+"""The fields of a call that hold what it asks for."""
+
+
+class Call(NamedTuple):
+    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies; or what is
+    wrong with it.
+    """
+
+    id: int
+    timeout: float | None
+    operation: str | None
+    request: tuple[bytes, int, int]
+    error: RequestError | None = None
+
+    @property
+    def label(self) -> str:
+        """What the metrics call it."""
+        return f"{self.operation or 'attend'}_stream"
+
+
+def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
+    """The ids to cancel and the calls of an AttendStreamRequest, so many of each at most.
+
+    Raises DecodeError, and InvalidRequest if there are more.
+    """
+    cancelled: Sequence[int] = ()
+    calls: list[Call] = []
+    rest: list[bytes] = []
+    for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
+        if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
+            if len(calls) == max_calls:
+                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason="LIMIT_EXCEEDED")
+            calls.append(_read_call(message, content, end))
+        else:
+            if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
+                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason="LIMIT_EXCEEDED")
+            rest.append(message[start:end])
+    if rest:
+        cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
+    return cancelled, calls
+
+
+def _read_call(message: bytes, at: int, end: int) -> Call:
+    """The call that lies in a part of a message. What is not its operation is left to protobuf."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    rest: list[bytes] = []
+    try:
+        for number, wire_type, start, content, behind in _wire.fields(message, at, end):
+            if number in OPERATIONS and wire_type == 2:
+                # Of different operations the last counts; one that is given again, with no other between, is merged.
+                parts = found.pop(number, [])
+                found = {number: [*parts, (content, behind)]}
+            else:
+                rest.append(message[start:behind])
+        envelope = pb.AttendStreamCall.FromString(b"".join(rest))
+    except DecodeError as error:
+        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
+    timeout = None
+    if envelope.HasField("timeout"):
+        duration: Duration = envelope.timeout
+        timeout = duration.seconds + duration.nanos * 1e-9
+    if not found:
+        return Call(envelope.id, timeout, None, (b"", 0, 0))
+    ((number, places),) = found.items()
+    if len(places) == 1:
+        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]))
+    # A message field given several times is the merger of them all, which is what their bytes end to end mean.
+    merged = b"".join(message[begin:stop] for begin, stop in places)
+    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)))
+
+
+def _id_of(fields: Sequence[bytes]) -> int:
+    """The id among the fields of a call that is malformed, as far as it goes; 0 if there is none."""
+    for field in reversed(fields):
+        try:
+            if call_id := pb.AttendStreamCall.FromString(field).id:
+                return call_id
+        except DecodeError:
+            continue
+    return 0
