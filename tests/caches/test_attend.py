@@ -26,13 +26,14 @@ from test_kernels import array, call_of, tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve_server.caches import attend as attend_module
+from attnserve_server.caches import query as query_module
 from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import STORAGE, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import cpu
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.kernels import AttentionResult
+from attnserve_server.kernels import AttentionCall, AttentionResult
 
 PAGES = 400
 EVERY_STORAGE = pytest.mark.parametrize("storage", sorted(STORAGE))
@@ -56,7 +57,8 @@ def bounds(**values: int) -> Iterator[None]:
     """Other bounds of what is computed together: `piece_bytes`, `wave_bytes`, `shared_bytes`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            patch.setattr(attend_module, name.upper(), value)
+            module = query_module if name == "piece_bytes" else attend_module
+            patch.setattr(module, name.upper(), value)
         yield
 
 
@@ -328,6 +330,56 @@ def test_forks_see_their_own_tokens_and_what_they_share(
     for case, result in zip(cases, results, strict=True):
         accuracy.check(case, arrays(result))
         assert_same_results(arrays(result), attended(device, case, storage, Way(), return_lse=True))
+
+
+class Counting:
+    """A device that notes over how many keys its calls are."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        """Computes on another device."""
+        self._device = device
+        self.torch_device = device.torch_device
+        self.keys = 0
+
+    def rows(self, *arguments: Any, **options: Any) -> Any:
+        """As the device does."""
+        return self._device.rows(*arguments, **options)
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """As the device does."""
+        self.keys += sum(len(call.key) * call.key.shape[2] for call in calls)
+        return self._device.attend(calls, flops)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@EVERY_STORAGE
+def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int, storage: str) -> None:
+    """Of forks with shared parts of different lengths, of other queries in between, and of some with a mask."""
+    plan = plan_of({"causal": "bottom_right", "group": group})
+    trunk, branch = [*range(50, 66)], [*range(50, 58), *range(100, 108)]
+    lengths = [1, 3, 1, 2, 1, 1]
+    cases = [stored(replace(plan, query_length=length).case(length), storage) for length in lengths]
+    cases[3] = stored(replace(plan, query_length=2, mask_shape=(61,)).case(3), storage)
+    cases[4] = stored(replace(plan, query_length=1, scale=0.5, softcap=2.0).case(4), storage)
+    for case in cases:
+        case.key[:], case.value[:] = cases[0].key, cases[0].value
+    other = stored(plan.case(9), storage)
+    cases[2].key[:, :, 32:], cases[2].value[:, :, 32:] = other.key[:, :, 32:], other.value[:, :, 32:]
+    shape = shape_of(cases[0], storage)
+    pool = pool_for(shape, 4)
+    fill(pool, shape, trunk, cases[0], (1000,))
+    fill(pool, shape, branch, cases[2], (1000,))
+    pages = [trunk, trunk, branch, trunk, trunk, trunk]
+    queries = [query_of(case, storage, own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
+    keys = {}
+    for fold in (False, True):
+        counting = Counting(device)
+        results = attend_cache(queries, pool, counting, fold)
+        keys[fold] = counting.keys
+        for case, result in zip(cases, results, strict=True):
+            accuracy.check(case, arrays(result))
+    # Four are without mask and softcap, and 32 tokens are in the pages that all of those share.
+    assert keys == {False: 6 * 61, True: 6 * 61 - 3 * 32}
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

@@ -91,8 +91,8 @@ def _run(wave: _Wave, pool: PagePool, compute: Compute, fold: bool) -> None:
             taken[places[0]].append(job.completed(result))
             continue
         lengths = [wave[place][0].tensor.shape[2] for place in places]
-        for place, part in zip(places, _unfolded(result, lengths), strict=True):
-            taken[place].append(part)
+        for place, own_rows in zip(places, _unfolded(result, lengths), strict=True):
+            taken[place].append(own_rows)
     for (attention, _), own_results in zip(wave, taken, strict=True):
         attention.take(own_results)
 
@@ -130,7 +130,7 @@ def _sharing(wave: _Wave) -> list[_Shared]:
 
 
 def _common(sequences: Sequence[Sequence[int]]) -> int:
-    """The length of what sequences begin with alike."""
+    """The length of what sequences begin with alike: what the first and the last in their order do."""
     least, greatest = min(map(list, sequences)), max(map(list, sequences))
     differing = (place for place, (one, other) in enumerate(zip(least, greatest, strict=False)) if one != other)
     return next(differing, min(len(least), len(greatest)))
@@ -147,6 +147,6 @@ def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:
 def _unfolded(result: AttentionResult, lengths: list[int]) -> Iterator[AttentionResult]:
     """The result of a call for queries of which so many are of each group, one for each."""
     assert result.lse is not None
-    outputs, lses = result.output.split(lengths, 2), result.lse.split(lengths, 2)
+    outputs, lses = torch.split(result.output, lengths, 2), torch.split(result.lse, lengths, 2)
     for output, lse in zip(outputs, lses, strict=True):
         yield AttentionResult(output, lse, None, result.kernel)

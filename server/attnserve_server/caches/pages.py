@@ -104,7 +104,7 @@ class PagePool:
             blocks.append(Block(views.key[first:last], views.value[first:last], start * per_page, first, finite))
         if rest:
             page = pages[full]
-            key, value = views.key[page : page + 1, :, :rest], views.value[page : page + 1, :, :rest]
+            key, value = (whole.narrow(0, page, 1).narrow(2, 0, rest) for whole in (views.key, views.value))
             blocks.append(Block(key, value, full * per_page, page, bool(self._finite[page])))
         return blocks
 

@@ -111,7 +111,7 @@ class QueryAttention:
 
     @property
     def steps(self) -> Hashable:
-        """Equal for queries whose whole pages could be computed in one call, were they the same pages; None: for none."""
+        """Equal for queries that can be one call where they attend to all of the same pages; None if with no other."""
         query = self.query
         if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
             return None
