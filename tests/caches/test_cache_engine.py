@@ -1,0 +1,322 @@
+"""Operations on caches in the engine: whose turn it is, what is held meanwhile, and what a failure leaves behind.
+
+The device is a real one that a test can hold up (with events, never with time) and make fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from time import monotonic, perf_counter
+
+import accuracy
+import numpy as np
+import pytest
+import torch
+from caller import Reference, attend_request, result, tokens
+from cases import Case
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import caches_pb2
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.errors import CacheFull
+from attnserve_server.caches.operations import read_append
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.request import read_attend
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, RequestError
+from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.metrics import Metrics
+from attnserve_server.work import Work
+
+PAGE_BYTES, PAGES = 1024, 64
+"""A page holds 8 tokens of 2 heads, 8 wide, float32."""
+PATIENCE_S = 30.0
+SHAPE = CacheShape(2, 8, 8, 1, "float32")
+QUERY = np.random.default_rng(0).standard_normal((2, 1, 8)).astype(np.float32)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class HeldDevice(CpuDevice):
+    """A CPU that attends to nothing while it is held, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1, -1)
+        self.entered = threading.Semaphore(0)
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.failures = 0
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        self.entered.release()
+        assert self.may_run.wait(PATIENCE_S)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a message of the device's own")
+        return super().attend(calls, flops)
+
+    async def until_entered(self) -> None:
+        """Waits until a batch is being computed; call it once for each."""
+        assert await asyncio.get_running_loop().run_in_executor(None, lambda: self.entered.acquire(timeout=PATIENCE_S))
+
+
+class Bench:
+    """An engine with caches, and the callers' side of it."""
+
+    def __init__(self) -> None:
+        self.device = HeldDevice()
+        pool_bytes = PAGES * PAGE_BYTES
+        self.store = CacheStore(pool_bytes, PAGE_BYTES, 100)
+        self.host = Host(self.store, PagePool(pool_bytes, PAGE_BYTES, self.device.torch_device))
+        self.admission = Admission(1000, 10**12, 10**15)
+        queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
+        self.engine = Engine(self.device, queue, self.admission, Metrics("0", "0", "cpu"))
+        self.engine.open()
+        self.order: list[Entry] = []
+        self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
+
+    def create(self, count: int = 0, ttl: float | None = None) -> Cache:
+        """A cache with `count` tokens, which are those of `tokens(0, count)`."""
+        cache = self.store.create(SHAPE, ttl, monotonic())
+        reservation = self.store.reserve([(cache, 0, count)], 0.0)
+        key, value = map(torch.from_numpy, tokens(0, count))
+        self.host.pages.write(SHAPE, self.store.append(cache, 0, count, reservation), key, value)
+        self.store.cancel(reservation)
+        return cache
+
+    def submit(self, request: Work) -> Entry:
+        """Hands a request to the engine. Raises RequestError."""
+        entry = Entry(request, self._reply, perf_counter(), math.inf, 1e-6)
+        self._futures[entry] = asyncio.get_running_loop().create_future()
+        self.engine.submit(entry)
+        return entry
+
+    def attend(self, *caches: Cache, seed: int = 0, appended: int = 0, expected_length: int | None = None) -> Entry:
+        """Attends to caches with `QUERY`, having appended `tokens(seed, appended)` to each."""
+        batch = len(caches)
+        query = np.stack([QUERY] * batch)
+        pair = None
+        if appended:
+            key, value = tokens(seed, appended)
+            pair = np.stack([key] * batch), np.stack([value] * batch)
+        references = [Reference(cache.name, 0, expected_length) for cache in caches]
+        data = attend_request(Case(query, query, query), references, pair).SerializeToString()
+        return self.submit(read_attend(self.host, data, 0, len(data)))
+
+    def append(self, cache: Cache, seed: int, count: int) -> Entry:
+        """Appends `tokens(seed, count)`."""
+        wire = attend_request(Case(QUERY, *tokens(seed, count)))
+        message = caches_pb2.CacheServiceAppendRequest(name=cache.name, key=wire.key, value=wire.value)
+        return self.submit(read_append(self.host, None, message.SerializeToString()))
+
+    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        self.order.append(entry)
+        self.engine.release(entry)
+        self._futures[entry].set_result(outcome)
+
+    async def outcome(self, entry: Entry) -> Outcome | RequestError:
+        """What came of it."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._futures[entry]
+
+    async def output(self, entry: Entry) -> pb.AttendResponse:
+        """The reply to what must have been computed."""
+        outcome = await self.outcome(entry)
+        assert isinstance(outcome, Outcome), outcome
+        pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
+        return pb.AttendResponse.FromString(b"".join(pieces))
+
+    async def check(self, entry: Entry, *parts: tuple[int, int]) -> None:
+        """The reply is that of `tokens(seed, count)`, one after the other, for the one cache of a request."""
+        reply = await self.output(entry)
+        key, value = (np.concatenate(each, axis=1) for each in zip(*itertools.starmap(tokens, parts), strict=True))
+        assert list(reply.cache_lengths) == [key.shape[1]]
+        case = Case(QUERY[None], key[None], value[None])
+        accuracy.check(case, result(reply))
+
+    async def finished(self) -> None:
+        """Everything has been answered, and nothing of it is left anywhere but in caches."""
+        assert await self.engine.drain(PATIENCE_S)
+        assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
+        assert self.engine.waiting_for_turns == 0
+        assert self.store.reserved_pages == 0
+        assert set(Counter(self.order).values()) == {1}
+        assert all(cache.users == 0 for cache in self.store.list(None, 0.0))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    before = torch.get_num_threads()
+    bench = Bench()
+    yield bench
+    bench.device.may_run.set()
+    assert await bench.engine.drain(PATIENCE_S)
+    bench.engine.close()
+    bench.device.close()
+    torch.set_num_threads(before)
+
+
+async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench) -> None:
+    """While a long operation on one cache runs, three more wait for it, the second for another cache besides, and who
+    needs that one comes behind it; an operation on a cache that nobody waits for runs before them.
+    """
+    busy, shared, free = bench.create(3), bench.create(3), bench.create(3)
+    bench.device.may_run.clear()
+    running = bench.attend(busy, seed=1, appended=1)
+    await bench.device.until_entered()
+    second = bench.attend(busy, seed=2, appended=1)
+    both = bench.attend(busy, shared, seed=3, appended=1)
+    behind = bench.attend(shared, seed=4, appended=1)
+    elsewhere = bench.attend(free, seed=5, appended=1)
+    assert bench.engine.waiting_for_turns == 3
+    assert (busy.length(0), shared.length(0), free.length(0)) == (4, 3, 3), "only what runs has taken effect"
+    bench.device.may_run.set()
+    await bench.check(elsewhere, (0, 3), (5, 1))
+    await bench.check(running, (0, 3), (1, 1))
+    await bench.check(second, (0, 3), (1, 1), (2, 1))
+    await bench.check(behind, (0, 3), (3, 1), (4, 1))
+    assert [*(await bench.output(both)).cache_lengths] == [6, 4]
+    places = [bench.order.index(entry) for entry in (running, second, both, behind)]
+    assert places == sorted(places)
+    assert bench.order.index(elsewhere) < bench.order.index(both)
+    await bench.finished()
+
+
+async def test_who_is_cancelled_while_waiting_changes_nothing_and_lets_others_on(bench: Bench) -> None:
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    first = bench.attend(cache, seed=1, appended=1)
+    await bench.device.until_entered()
+    given_up, last = bench.attend(cache, seed=2, appended=30), bench.attend(cache, seed=3, appended=1)
+    given_up.cancelled = True
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(given_up), Cancelled)
+    await bench.check(first, (0, 3), (1, 1))
+    await bench.check(last, (0, 3), (1, 1), (3, 1))
+    await bench.finished()
+
+
+async def test_who_expects_another_length_when_its_turn_has_come_changes_nothing(bench: Bench) -> None:
+    """The length is that at the turn, not that at the arrival."""
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    first = bench.attend(cache, seed=1, appended=2, expected_length=3)
+    await bench.device.until_entered()
+    doubled = bench.attend(cache, seed=1, appended=2, expected_length=3)
+    next_one = bench.attend(cache, seed=2, appended=1, expected_length=5)
+    bench.device.may_run.set()
+    refused = await bench.outcome(doubled)
+    assert isinstance(refused, FailedPrecondition)
+    assert "5 tokens, not 3" in str(refused)
+    await bench.check(first, (0, 3), (1, 2))
+    await bench.check(next_one, (0, 3), (1, 2), (2, 1))
+    await bench.finished()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("length", [0, 3, 8])
+async def test_an_append_whose_attention_fails_is_taken_back(bench: Bench, forked: bool, length: int) -> None:
+    """The cache is as it was, whether its last page was its own or shared; what follows builds on that."""
+    cache = bench.create(length)
+    sibling = bench.store.fork(cache, None, 0.0) if forked else None
+    used = bench.store.used_bytes
+    bench.device.failures = 1
+    failed = bench.attend(cache, seed=1, appended=20)
+    assert isinstance(await bench.outcome(failed), ComputationFailed)
+    assert cache.length(0) == length
+    assert bench.store.used_bytes == used
+    await bench.check(bench.attend(cache, seed=2, appended=3), (0, length), (2, 3))
+    if sibling is not None:
+        await bench.check(bench.attend(sibling, seed=4, appended=1), (0, length), (4, 1))
+    await bench.finished()
+
+
+async def test_of_a_batch_that_fails_only_the_guilty_append_is_taken_back(bench: Bench) -> None:
+    """The batch fails, and of its requests alone the first."""
+    one, other = bench.create(3), bench.create(3)
+    bench.device.failures = 2
+    first, second = bench.attend(one, seed=1, appended=2), bench.attend(other, seed=2, appended=2)
+    assert isinstance(await bench.outcome(first), ComputationFailed)
+    await bench.check(second, (0, 3), (2, 2))
+    assert (one.length(0), other.length(0)) == (3, 5)
+    await bench.finished()
+
+
+async def test_nothing_in_use_is_evicted(bench: Bench) -> None:
+    """A lease that has ended long ago counts for nothing while an operation runs on the cache, or waits to."""
+    cache = bench.create(40 * 8, ttl=60.0)
+    bench.device.may_run.clear()
+    running = bench.attend(cache)
+    await bench.device.until_entered()
+    waiting = bench.attend(cache, seed=1, appended=1)
+    cache.expires = -math.inf
+    other = bench.create()
+    with pytest.raises(CacheFull) as refused:
+        bench.append(other, 2, 30 * 8)
+    assert refused.value.free_bytes < 30 * PAGE_BYTES
+    assert bench.store.get(cache.name, monotonic()) is cache
+    bench.device.may_run.set()
+    await bench.check(running, (0, 40 * 8))
+    await bench.check(waiting, (0, 40 * 8), (1, 1))
+    assert cache.expires > 0, "its lease begins anew with the end of its use"
+    cache.expires = -math.inf
+    assert isinstance(await bench.outcome(bench.append(other, 2, 30 * 8)), Outcome)
+    assert cache.gone
+    await bench.check(bench.attend(other), (2, 30 * 8))
+    await bench.finished()
+
+
+async def test_a_deleted_cache_stays_for_what_was_admitted(bench: Bench) -> None:
+    """Its pages are others' only when the last operation on it is over."""
+    cache = bench.create(50 * 8)
+    bench.device.may_run.clear()
+    running = bench.attend(cache)
+    await bench.device.until_entered()
+    waiting = bench.attend(cache, seed=1, appended=1)
+    bench.store.delete(cache)
+    other = bench.create()
+    with pytest.raises(CacheFull):
+        bench.append(other, 2, 30 * 8)
+    bench.device.may_run.set()
+    await bench.check(running, (0, 50 * 8))
+    await bench.check(waiting, (0, 50 * 8), (1, 1))
+    assert isinstance(await bench.outcome(bench.append(other, 2, 30 * 8)), Outcome)
+    await bench.check(bench.attend(other), (2, 30 * 8))
+    await bench.finished()
+
+
+async def test_what_was_admitted_never_lacks_room(bench: Bench) -> None:
+    """Appends to forks that share a page that is not full: each needs a copy of it, and is promised one."""
+    cache = bench.create(8 * 20 + 5)
+    forks = [bench.store.fork(cache, None, 0.0) for _ in range(8)]
+    bench.device.may_run.clear()
+    running = bench.attend(bench.create(1))
+    await bench.device.until_entered()
+    admitted: list[tuple[int, Entry]] = []
+
+    def append_on_and_on() -> None:
+        for seed in itertools.count(1):
+            admitted.append((seed, bench.append(forks[seed % 8], seed, 6)))  # noqa: PERF401 - until one is refused
+
+    with pytest.raises(CacheFull):
+        append_on_and_on()
+    assert bench.store.reserved_pages * 10 > PAGES
+    bench.device.may_run.set()
+    await bench.output(running)
+    for _, entry in admitted:
+        assert isinstance(await bench.outcome(entry), Outcome)
+    for place, fork in enumerate(forks):
+        own = [(seed, 6) for seed, _ in admitted if seed % 8 == place]
+        await bench.check(bench.attend(fork), (0, 8 * 20 + 5), *own)
+    await bench.finished()

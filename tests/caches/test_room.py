@@ -1,0 +1,232 @@
+"""Room for caches on a real server: a full pool, leases that end, as many caches as there may be, metrics, draining."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import accuracy
+import calls
+import grpc
+import numpy as np
+import pytest
+from caller import Caller, Reference, attend_request, result, tokens
+from cases import Case
+from conftest import Server
+from google.rpc import error_details_pb2
+
+PAGE, PAGES = 4096, 16
+POOL = ("--device", "cpu", "--cache-bytes", str(PAGE * PAGES), "--cache-page-bytes", str(PAGE))
+PAGE_TOKENS = 32
+"""Of 2 heads, 8 wide, float32."""
+
+StartServer = Callable[..., Server]
+
+
+def overloaded(error: Any, reason: str) -> tuple[error_details_pb2.ErrorInfo, float]:
+    """What a RESOURCE_EXHAUSTED says, and in how many seconds to come back."""
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = calls.status_of(error)
+    info = calls.detail(status, error_details_pb2.ErrorInfo)
+    assert info.reason == reason
+    delay = calls.detail(status, error_details_pb2.RetryInfo).retry_delay
+    return info, delay.seconds + delay.nanos * 1e-9
+
+
+def pool_pages(server: Server) -> list[float]:
+    """Pages that are free, reserved and used."""
+    name = "attnserve_cache_pool_bytes"
+    return [calls.metric(server.http_address, name, state=state) / PAGE for state in ("free", "reserved", "used")]
+
+
+def evictions(server: Server) -> dict[str, float]:
+    name = "attnserve_cache_evictions_total"
+    return {reason: calls.metric(server.http_address, name, reason=reason) for reason in ("lease", "pages", "caches")}
+
+
+def test_a_full_pool(start_server: StartServer) -> None:
+    """It says how much is free and when to come back, changes nothing, and after a delete there is room."""
+    server = start_server(*POOL)
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        one, other = caller.create(), caller.create()
+        caller.append(one, *tokens(1, 10 * PAGE_TOKENS))
+        query = np.ones((1, 2, 1, 8), np.float32)
+        appended = tuple(part[None] for part in tokens(2, 7 * PAGE_TOKENS))
+        for ask in (
+            lambda: caller.append(other, *tokens(2, 7 * PAGE_TOKENS)),
+            lambda: caller.attend(attend_request(Case(query, query, query), [other], appended)),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            info, delay = overloaded(caught.value, "CACHE_FULL")
+            assert int(info.metadata["free_bytes"]) == 6 * PAGE == caller.list().free_bytes
+            assert 0 < delay <= 10
+            assert list(caller.get(other).lengths) == [0]
+        with pytest.raises(grpc.RpcError) as caught:
+            caller.append(other, *tokens(2, 17 * PAGE_TOKENS))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, "no waiting would help"  # type: ignore[attr-defined]
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="cache_bytes") == 2
+        assert caller.append(other, *tokens(2, 6 * PAGE_TOKENS)) == 6 * PAGE_TOKENS
+        caller.delete(one)
+        assert caller.append(other, *tokens(3, 10 * PAGE_TOKENS)) == 16 * PAGE_TOKENS
+        key, value = (
+            np.concatenate(parts, axis=1)[None]
+            for parts in zip(tokens(2, 6 * PAGE_TOKENS), tokens(3, 10 * PAGE_TOKENS), strict=True)
+        )
+        case = Case(query, key, value)
+        accuracy.check(case, result(caller.attend(attend_request(case, [other]))))
+
+
+def test_leases(start_server: StartServer) -> None:
+    """A cache whose lease has ended is there no more; another is, for as long as it is used. Of the ended ones, room is
+    made of the first, and of no more than are needed.
+    """
+    server = start_server(*POOL)
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        forever, short = caller.create(), caller.create(ttl=0.05)
+        assert not caller.get(forever).HasField("ttl")
+        assert not caller.get(forever).HasField("remaining")
+        calls.until(lambda: not caller.exists(short), "the lease has ended")
+        assert evictions(server) == {"lease": 1, "pages": 0, "caches": 0}
+        long = caller.create(ttl=1000.5)
+        described = caller.get(long)
+        assert described.ttl.ToNanoseconds() == 1_000_500_000_000
+        calls.until(lambda: caller.get(long).remaining.ToSeconds() < 1000, "asking renews nothing")
+        caller.append(long, *tokens(0, 8 * PAGE_TOKENS))
+        assert caller.get(long).remaining.ToSeconds() == 1000, "its use renews a lease"
+        assert caller.fork(long, ttl={"seconds": 7}).ttl.seconds == 7
+        assert caller.fork(long).ttl == described.ttl
+        first, second = caller.create(ttl=0.2), caller.create(ttl=2000.0)
+        for name in (first, second):
+            caller.append(name, *tokens(1, 4 * PAGE_TOKENS))
+        assert pool_pages(server) == [0, 0, 16]
+        refused = 0
+
+        def has_room() -> bool:
+            nonlocal refused
+            try:
+                caller.append(forever, *tokens(2, 4 * PAGE_TOKENS))
+            except grpc.RpcError as error:
+                _, delay = overloaded(error, "CACHE_FULL")
+                refused += 1
+                if delay > 0.5:
+                    raise AssertionError(f"the next lease ends in 0.2 s, not {delay} s") from None
+                return False
+            return True
+
+        calls.until(has_room, "the lease of the first has ended")
+        assert evictions(server) == {"lease": 1, "pages": 1, "caches": 0}
+        assert not caller.exists(first)
+        assert caller.exists(second)
+
+
+def test_as_many_caches_as_there_may_be(start_server: StartServer) -> None:
+    server = start_server(*POOL, "--max-caches", "2")
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        one, _ = caller.create(), caller.create()
+        for ask in (caller.create, lambda: caller.fork(one)):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            assert overloaded(caught.value, "OVERLOADED")[1] > 0
+        caller.delete(one)
+        short = caller.create(ttl=0.05)
+
+        def is_created() -> bool:
+            try:
+                caller.create()
+            except grpc.RpcError as error:
+                overloaded(error, "OVERLOADED")
+                return False
+            return True
+
+        calls.until(is_created, "the lease of one has ended")
+        assert evictions(server)["caches"] == 1
+        assert not caller.exists(short)
+
+
+def test_what_forks_share_counts_once_and_goes_with_the_last(start_server: StartServer) -> None:
+    server = start_server(*POOL)
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        trunk = caller.create()
+        caller.append(trunk, *tokens(0, 8 * PAGE_TOKENS + 5))
+        forks = [caller.fork(trunk).name for _ in range(4)]
+        assert pool_pages(server) == [7, 0, 9]
+        assert calls.metric(server.http_address, "attnserve_cache_shared_bytes_saved") == 4 * 9 * PAGE
+        assert caller.get(forks[0]).shared_bytes == caller.get(forks[0]).bytes == 9 * PAGE
+        caller.append(forks[0], *tokens(1, 1))  # the last page is copied, the others stay shared
+        assert pool_pages(server) == [6, 0, 10]
+        assert caller.get(forks[0]).shared_bytes == 8 * PAGE
+        caller.delete(trunk, *forks[:3])
+        assert pool_pages(server) == [7, 0, 9]
+        caller.delete(forks[3])
+        assert pool_pages(server) == [16, 0, 0]
+
+
+def test_metrics_tell_what_happened(start_server: StartServer) -> None:
+    server = start_server(*POOL)
+
+    def count(name: str) -> float:
+        return calls.metric(server.http_address, f"attnserve_{name}")
+
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        name = caller.create()
+        caller.append(name, *tokens(0, 40))
+        fork = caller.fork(name).name
+        query = np.ones((2, 1, 8), np.float32)
+        caller.attend(attend_request(Case(query, query, query), [fork], tokens(1, 2)))
+        caller.truncate(fork, 10)
+        with pytest.raises(grpc.RpcError):
+            caller.append(fork, *tokens(0, 1), expected_length=11)
+        assert [count("caches"), count("cache_tokens")] == [2, 50]
+        totals = ("creations", "forks", "appends", "appended_tokens", "truncations", "deletions")
+        assert [count(f"cache_{total}_total") for total in totals] == [1, 1, 2, 42, 1, 0]
+        caller.delete(name)
+        assert [count("caches"), count("cache_deletions_total")] == [1, 1]
+        requests = "attnserve_requests_total"
+        for operation, code, times in (
+            ("append", "OK", 1),
+            ("append", "FAILED_PRECONDITION", 1),
+            ("fork", "OK", 1),
+            ("truncate", "OK", 1),
+            ("attend", "OK", 1),
+        ):
+            assert calls.metric(server.http_address, requests, operation=operation, code=code) == times
+
+
+def test_draining_finishes_what_waits_for_its_turn(start_server: StartServer) -> None:
+    """Told to stop while one operation on a cache runs and more wait for the cache, a server answers them all."""
+    server = start_server("--device", "cpu")
+    query = np.random.default_rng(0).standard_normal((8, 1024, 64)).astype(np.float32)
+    key, value = tokens(0, 1024, 8, 64)
+    long_one = Case(query, key, value, {"softcap": 1.0})  # about half a second, and too much for a batch of two
+    short = query[:, :1]
+    with grpc.insecure_channel(server.address) as channel:
+        caller, stream = Caller(channel), calls.Stream(channel)
+        name = caller.create(8, 64)
+        caller.append(name, key, value)
+        requests = [attend_request(long_one, [name]) for _ in range(3)]
+        requests += [
+            attend_request(Case(short, short, short), [Reference(name, 0, 1024 + n)], tokens(9 + n, 1, 8, 64))
+            for n in range(3)
+        ]
+        stream.send(*(calls.call(n, request) for n, request in enumerate(requests)))
+        calls.until(
+            lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") > 0,
+            "all have been admitted: they came in one message",
+        )
+        server.process.send_signal(signal.SIGTERM)
+        replies = {reply.id: reply for reply in stream.rest()}
+        assert set(replies) == set(range(len(requests)))
+        for n in range(3):
+            assert list(replies[n].attend.cache_lengths) == [1024], replies[n].error
+        for n in range(3):
+            parts = [(key, value), *(tokens(9 + m, 1, 8, 64) for m in range(n + 1))]
+            keys, values = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            accuracy.check(Case(short, keys, values), result(replies[3 + n].attend))
+    assert server.stop() == 0, server.stderr()
