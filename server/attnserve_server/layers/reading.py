@@ -12,7 +12,7 @@ import torch
 
 from attnserve import _dtypes
 from attnserve.v1 import tensor_pb2
-from attnserve_server.devices.staging import TORCH
+from attnserve_server.devices.staging import TORCH, in_range
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers.application import Application, check_masks
 from attnserve_server.layers.layer import LayerInput
@@ -145,7 +145,7 @@ class _Reader:
             tensor = tensor[:, :, :length]
         if tensor.shape[3] > 1:
             tensor = tensor[..., :keys]
-        return tensor != 0 if dtype == torch.bool else tensor.to(dtype)
+        return tensor != 0 if dtype == torch.bool else in_range(tensor, dtype)
 
 
 def _check_width(name: str, application: Application, width: int) -> None:

@@ -39,6 +39,8 @@ class Residents:
     of_requests: Sequence[Sequence[Resident]]
 
 
+# The pool remembers views of its memory, which others write to: made in inference mode, they could not.
+@torch.inference_mode(False)
 def attend_residents(
     compute: Compute,
     query: torch.Tensor,

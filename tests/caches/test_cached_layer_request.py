@@ -1,0 +1,181 @@
+"""Requests of decoders with caches in an engine: what they cost, and what is left of those that cannot be or fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from math import inf
+from time import monotonic, perf_counter
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import HEADS, VOCABULARY, WIDTH
+from conftest import Models
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.errors import CacheFull
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.errors import ComputationFailed, RequestError
+from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
+from attnserve_server.layers.registry import Registry
+from attnserve_server.metrics import Metrics
+
+PATIENCE_S = 30.0
+PAGES, PAGE_BYTES = 24, 4096
+BLOCKS = 2
+SHAPE = CacheShape(
+    num_kv_heads=HEADS, head_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS, layers=BLOCKS, dtype="float32"
+)
+GUILTY = 7
+"""Requests of so many inputs fail, when they are told to."""
+
+
+class FailingDevice(CpuDevice):
+    """A CPU that fails at every second attention of GUILTY queries, when the first block has been computed."""
+
+    fails = False
+    attentions = 0
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        if self.fails and any(call.query.shape[2] == GUILTY for call in calls):
+            self.attentions += 1
+            if self.attentions % BLOCKS == 0:
+                raise MemoryError
+        return super().attend(calls, flops)
+
+
+@dataclass
+class Bench:
+    """An engine, and callers of its GPT-2."""
+
+    device: FailingDevice
+    registry: Registry
+    engine: Engine
+    host: Host
+
+    def create(self) -> Cache:
+        return self.host.store.create(SHAPE, None, monotonic())
+
+    def read(self, *caches: Cache, tokens: int) -> CachedLayerRequest:
+        shape = (len(caches), tokens)
+        ids = tensor_pb2.Tensor(
+            dtype="DATA_TYPE_INT64", shape=shape, data=(np.arange(len(caches) * tokens) % VOCABULARY).tobytes()
+        )
+        references = [pb.CacheReference(name=cache.name) for cache in caches]
+        message = pb.ApplyRequest(layer="gpt2", input=ids, caches=references).SerializeToString()
+        request = read_apply(self.host, self.registry, message, 0, len(message))
+        assert isinstance(request, CachedLayerRequest)
+        return request
+
+    def submit(self, *caches: Cache, tokens: int) -> asyncio.Future[Outcome | RequestError]:
+        future: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
+
+        def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
+            self.engine.release(entry)
+            future.set_result(outcome)
+
+        self.engine.submit(Entry(self.read(*caches, tokens=tokens), reply, perf_counter(), inf, 0.0))
+        return future
+
+    async def output(self, *caches: Cache, tokens: int) -> bytes:
+        outcome = await asyncio.wait_for(self.submit(*caches, tokens=tokens), PATIENCE_S)
+        assert isinstance(outcome, Outcome), outcome
+        return bytes(outcome.result.output)
+
+
+@pytest.fixture
+async def bench(models: Models) -> AsyncIterator[Bench]:
+    threads = torch.get_num_threads()
+    device, metrics = FailingDevice(1, 10**15), Metrics("0", "0", "cpu")
+    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
+    engine = Engine(device, queue, Admission(100, 10**9, 10**12), metrics)
+    engine.open()
+    registry = Registry(device, models.directory)
+    await registry.load("layers.toml", ["gpt2"])
+    host = Host(
+        CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100), PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, device.torch_device)
+    )
+    yield Bench(device, registry, engine, host)
+    assert await engine.drain(PATIENCE_S)
+    assert host.store.reserved_pages == 0
+    engine.close()
+    device.close()
+    torch.set_num_threads(threads)
+
+
+async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Of all layers of all its caches; those whose requests ran in the same batch keep theirs."""
+    store = bench.host.store
+    guilty, other, innocent = (bench.create() for _ in range(3))
+    for cache in (guilty, other, innocent):
+        await bench.output(cache, tokens=9)
+    # Last pages are shared, so that appends go on in copies of them.
+    forks = [store.fork(cache, None, monotonic()) for cache in (guilty, other)]
+    before = {cache: [cache.pages(layer) for layer in range(BLOCKS)] for cache in (guilty, other, *forks)}
+    step = await bench.output(store.fork(innocent, None, monotonic()), tokens=3)
+    used = store.used_bytes
+    bench.device.fails = True
+    failing, running = bench.submit(guilty, other, tokens=GUILTY), bench.submit(innocent, tokens=3)
+    outcomes = await asyncio.wait_for(asyncio.gather(failing, running), PATIENCE_S)
+    bench.device.fails = False
+    assert bench.device.attentions == 2 * BLOCKS, "in the batch, and again alone"
+    assert "MemoryError" in caplog.text
+    assert isinstance(outcomes[0], ComputationFailed)
+    assert isinstance(outcomes[1], Outcome)
+    assert bytes(outcomes[1].result.output) == step
+    assert innocent.lengths == [12, 12]
+    assert store.used_bytes == used, "the innocent's last pages are its own since its fork has copies"
+    assert {cache: [cache.pages(layer) for layer in range(BLOCKS)] for cache in before} == before
+    assert all(cache.lengths == [9, 9] for cache in before)
+    # As if it had never been tried.
+    assert await bench.output(guilty, other, tokens=GUILTY) == await bench.output(*forks, tokens=GUILTY)
+    assert guilty.lengths == other.lengths == [16, 16]
+
+
+async def test_resident_keys_cost(bench: Bench) -> None:
+    """What every input attends to is counted, not what is appended alone."""
+    cache = bench.create()
+    empty = bench.read(cache, tokens=3)
+    await bench.output(cache, tokens=10)
+    request = bench.read(cache, tokens=3)
+    assert request.flops - empty.flops == BLOCKS * 3 * 10 * HEADS * 2 * (2 * WIDTH // HEADS)
+    assert request.cost - empty.cost == request.flops - empty.flops
+    assert request.query_tokens == 3
+    assert request.needs == [cache.name]
+
+
+async def test_no_room_is_foreseen(bench: Bench) -> None:
+    """For all layers together, when the request comes: nothing is appended, nothing stays reserved."""
+    caches = [bench.create() for _ in range(6)]
+    await bench.output(caches[0], tokens=25)  # two pages a layer
+    with pytest.raises(CacheFull) as caught:
+        bench.submit(*caches[1:], bench.create(), tokens=25)
+    assert caught.value.free_bytes == (PAGES - 2 * BLOCKS) * PAGE_BYTES
+    assert bench.host.store.reserved_pages == 0
+    assert await bench.output(*caches[1:], tokens=25)
+    assert [cache.lengths for cache in caches] == [[25, 25]] * 6
+
+
+async def test_requests_wait_for_their_caches(bench: Bench) -> None:
+    """Two that share a cache take turns, whatever their other caches are; one that shares none goes with the first."""
+    first, shared, last = (bench.create() for _ in range(3))
+    futures = [
+        bench.submit(first, shared, tokens=2),
+        bench.submit(shared, last, tokens=3),
+        bench.submit(bench.create(), tokens=1),
+    ]
+    outcomes = await asyncio.wait_for(asyncio.gather(*futures), PATIENCE_S)
+    assert [outcome.batch_size for outcome in outcomes if isinstance(outcome, Outcome)] == [2, 1, 2]
+    assert [cache.lengths for cache in (first, shared, last)] == [[2, 2], [5, 5], [3, 3]]
