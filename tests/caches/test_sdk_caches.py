@@ -1,0 +1,79 @@
+"""The SDK's caches against a real server: what its documents show, from both clients."""
+
+from __future__ import annotations
+
+import accuracy
+import numpy as np
+import pytest
+from caller import tokens
+from cases import Case
+from conftest import Server
+
+from attnserve import AsyncClient, Client, FailedPreconditionError, InvalidRequestError, NotFoundError
+
+
+def test_prefill_decode_fork_and_truncate(client: Client) -> None:
+    key, value = tokens(0, 40)
+    query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
+    with client.create_cache(num_kv_heads=2, head_dim=8, layers=2, dtype="float32", ttl=600) as cache:
+        assert cache.append(key, value) == 40
+        accuracy.check(Case(query, key, value), cache.attend(query))
+        step = tokens(1, 1)
+        key, value = (np.concatenate(each, axis=1) for each in zip((key, value), step, strict=True))
+        accuracy.check(Case(query, key, value), cache.attend(query, key=step[0], value=step[1], causal=True))
+        branch = cache.fork()
+        assert cache.length == branch.length == 41
+        branch.append(*tokens(2, 3))
+        cache.truncate(12)
+        accuracy.check(Case(query, key[:, :12], value[:, :12]), cache.attend(query))
+        own = [np.concatenate(each, axis=1) for each in zip((key, value), tokens(2, 3), strict=True)]
+        accuracy.check(Case(query, *own), branch.attend(query))
+        cache.append(*tokens(3, 5), layer=1)
+        accuracy.check(Case(query, *tokens(3, 5)), cache.attend(query, layer=1))
+        assert cache.info().lengths == (12, 5)
+        assert cache.bytes > 0
+        pair = np.stack([query, query])
+        both = client.attend(pair, caches=[cache, branch])
+        np.testing.assert_array_equal(both.output[0], cache.attend(query).output)
+        np.testing.assert_array_equal(both.output[1], branch.attend(query).output)
+        with pytest.raises(InvalidRequestError):
+            cache.truncate(13)
+    with pytest.raises(NotFoundError):
+        cache.attend(query)
+    assert branch.name in {each.name for each in client.caches.list()}
+    branch.delete()
+
+
+def test_somebody_else_appends(client: Client) -> None:
+    """The SDK says what length it expects, and is told of another."""
+    with client.create_cache(2, 8) as cache:
+        cache.append(*tokens(0, 4))
+        client.open_cache(cache.name).append(*tokens(1, 2))
+        with pytest.raises(FailedPreconditionError) as caught:
+            cache.append(*tokens(2, 1))
+        assert caught.value.actual_length == 6
+        cache.refresh()
+        assert cache.append(*tokens(2, 1)) == 7
+
+
+def test_many_appends_in_flight_stay_in_order(client: Client) -> None:
+    """Steps that are submitted without waiting for each other."""
+    query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
+    with client.create_cache(2, 8) as cache:
+        steps = [tokens(n, 1) for n in range(30)]
+        futures = [client.submit(query, *step, caches=cache, causal=True) for step in steps]
+        for n, future in enumerate(futures, 1):
+            key, value = (np.concatenate(each, axis=1) for each in zip(*steps[:n], strict=True))
+            accuracy.check(Case(query, key, value), future.result())
+        assert cache.length == 30
+
+
+async def test_asyncio(server: Server) -> None:
+    query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
+    async with AsyncClient(server.address) as client, await client.create_cache(2, 8) as cache:
+        await cache.append(*tokens(0, 9))
+        async with await cache.fork() as branch:
+            accuracy.check(Case(query, *tokens(0, 9)), await branch.attend(query))
+        pool = await client.caches.pool()
+        assert cache.name in {each.name for each in pool.caches}
+        assert branch.name not in {each.name for each in pool.caches}
