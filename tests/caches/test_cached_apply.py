@@ -242,6 +242,25 @@ def test_a_mask_over_what_the_cache_has(client: Client, name: str) -> None:
         assert cache.info().lengths == (14,) * cache.layers
 
 
+def test_masks_of_a_batch(client: Client) -> None:
+    """Each sequence has its own, of a length of its own."""
+    befores, masks = [3, 8], torch.rand(2, 1, 4, 12) < 0.6
+    xs = torch.randint(VOCABULARY, (2, 12))
+    alone = []
+    caches = [create_cache(client, "gpt2") for _ in xs]
+    for n, (cache, before) in enumerate(zip(caches, befores, strict=True)):
+        client.apply("gpt2", xs[n, :before], cache=cache)
+        with cache.fork() as fork:
+            own = masks[n, :, :, : before + 4]
+            alone.append(client.apply("gpt2", xs[n, before : before + 4], cache=fork, mask=own).output)
+    inputs = torch.stack([x[before : before + 4] for x, before in zip(xs, befores, strict=True)])
+    found = client.apply("gpt2", inputs, caches=caches, mask=masks).output
+    for one, other in zip(found, alone, strict=True):
+        assert_same_bits(one.numpy(), other.numpy())
+    for cache in caches:
+        cache.delete()
+
+
 def reference(cache: Cache, **fields: Any) -> pb.CacheReference:
     return pb.CacheReference(name=cache.name, **fields)
 
