@@ -250,7 +250,6 @@ def test_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
                 assert_same_results(attended(device, case, storage, way, return_lse=True), expected)
 
 
-@strategies.MANY
 @given(plan=single_plans(), seed=strategies.SEEDS, storage=STORAGES, ways=st.tuples(WAYS, WAYS), returned=RETURNED)
 def test_random_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
     device: CpuDevice, plan: Plan, seed: int, storage: str, ways: tuple[Way, Way], returned: dict[str, Any]
