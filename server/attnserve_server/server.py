@@ -31,8 +31,8 @@ from attnserve_server.engine import Engine, Entry
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
 from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.request import read_layer_request
 from attnserve_server.metrics import Metrics
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 
@@ -113,7 +113,7 @@ class Server:
         self.metrics.watch_caches(self.caches.store)
         readers: dict[str, Read] = {
             "attend": partial(read_attend, self.caches),
-            "apply": partial(read_layer_request, self.registry),
+            "apply": partial(read_apply, self.caches, self.registry),
         }
         self._service = AttentionService(
             self.engine,

@@ -63,6 +63,7 @@ BROKEN: dict[str, list[tuple[Fields, str]]] = {
         (SELF | {"window": pb.Window(left=0, right=-7)}, "window.right"),
         (GPT2 | {"window": pb.Window(left=2, right=0)}, "window"),
     ],
+    "caches": [(SELF | {"caches": [pb.CacheReference(name="x")]}, "caches")],
     "return_lse": [(GPT2 | {"return_lse": True}, "return_lse")],
     "return_scores": [
         (SELF | {"return_scores": 17}, "return_scores"),

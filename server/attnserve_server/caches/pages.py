@@ -138,6 +138,7 @@ class PagePool:
         before = slot == 0 or self._finite[page : page + count]
         self._finite[page : page + count] = np.logical_and(finite, before)
 
+    @torch.inference_mode(False)  # views are remembered, and those made in inference mode could not be written later
     def _views_of(self, shape: CacheShape) -> _Views:
         per_page, dtype = shape.tokens_per_page(self.page_bytes), STORAGE[shape.dtype]
         elements = self._bytes.view(dtype)
@@ -152,7 +153,9 @@ class PagePool:
 
 def _runs(pages: Sequence[int], count: int, longest: int) -> Iterator[tuple[int, int]]:
     """The first `count` pages as ranges of places whose pages lie side by side, none longer than `longest` if not 0."""
-    numbers = np.asarray(pages, dtype=np.int64)[:count]
+    if not count:
+        return
+    numbers = np.asarray(pages)[:count]
     edges = [0, *(np.flatnonzero(numbers[1:] - numbers[:-1] != 1) + 1).tolist(), count]
     for start, stop in itertools.pairwise(edges):
         step = longest or max(1, stop - start)
