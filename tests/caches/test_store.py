@@ -127,6 +127,16 @@ def test_use_renews_a_lease_and_nothing_else_does() -> None:
         store.fork(cache, None, 110.0)
 
 
+def test_a_renewed_lease_does_not_hide_one_that_has_ended() -> None:
+    store = store_of(2)
+    renewed, left = store.create(SHAPE, 10.0, 0.0), store.create(SHAPE, 12.0, 0.0)
+    append(store, left, 8)
+    store.hold(renewed, 9.0)
+    store.release(renewed, 9.0)
+    append(store, renewed, 8, now=12.0)
+    assert left.gone
+
+
 def test_a_cache_without_a_ttl_stays() -> None:
     store = store_of(4)
     cache = store.create(SHAPE, None, 0.0)
