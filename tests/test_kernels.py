@@ -264,3 +264,29 @@ def test_long_sequences(dtype: str) -> None:
         plan = Plan(dtype=dtype, batch=1, group=2, key_heads=1, query_length=531, key_length=777, **options)
         case = plan.case(7)
         accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"group": 3}, {"causal": True}, {"alibi": True, "sinks": True}, {"softcap": 2.0}]
+)
+def test_what_is_known_to_be_finite_has_the_same_bits(dtype: str, length: int, options: dict[str, Any]) -> None:
+    call = call_of(Plan(dtype=dtype, query_length=length, **options).case(8), return_lse=True)
+    assert_same_results(run(replace(call, finite=True)), run(call))
+    call.query[1, 0, 0, 0] = torch.nan
+    assert_same_results(run(replace(call, finite=True)), run(call))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrower"),
+    [("float32", "float16"), ("float32", "bfloat16"), ("float64", "float32"), ("float64", "float16")],
+)
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("options", [{}, {"group": 3}, {"causal": True}, {"softcap": 2.0}])
+def test_narrower_keys_are_converted(dtype: str, narrower: str, length: int, options: dict[str, Any]) -> None:
+    case = Plan(dtype=dtype, query_length=length, **options).case(9)
+    call = call_of(case, return_lse=True)
+    key, value = (tensor(part.astype(DTYPES[narrower])) for part in (case.key, case.value))
+    converted = replace(call, key=key.to(call.query.dtype), value=value.to(call.query.dtype))
+    assert_same_results(run(replace(call, key=key, value=value)), run(converted))

@@ -201,8 +201,8 @@ class Config:
     )
     cache_page_bytes: int = _setting(
         _size(4096, 2**30),
-        256 * 2**10,
-        "The pages of that pool: the least that a layer of a cache takes. Larger ones suit longer caches.",
+        512 * 2**10,
+        "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
     )
     max_caches: int = _setting(_count(), 10_000, "The most caches open.")
     layers: str = _setting(

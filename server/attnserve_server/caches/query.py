@@ -126,7 +126,7 @@ class QueryAttention:
         """How much the copies and partial results of a group take."""
         query, dtype = self.query, self.tensor.dtype
         shape, (_, heads, length, _) = query.shape, query.query.shape
-        copied = sum(part.end - part.begin for part in group if not part.by_page or dtype != STORAGE[shape.dtype])
+        copied = sum(part.end - part.begin for part in group if not part.by_page)
         partial = sum((part.end - part.begin) // self.per_page if part.by_page else 1 for part in group)
         width = shape.head_dim + shape.value_dim
         return (copied * shape.num_kv_heads * width + partial * heads * length * shape.value_dim) * dtype.itemsize
@@ -159,6 +159,7 @@ class QueryAttention:
             bias=bias,
             alibi_slopes=query.alibi_slopes,
             return_lse=True,
+            finite=block.finite,
             return_scores=query.return_scores,
         )
         yield Job(call, block.first_page)
@@ -174,14 +175,15 @@ class QueryAttention:
             lacking = -query.alibi_slopes[None, :, None] * further[:, None, None]
         call = AttentionCall(
             self.tensor.expand(count, -1, -1, -1),
-            block.key.to(self.tensor.dtype),
-            block.value.to(self.tensor.dtype),
+            block.key,
+            block.value,
             query.scale,
             offset=per_page - 1,
             mask=_pages(query.mask, first, count, per_page),
             bias=_pages(query.bias, first, count, per_page),
             alibi_slopes=query.alibi_slopes,
             return_lse=True,
+            finite=block.finite,
         )
         return Job(call, block.first_page, lacking)
 

@@ -26,6 +26,9 @@ from attnserve_server.work import BatchResult
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided."""
 
+TASKS = 8
+"""Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
+
 
 class CpuDevice:
     """A CPU with a number of threads."""
@@ -79,7 +82,10 @@ class CpuDevice:
         else:
             few = len(calls) < 2 * self.threads
             divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
-            computed = self._pool.map(attend, [part for parts, _ in divided for part in parts])
+            every = [part for parts, _ in divided for part in parts]
+            step = -(-len(every) // (TASKS * self.threads))
+            tasks = [every[start : start + step] for start in range(0, len(every), step)]
+            computed = itertools.chain.from_iterable(self._pool.map(_attend_each, tasks))
             results = [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
         self._kernel_calls.update(result.kernel for result in results)
         return results
@@ -108,6 +114,10 @@ class CpuDevice:
         """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _attend_each(calls: list[AttentionCall]) -> list[AttentionResult]:
+    return [attend(call) for call in calls]
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:

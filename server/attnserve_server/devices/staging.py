@@ -96,7 +96,8 @@ class Stager:
                     bias=_cut(bias, slice(span.first, span.first + count), *bounds),
                     return_lse=problem.return_lse,
                     return_scores=problem.return_scores,
-                    **parameters,
+                    alibi_slopes=parameters.get("alibi_slopes"),
+                    sinks=parameters.get("sinks"),
                 ),
                 [(index, span) for index in indexes],
             )

@@ -39,6 +39,9 @@ class AttentionCall:
     product. Query i has position `offset + i`. `window` is (left, right), -1 open. `mask` (bool) and `bias` (of the
     accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and `sinks` [Hq] are of the
     accumulation dtype. The shapes are not checked here: they have been, when the request came in.
+
+    Keys and values may have a dtype all of whose values that of the queries has, too: they are converted where the call
+    is computed. `finite` says that keys and values are known to hold neither NaN nor infinities.
     """
 
     query: torch.Tensor
@@ -56,6 +59,7 @@ class AttentionCall:
     sinks: torch.Tensor | None = None
     return_lse: bool = False
     return_scores: Scores | None = None
+    finite: bool = False
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

@@ -52,6 +52,8 @@ def attend(call: AttentionCall) -> AttentionResult:
     """
     query_length, kv_length = call.query.shape[2], call.key.shape[2]
     band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
+    if call.finite and band.is_everything and _is_plain(call) and _is_finite(call.query):
+        return _attend_everything(call)
     rows = query_length
     if call.alibi_slopes is not None:
         rows = max(MIN_BLOCK, MAX_BLOCK_ELEMENTS // (kv_length * call.query.shape[1]))
@@ -68,6 +70,18 @@ def attend(call: AttentionCall) -> AttentionResult:
         None,
         NAME,
     )
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether scores are what queries and keys make them, and nothing else."""
+    return call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
+
+
+def _attend_everything(call: AttentionCall) -> AttentionResult:
+    """A plain call all of whose queries reach all keys, everything being finite: what a step over a cache mostly is."""
+    query, scale = positive_scale(call.query, call.scale)
+    output, lse = _run(query, call.key, call.value, None, False, scale)
+    return AttentionResult(output[..., : call.value.shape[-1]], lse if call.return_lse else None, None, NAME)
 
 
 def _attend_block(call: AttentionCall) -> AttentionResult:
@@ -96,11 +110,11 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
-    non_finite = _non_finite_heads(call.query, key, value, call.bias)
-    if non_finite:
+    keys = () if call.finite else (key, value)
+    if not _is_finite(call.query, *keys, call.bias):
         output, lse = output.contiguous(), lse.contiguous()
         group = call.query.shape[1] // key.shape[1]
-        for n, head in non_finite:
+        for n, head in _non_finite_heads(call.query, key, value, call.bias):
             exact = math.attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=True))
             output[n, head * group : (head + 1) * group] = exact.output[0]
             lse[n, head * group : (head + 1) * group] = exact.lse[0]  # type: ignore[index]
@@ -119,7 +133,8 @@ def _run(
     (count, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], query.dtype
     if length == 1 and dtype in (torch.float16, torch.bfloat16):
         # One query a sequence reads every key once; in half precision the kernel is several times slower at that.
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+    key, value = key.to(query.dtype), value.to(query.dtype)
     widest = max(query.shape[-1], value.shape[-1])
     width = -(-widest // ROW_ELEMENTS) * ROW_ELEMENTS
     query, key, value = (
@@ -142,16 +157,15 @@ def _run(
     return output.to(dtype), lse
 
 
+def _is_finite(*tensors: torch.Tensor | None) -> bool:
+    """Whether all is certainly finite: a sum is only if all that it adds up is; one that is not may have overflowed."""
+    return all(isfinite(tensor.sum().item()) for tensor in tensors if tensor is not None)
+
+
 def _non_finite_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
 ) -> list[list[int]]:
     """The [sequence, key head] whose queries, keys, values or biases are not all finite."""
-    # A sum is finite only if all that it adds up is. One that is not may have overflowed: then look closer.
-    total = query.sum() + key.sum() + value.sum()
-    if bias is not None:
-        total = total + bias.sum()
-    if isfinite(float(total)):
-        return []
     count, kv_heads = key.shape[:2]
     finite = torch.isfinite(query).flatten(2).all(2).view(count, kv_heads, -1).all(2)
     for tensor in (key, value):
