@@ -68,14 +68,14 @@ class Day:
             for _ in range(random.choice([1, 4, 16])):
                 for cache in growing:
                     self.append(cache, random.choice([1, 1, 1, 1, 1, 48]), now)
-        elif (cache := self.found(random.choice(self.caches), now)) is None:
+        elif (chosen := self.found(random.choice(self.caches), now)) is None:
             return
         elif event < 0.92:
-            self.caches.append(store.fork(cache, random.choice([None, 3600.0]), now))
+            self.caches.append(store.fork(chosen, random.choice([None, 3600.0]), now))
         elif event < 0.96:
-            store.truncate(cache, random.randint(0, max(cache.lengths)))
+            store.truncate(chosen, random.randint(0, max(chosen.lengths)))
         else:
-            store.delete(cache)
+            store.delete(chosen)
         while store.free_pages < self.crowded * PAGES:
             store.delete(random.choice(self.caches))
             self.caches = [cache for cache in self.caches if not cache.gone]
