@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, Final
@@ -20,19 +20,21 @@ from attnserve import AsyncClient, Client
 from attnserve_server.cpus import usable_cpus
 from benchmarks.messages import call, replies
 from benchmarks.meters import Meter
-from benchmarks.workload import Workload
+from benchmarks.workload import Batch, Workload
 
 STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
 CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 MAX_JOINED_BYTES: Final = 1 << 20
+THREADS_TRIAL_S: Final = 0.1
+"""How long torch in process tries each number of threads, before it is timed."""
 
 
 def in_process(workload: Workload, meter: Meter) -> None:
-    """Torch in this process, with all cores: batches of all that is in flight, put together beforehand."""
+    """Torch in this process: batches of all that is in flight, put together beforehand, on one core or on all."""
     batches = workload.batches()
-    torch.set_num_threads(usable_cpus())
     try:
         with torch.inference_mode():
+            torch.set_num_threads(_best_threads(batches))
             for batch in itertools.cycle(batches):
                 begin = perf_counter()
                 outputs = batch.compute()
@@ -41,6 +43,20 @@ def in_process(workload: Workload, meter: Meter) -> None:
                         return
     finally:
         torch.set_num_threads(1)
+
+
+def _best_threads(batches: Sequence[Batch]) -> int:
+    """One thread, or one for each core, whichever computes more: tiny batches and busy machines want one."""
+    computed = {}
+    for threads in (1, usable_cpus()):
+        torch.set_num_threads(threads)
+        begin, count = perf_counter(), 0
+        while perf_counter() - begin < THREADS_TRIAL_S:
+            for batch in batches:
+                batch.compute()
+            count += 1
+        computed[threads] = count / (perf_counter() - begin)
+    return max(computed, key=computed.__getitem__)
 
 
 async def raw_stream(address: str, workload: Workload, meter: Meter) -> None:
