@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 
 from benchmarks import machine, table
+from benchmarks.growth import growth
 from benchmarks.measure import measure
 from benchmarks.results import NOISY, Result
-from benchmarks.servers import running
+from benchmarks.servers import attnserve, running
 from benchmarks.workloads import WORKLOADS
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
@@ -33,6 +34,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, by name")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, after its warm-up")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--growth", type=int, default=100_000, help="tokens to append one by one; 0 leaves that out")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
@@ -41,6 +43,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"no such workloads: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     if found.seconds <= 0 or found.rounds < 1:
         parser.error("--seconds must be above 0, --rounds at least 1")
+    if 0 < found.growth < 100:
+        parser.error("--growth must be at least 100, or 0")
     return found
 
 
@@ -66,6 +70,11 @@ def main() -> None:
             )
             results.append(result)
             console.print(table.rendered(result, int(described["cores"])), "")
+        grown = []
+        if chosen.growth:
+            with running(*attnserve(*flags)) as service:
+                grown = growth(service.address, chosen.growth, status.update)
+            console.print(table.growth(grown), "")
     found = Result(
         command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         begun=begun.isoformat(timespec="seconds"),
@@ -76,6 +85,7 @@ def main() -> None:
         load_before=load_before,
         load_after=machine.load_average(),
         workloads=results,
+        growth=grown,
     )
     found.write(chosen.json)
     console.print(

@@ -57,6 +57,7 @@ def measure(
             ways = _ways(service, echo)
             for way, (server, load) in ways.items():
                 progress(f"checking {way}")
+                _prepare(workload, server)
                 _run(loop, load, workload, Check(workload, way, values=server is not echo))
             found: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
             for round_number in range(1, rounds + 1):
@@ -100,6 +101,12 @@ def _run(loop: asyncio.Runner, load: Load, workload: Workload, meter: Meter) -> 
         loop.run(_awaited(pending))
 
 
+def _prepare(workload: Workload, server: Running | None) -> None:
+    """Has a workload prepare the service, which has metrics; nothing else has a state."""
+    if server is not None and server.http_address is not None:
+        workload.prepare(server.address)
+
+
 async def _awaited(pending: Awaitable[None]) -> None:
     await pending
 
@@ -120,6 +127,7 @@ def quietest(timed: Callable[[], RoundFigures]) -> RoundFigures:
 
 def _time(loop: asyncio.Runner, load: Load, workload: Workload, server: Running | None, seconds: float) -> RoundFigures:
     """The figures of one round of one way."""
+    _prepare(workload, server)
     batches_before, requests_before = server.batches() if server else (0.0, 0.0)
     clock = Clock(workload, seconds, server.cpu if server else lambda: 0.0)
     _run(loop, load, workload, clock)

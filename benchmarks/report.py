@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks import table
 from benchmarks.__main__ import DEFAULT_JSON
@@ -29,7 +30,10 @@ SUMMARY: Final = ("", "in process", "no compute", "service", "of torch", "server
 
 def report(result: Result) -> str:
     """All that is generated, in markdown."""
-    return "\n\n".join((_made(result), _summary(result), *(_details(each, result.cores) for each in result.workloads)))
+    tables = [table.rendered(each, result.cores) for each in result.workloads]
+    if result.growth:
+        tables.append(table.growth(result.growth))
+    return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, tables)))
 
 
 def with_report(document: str, text: str) -> str:
@@ -98,10 +102,25 @@ def _median(result: WorkloadResult, way: str, figure: str) -> float:
     return float("nan") if value is None else value
 
 
-def _details(result: WorkloadResult, cores: int) -> str:
-    """The table of one workload, as the terminal showed it."""
+def _steps(result: Result) -> list[str]:
+    """What a step of a decoder costs against torch in process and a round trip without computation, in a row."""
+    lines = []
+    for each in result.workloads:
+        if each.in_flight > 1 or not each.name.startswith("D"):
+            continue
+        compute, transport, step = (_median(each, way, "p50_us") for way in (IN_PROCESS, TRANSPORT, SERVICE))
+        lines.append(
+            f"- {each.name}, p50: {compute:,.0f} µs torch in process + {transport:,.0f} µs no compute = "
+            f"{compute + transport:,.0f} µs; the service {step:,.0f} µs, {step / (compute + transport):.2f} times that."
+        )
+    text = "\n".join(textwrap.fill(line, table.WIDTH, subsequent_indent="  ") for line in lines)
+    return [text] if text else []
+
+
+def _plain(shown: Table) -> str:
+    """A table, as the terminal showed it."""
     text = io.StringIO()
-    Console(file=text, width=table.WIDTH, color_system=None).print(table.rendered(result, cores))
+    Console(file=text, width=table.WIDTH, color_system=None).print(shown)
     lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
     return f"```text\n{lines}\n```"
 

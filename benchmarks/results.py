@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.growth import Growth
+
 NOISY: Final = 0.15
 """Above this spread of the rounds, or this share of the machine taken by others, a figure is marked."""
 
@@ -90,6 +92,7 @@ class Result:
     load_before: list[float]
     load_after: list[float]
     workloads: list[WorkloadResult]
+    growth: list[Growth]
 
     @property
     def cores(self) -> int:
@@ -117,4 +120,5 @@ class Result:
             )
             for workload in content.pop("workloads")
         ]
-        return Result(**content, workloads=workloads)
+        growth = [Growth(**each) for each in content.pop("growth")]
+        return Result(**content, workloads=workloads, growth=growth)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rich import box
 from rich.table import Table
 
+from benchmarks.growth import Growth
 from benchmarks.measure import IN_PROCESS, baseline
 from benchmarks.results import WorkloadResult
 
@@ -45,6 +47,23 @@ def rendered(result: WorkloadResult, cores: int) -> Table:
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row in rows(result, cores):
         shown.add_row(*row)
+    return shown
+
+
+def growth(results: Sequence[Growth]) -> Table:
+    """What must not depend on the length of a cache."""
+    shown = Table(
+        title="Caches that are short and long: medians",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("", "with little", "µs", "with much", "µs", "ratio"):
+        shown.add_column(heading, justify="right" if heading in ("µs", "ratio") else "left", no_wrap=True)
+    for each in results:
+        ratio = f"{each.much_us / each.little_us:.2f}"
+        shown.add_row(each.name, each.little, f"{each.little_us:,.1f}", each.much, f"{each.much_us:,.1f}", ratio)
     return shown
 
 

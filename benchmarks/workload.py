@@ -30,7 +30,7 @@ Result: TypeAlias = AttentionResult[Array] | LayerResult[Array]
 HEADS, HEAD_DIM = 8, 64
 
 # Of a length that a computed reply's have, so that what is sent without computation is as long.
-_TIMINGS = pb.Timings(decode_ns=50_000, queue_ns=100_000, staging_ns=50_000, compute_ns=500_000, encode_ns=50_000)
+TIMINGS = pb.Timings(decode_ns=50_000, queue_ns=100_000, staging_ns=50_000, compute_ns=500_000, encode_ns=50_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,9 @@ class Workload(ABC):
         del directory
         return []
 
+    def prepare(self, address: str) -> None:  # noqa: B027 - most need nothing
+        """Brings what the requests need to the service, or into the state that it had, before each measurement."""
+
     @abstractmethod
     def arrays(self, number: int) -> tuple[Array, ...]:
         """What a caller sends, float32."""
@@ -112,7 +115,7 @@ class Workload(ABC):
         """An encoded reply as long as the service's, for a server that computes nothing."""
         shape = self.output_shape(number)
         output = tensor(np.zeros(shape, np.float32))
-        return self.operation.response_type(timings=_TIMINGS, batch_size=1, output=output).SerializeToString()
+        return self.operation.response_type(timings=TIMINGS, batch_size=1, output=output).SerializeToString()
 
     def output(self, reply: bytes) -> Array:
         """The output in an encoded reply."""

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.attention import Attention
+from benchmarks.decode import Decode
 from benchmarks.resident import Resident
 from benchmarks.workload import Workload
 
@@ -26,6 +27,11 @@ WORKLOADS: Final[dict[str, Workload]] = {
         Resident("A", in_flight=16, lengths=(16,) * 16),
         Resident("B", in_flight=8, lengths=(128,) * 8),
         Resident("R", in_flight=8, lengths=drawn(8, 512, 32)),
+        Decode("D", in_flight=1, lengths=(1,)),
+        Decode("DA", in_flight=1, lengths=(1,), manner="append"),
+        Decode("DS", in_flight=1, lengths=(1,), manner="send"),
+        Decode("D64", in_flight=1, lengths=(64,), manner="append"),
     )
 }
-"""Attention sent with its keys and values (S, S1, M, L), and a resident layer (A, B, and R of ragged lengths)."""
+"""Attention sent with its keys and values (S, S1, M, L), and a resident layer (A, B, and R of ragged lengths), and
+steps of decoders: against a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS)."""

@@ -1,0 +1,191 @@
+"""A step of a decoder over a history of 2 048 tokens: one query each for some sequences; 8 heads of 64, float32.
+
+The history is resident in caches, one a sequence, or is sent with every request. Steps that append one token to each
+cache look at the first 2 048 only: so what is computed, and what comes out, stays the same while the caches grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnserve import AsyncCache, AsyncClient, Cache, Client
+from attnserve._operation import ATTEND
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from benchmarks.workload import HEAD_DIM, HEADS, TIMINGS, Array, Batch, Result, Workload, tensor
+
+HISTORY: Final = 2048
+NO_NAME: Final = "-" * 24
+"""As long as the name of a cache, for requests that no service gets."""
+
+
+@lru_cache(maxsize=4)
+def history(sequence: int) -> tuple[Array, Array]:
+    """The keys and values of a sequence, [H, 2048, D], unit-normal."""
+    random = np.random.default_rng((HISTORY, sequence))
+    key, value = (random.standard_normal((HEADS, HISTORY, HEAD_DIM), dtype=np.float32) for _ in range(2))
+    return key, value
+
+
+def queries(number: int, count: int) -> Array:
+    """The queries of a request, [B, H, 1, D], unit-normal."""
+    return np.random.default_rng(number).standard_normal((count, HEADS, 1, HEAD_DIM), dtype=np.float32)
+
+
+@lru_cache(maxsize=64)
+def attended(number: int, sequences: range) -> Array:
+    """What comes out of a request, [B, H, 1, D], in float64 by the definition."""
+    outputs = []
+    for query, sequence in zip(queries(number, len(sequences)), sequences, strict=True):
+        key, value = (array.astype(np.float64) for array in history(sequence))
+        scores = query.astype(np.float64) @ key.swapaxes(-1, -2) / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))
+    return np.stack(outputs)
+
+
+@dataclass(frozen=True)
+class Decode(Workload):
+    """Requests of `lengths` sequences each, with a query of one token each, all over the same histories."""
+
+    manner: Literal["attend", "append", "send"] = "attend"
+    _names: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
+    _opened: WeakKeyDictionary[Any, Any] = field(
+        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
+    )
+
+    operation = ATTEND
+    tolerance = 2e-6
+
+    @property
+    def description(self) -> str:
+        """In words."""
+        what = {
+            "attend": f"1 query to a cache of {HISTORY:,} tokens",
+            "append": f"append 1 token to a cache of {HISTORY:,}, 1 query to it",
+            "send": f"1 query to {HISTORY:,} tokens that are sent",
+        }[self.manner]
+        count = max(self.lengths)
+        return what if count == 1 else f"{count} times in one message: {what}"
+
+    def sequences(self, number: int) -> range:
+        """The sequences of a request."""
+        return range(self.lengths[number])
+
+    def prepare(self, address: str) -> None:
+        """Creates the caches, or cuts off what has been appended to them."""
+        if self.manner == "send":
+            return
+        with Client(address) as client:
+            if not self._names or self._names[0] not in {cache.name for cache in client.caches.list()}:
+                self._names.clear()
+                for sequence in range(max(self.lengths)):
+                    cache = client.create_cache(HEADS, HEAD_DIM)
+                    cache.append(*history(sequence))
+                    self._names.append(cache.name)
+            for name in self._names:
+                client.open_cache(name).truncate(HISTORY)
+
+    def arrays(self, number: int) -> tuple[Array, ...]:
+        """Query [H, 1, D] and, but for what only attends, key and value; with a batch before that for several."""
+        sequences = self.sequences(number)
+        query = queries(number, len(sequences))
+        if self.manner == "attend":
+            arrays: tuple[Array, ...] = (query,)
+        elif self.manner == "append":
+            arrays = (query, -query, 2 * query)
+        else:
+            arrays = (query, *(np.stack(part) for part in zip(*map(history, sequences), strict=True)))
+        return arrays if len(sequences) > 1 else tuple(array[0] for array in arrays)
+
+    def output_shape(self, number: int) -> tuple[int, ...]:
+        """[H, 1, D], with a batch before that for several sequences."""
+        count = self.lengths[number]
+        return (HEADS, 1, HEAD_DIM) if count == 1 else (count, HEADS, 1, HEAD_DIM)
+
+    def request(self, number: int) -> bytes:
+        """An encoded AttendRequest."""
+        fields: dict[str, Any] = dict(zip(("query", "key", "value"), map(tensor, self.arrays(number)), strict=False))
+        sequences = self.sequences(number)
+        if self.manner == "append":
+            fields["kv_lengths"] = tensor_pb2.Tensor(
+                dtype=tensor_pb2.DATA_TYPE_INT64, shape=[len(sequences)], data=self._kv_lengths(number).tobytes()
+            )
+        names = [] if self.manner == "send" else [self._names[each] if self._names else NO_NAME for each in sequences]
+        return pb.AttendRequest(caches=[pb.CacheReference(name=name) for name in names], **fields).SerializeToString()
+
+    def reply(self, number: int) -> bytes:
+        """An encoded reply as long as the service's."""
+        output = tensor(np.zeros(self.output_shape(number), np.float32))
+        lengths = [] if self.manner == "send" else [HISTORY] * self.lengths[number]
+        reply = pb.AttendResponse(timings=TIMINGS, batch_size=1, output=output, cache_lengths=lengths)
+        return reply.SerializeToString()
+
+    def expected(self, number: int) -> Array:
+        """As `output_shape`, float64."""
+        return attended(number, self.sequences(number)).reshape(self.output_shape(number))
+
+    def batches(self) -> list[Batch]:
+        """One call of torch's own attention a request, over the history as it is."""
+        return [Batch((number,), self._in_process(number)) for number in self.numbers]
+
+    def _in_process(self, number: int) -> partial[list[torch.Tensor]]:
+        sequences = self.sequences(number)
+        key, value = _stacked(sequences)
+        query = torch.from_numpy(queries(number, len(sequences)))
+        return partial(_attend, query, key, value, self.output_shape(number))
+
+    def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
+        """Sends the arrays of a request and waits for the result."""
+        result: Result = self.submit(client, arrays).result()
+        return result
+
+    def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+        if self.manner == "send":
+            return client.submit(*arrays)
+        if client not in self._opened:
+            self._opened[client] = [client.open_cache(name) for name in self._names]
+        caches: list[Cache] = self._opened[client]
+        return client.submit(*arrays, caches=caches, **self._options(arrays))
+
+    def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
+        """Sends the arrays of a request; the future is of a `Result`."""
+        if self.manner == "send":
+            return client.submit(*arrays)
+        return asyncio.ensure_future(self._submit_async(client, arrays))
+
+    async def _submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> Result:
+        if client not in self._opened:
+            self._opened[client] = [await client.open_cache(name) for name in self._names]
+        caches: list[AsyncCache] = self._opened[client]
+        result: Result = await client.attend(*arrays, caches=caches, **self._options(arrays))
+        return result
+
+    def _options(self, arrays: tuple[Array, ...]) -> dict[str, Any]:
+        return {"kv_lengths": self._kv_lengths(0)} if len(arrays) > 1 else {}
+
+    def _kv_lengths(self, number: int) -> Array:
+        return np.full(self.lengths[number], HISTORY, np.int64)
+
+
+@lru_cache(maxsize=8)
+def _stacked(sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """The histories of sequences, [B, H, 2048, D] each."""
+    key, value = (torch.empty(len(sequences), HEADS, HISTORY, HEAD_DIM) for _ in range(2))
+    for place, sequence in enumerate(sequences):
+        key[place], value[place] = map(torch.from_numpy, history(sequence))
+    return key, value
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    return [scaled_dot_product_attention(query, key, value).view(shape)]
