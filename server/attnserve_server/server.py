@@ -58,7 +58,7 @@ def run(config: Config) -> None:
 async def _serve(config: Config) -> bool:
     """Serves; whether nothing was left undone."""
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = Server(config)
     try:
@@ -72,10 +72,14 @@ async def _serve(config: Config) -> bool:
         await server.drain()
     finally:
         await server.stop()
+        for number in STOP_SIGNALS:  # being told again must not kill what is about to end well
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
     return not server.engine.stuck
 
 
 DEFAULT_CACHE_BYTES = 1 << 30
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CUT_OFF = 3
 """The exit status where the grace was over before the work was."""
 STREAM_SHARE = 4

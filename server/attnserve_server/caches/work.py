@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.store import CacheStore, Placement, Reservation
-from attnserve_server.errors import FailedPrecondition, InvalidRequest
+from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from attnserve_server.caches.pages import PagePool
@@ -76,8 +76,15 @@ class CacheWork:
         appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
         if appends:
             self._reservation = store.reserve(appends, now)
-        for use in self.uses:
-            store.hold(use.cache, now)
+        for held, use in enumerate(self.uses):
+            try:
+                store.hold(use.cache, now)
+            except RequestError:  # room was made for others at its expense
+                for other in self.uses[:held]:
+                    store.release(other.cache, now)
+                if self._reservation is not None:
+                    store.cancel(self._reservation)
+                raise
 
     def begin(self) -> None:
         """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected."""
