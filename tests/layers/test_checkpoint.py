@@ -303,6 +303,21 @@ def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
     assert torch.equal(parameters["score.weight"], tensors["v"][0])
 
 
+@pytest.mark.parametrize("shape", [(1, 6, 4), (6, 1, 4), (6, 4, 1), (1, 6, 1, 4)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(None, None), (1, 3)])
+def test_a_matrix_with_more_axes_of_length_one(
+    tmp_path: Path, shape: tuple[int, ...], transposed: bool, start: int | None, stop: int | None
+) -> None:
+    """As a convolution of width 1 has: it is turned, and its rows are taken, as if it had two axes."""
+    stored = torch.randn(shape)
+    save_file({"weight": stored}, tmp_path / FILE)
+    matrix = stored.view(6, 4)
+    expected = (matrix.T if transposed else matrix)[start:stop]
+    source = ParameterSource(tensor="weight", transposed=transposed, start=start, stop=stop)
+    assert torch.equal(load(general(source, *expected.shape), tmp_path)["score.weight"], expected)
+
+
 def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
     save_file({"q": torch.randn(4, 3), "k": torch.zeros(4, 5, dtype=torch.int8), "v": torch.randn(4)}, tmp_path / FILE)
     layer = LayerSpecification(

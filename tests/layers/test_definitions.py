@@ -231,6 +231,36 @@ def test_rows_parts_and_transposition(directory: Path) -> None:
         )
 
 
+def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
+    """Of matrices and of norms, all of which tell dimensions: the same layers as without them."""
+    torch.manual_seed(4)
+    flat = {name: torch.randn(SHAPES[name]) for name in ("q", "k", "v", "o", "bq", "bk", "bv", "bo", "fused")}
+    flat |= {f"0.{name}": torch.randn(SHAPES[name]) for name in ("square", "norm", "up", "down")}
+    parts = "".join(
+        f'{name}.weight = {{ tensor = "fused", transposed = true, part = [{index}, 3] }}\n'
+        for index, name in enumerate(("query", "key", "value"))
+    )
+    texts = MULTI_HEAD, f'kind = "multi_head"\nheads = 4\n[layers.parameters]\n{parts}', TRANSFORMER
+    tables = [f'name = "{n}"\nfile = "file.safetensors"\n{text}' for n, text in enumerate(texts)]
+    loaded = []
+    for axis in (None, 0, -1):
+        tensors = flat if axis is None else {name: tensor.unsqueeze(axis) for name, tensor in flat.items()}
+        save_file(tensors, tmp_path / "file.safetensors")
+        layers = define(tmp_path, *tables)
+        loaded.append(([layer.architecture for layer in layers], [load(layer, tmp_path) for layer in layers]))
+    for architectures, parameters in loaded[1:]:
+        assert architectures == loaded[0][0]
+        for found, expected in zip(parameters, loaded[0][1], strict=True):
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_rows_that_make_no_heads_are_named_with_their_file(directory: Path) -> None:
+    """Either the definition or the tensor is wrong: the defect says where both are."""
+    (defect,) = wrong(directory, HEAD + MULTI_HEAD.replace("4", "3"))
+    assert (defect.file, defect.parameter, defect.found) == ("layers.toml", "heads", "3")
+    assert defect.expected == "a divisor of the 16 rows of query.weight in file.safetensors"
+
+
 TRANSFORMER = """
 kind = "transformer"
 heads = 4

@@ -7,6 +7,7 @@ says: whether the tensors agree is for `checkpoint.defects_of` to find. Without 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -42,6 +43,13 @@ class UnknownLengthError(UndeterminedError):
         super().__init__(key, "a length, as no tensor of the file tells it", "nothing")
 
 
+class UnevenRowsError(UndeterminedError):
+    """Rows of a tensor that do not make heads."""
+
+    def __init__(self, key: str, rows: int, name: str, divisor: int) -> None:
+        super().__init__(key, f"a divisor of the {rows} rows of {name}", divisor)
+
+
 class Evidence:
     """What is known of a layer: its options, the names of its parameters, the shapes of those that are there."""
 
@@ -62,6 +70,10 @@ class Evidence:
         """How long an axis of a parameter is in the file; None where there is no such parameter, axis or element."""
         shape = self.shapes.get(name, ())
         return shape[axis] or None if axis < len(shape) else None
+
+    def elements(self, name: str) -> int | None:
+        """How many elements a parameter has in the file, whatever its axes; None where there is no such parameter."""
+        return math.prod(self.shapes[name]) or None if name in self.shapes else None
 
     def below(self, prefix: str) -> Evidence:
         """The same of the parameters that a prefix begins, without it."""
@@ -96,7 +108,7 @@ def known(key: str, *candidates: int | None) -> int:
 
 def _quotient(key: str, rows: int, name: str, divisor: int) -> int:
     if rows % divisor:
-        raise UndeterminedError(key, f"a divisor of the {rows} rows of {name}", divisor)
+        raise UnevenRowsError(key, rows, name, divisor)
     return rows // divisor
 
 
@@ -210,7 +222,7 @@ def transformer(evidence: Evidence) -> Transformer:
     width = known(
         "width",
         said("width"),
-        block.length("self.norm.weight", 0),
+        block.elements("self.norm.weight"),
         block.length("self.query.weight", 1),
         block.length("feed_forward.up.weight", 1),
         evidence.length("embedding.token.weight", 1),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, bracketed, words_of
 from attnserve_server.layers.header import HeaderError, TensorInfo, read_header
-from attnserve_server.layers.sources import shape_of
+from attnserve_server.layers.sources import matrix_of, shape_of
 from attnserve_server.layers.specification import LayerSpecification, ParameterSource
 
 if TYPE_CHECKING:
@@ -216,13 +216,11 @@ def load(
 
 
 def _taken(file: Any, source: ParameterSource) -> torch.Tensor:
-    taken: torch.Tensor
-    if source.start is None and source.stop is None:
-        taken = file.get_tensor(source.tensor)
-        return taken.t() if source.transposed else taken
-    rows, stored = slice(source.start, source.stop), file.get_slice(source.tensor)
-    taken = stored[:, rows].t() if source.transposed and len(stored.get_shape()) == 2 else stored[rows]
-    return taken
+    """What a source takes of a tensor; pages of the file, of which those are read that are used."""
+    stored: torch.Tensor = file.get_tensor(source.tensor)
+    taken = stored.view(matrix_of(stored.shape))
+    taken = taken.t() if source.transposed else taken
+    return taken if source.start is None and source.stop is None else taken[source.start : source.stop]
 
 
 def _overflows(stored: torch.Tensor, dtype: torch.dtype) -> bool:

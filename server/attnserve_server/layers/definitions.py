@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from attnserve_server.layers.architecture import UndeterminedError, UnknownLengthError, build
+from attnserve_server.layers.architecture import UndeterminedError, UnevenRowsError, UnknownLengthError, build
 from attnserve_server.layers.checkpoint import FLOATS, Checkpoint, defects_of, open_checkpoint, read_json
 from attnserve_server.layers.document import Definition, read_document
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, Report, bracketed
@@ -127,7 +127,9 @@ def _specify(definition: Definition, opened: _Opened, report: Report, document: 
             if item.tensor not in tensors:
                 report.add(checkpoint.file, name, f"tensor {item.tensor!r}", "no such tensor")
         if not report.defects or not isinstance(error, UnknownLengthError):
-            report.add(document, error.key, error.expected, error.found)
+            # Which of the two is wrong, the definition or the tensor, cannot be told.
+            where = f" in {checkpoint.file}" if isinstance(error, UnevenRowsError) else ""
+            report.add(document, error.key, error.expected + where, error.found)
         return None
     specification = LayerSpecification(
         name=definition.name,

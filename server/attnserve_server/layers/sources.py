@@ -6,7 +6,7 @@ the rows counted, and the shape that it has in a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from attnserve_server.layers.header import TensorInfo
@@ -58,5 +58,14 @@ def shape_of(source: ParameterSource, tensor: TensorInfo) -> tuple[int, ...]:
     return (max(0, stop - start), *shape[1:])
 
 
+def matrix_of(shape: Iterable[int]) -> tuple[int, ...]:
+    """A shape without the axes of length 1 beyond two: `[out, in, 1]`, of a convolution, is a linear map."""
+    axes = list(shape)
+    while len(axes) > 2 and 1 in axes:
+        axes.remove(1)
+    return tuple(axes)
+
+
 def _turned(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    return shape[::-1] if transposed else shape
+    matrix = matrix_of(shape)
+    return matrix[::-1] if transposed else matrix
