@@ -197,7 +197,7 @@ class Config:
     cache_bytes: int = _setting(
         _size(0),
         0,
-        "The pool of resident key/value caches, taken at the start. 0: 1 GiB on a CPU, half the free memory on CUDA.",
+        "The pool of resident key/value caches, taken at the start. 0: 512 MiB on a CPU, half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         _size(4096, 2**30),

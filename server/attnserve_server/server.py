@@ -78,7 +78,7 @@ async def _serve(config: Config) -> bool:
     return not server.engine.stuck
 
 
-DEFAULT_CACHE_BYTES = 1 << 30
+DEFAULT_CACHE_BYTES = 512 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CUT_OFF = 3
 """The exit status where the grace was over before the work was."""

@@ -109,6 +109,8 @@ class AttentionService:
             outcome = await outcomes
         except asyncio.CancelledError:
             entry.cancelled = True
+            if outcomes.done() and not outcomes.cancelled():  # it was on its way when the caller went
+                self._engine.release(entry)
             raise
         try:
             if isinstance(outcome, RequestError):

@@ -230,6 +230,18 @@ def test_bert(tmp_path: Path, whole: bool) -> None:
     close(run(tmp_path, 'preset = "bert"', IDS[0]), bert(IDS).last_hidden_state)
 
 
+def test_first_files_of_bert_name_norms_as_tensorflow_does(tmp_path: Path) -> None:
+    model = pretrained(tmp_path, transformers.BertForPreTraining(bert_config()))
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert old.keys() != tensors.keys()
+    save_file(old, tmp_path / "model.safetensors")
+    close(run(tmp_path, 'preset = "bert"', IDS[0]), model.bert(IDS).last_hidden_state)
+
+
 def test_bert_attention(tmp_path: Path) -> None:
     model = pretrained(tmp_path, transformers.BertModel(bert_config()))
     x = torch.randn(1, LENGTH, 24).double()

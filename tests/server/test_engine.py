@@ -32,7 +32,8 @@ from attnserve_server.errors import (
     RequestError,
 )
 from attnserve_server.metrics import Metrics
-from attnserve_server.request import Request
+from attnserve_server.request import Request, read_request
+from attnserve_server.service import AttentionService
 from attnserve_server.work import BatchResult
 
 INLINE, BESIDE = 10**15, -1
@@ -451,3 +452,17 @@ async def test_metrics_of_batches() -> None:
     assert bench.count("attnserve_query_tokens_total") == 4 * 2 * 3
     assert bench.count("attnserve_flops_total") == 4 * messages.read(batch[0]).flops
     assert bench.count("attnserve_kernel_calls_total", kernel="cpu_flash") == 1
+
+
+async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
+    """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
+    bench = Bench(CpuDevice(1, INLINE))
+    service = AttentionService(bench.engine, bench.metrics, {}, 64, 64, pb.ServerInfoResponse)
+    message = messages.random_attend(0).SerializeToString()
+    task = asyncio.create_task(service._answer(read_request, message, perf_counter(), None))
+    await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the loop
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.count("attnserve_batch_requests_sum") == 1
+    assert (bench.admission.requests, bench.admission.bytes) == (0, 0)

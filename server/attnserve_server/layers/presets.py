@@ -107,6 +107,15 @@ def _linear(canonical: str, tensor: str, *, optional_bias: bool = False) -> Orig
     return {**_weight(canonical, tensor), **_bias(canonical, tensor, optional=optional_bias)}
 
 
+def _bert_norm(canonical: str, tensor: str) -> Origins:
+    """BERT's norms; the files of the first ones, bert-base-uncased among them, have TensorFlow's names."""
+    names = {"weight": "gamma", "bias": "beta"}
+    return {
+        f"{canonical}.{name}": Origin((Reference(f"{tensor}.{name}"), Reference(f"{tensor}.{old}")))
+        for name, old in names.items()
+    }
+
+
 def _conv1d(canonical: str, tensor: str, part: tuple[int, int] | None = None) -> Origins:
     """GPT-2's linear maps: the weight is [inputs, outputs]."""
     return {**_weight(canonical, tensor, transposed=True, part=part), **_bias(canonical, tensor, part=part)}
@@ -155,15 +164,15 @@ _BERT: Final = Preset(
         **_weight("embedding.token", "embeddings.word_embeddings"),
         **_weight("embedding.position", "embeddings.position_embeddings"),
         **_weight("embedding.segment", "embeddings.token_type_embeddings"),
-        **_linear("embedding.norm", "embeddings.LayerNorm"),
+        **_bert_norm("embedding.norm", "embeddings.LayerNorm"),
         **_linear("blocks.{n}.self.query", _BERT_BLOCK + "attention.self.query"),
         **_linear("blocks.{n}.self.key", _BERT_BLOCK + "attention.self.key"),
         **_linear("blocks.{n}.self.value", _BERT_BLOCK + "attention.self.value"),
         **_linear("blocks.{n}.self.output", _BERT_BLOCK + "attention.output.dense"),
-        **_linear("blocks.{n}.self.norm", _BERT_BLOCK + "attention.output.LayerNorm"),
+        **_bert_norm("blocks.{n}.self.norm", _BERT_BLOCK + "attention.output.LayerNorm"),
         **_linear("blocks.{n}.feed_forward.up", _BERT_BLOCK + "intermediate.dense"),
         **_linear("blocks.{n}.feed_forward.down", _BERT_BLOCK + "output.dense"),
-        **_linear("blocks.{n}.feed_forward.norm", _BERT_BLOCK + "output.LayerNorm"),
+        **_bert_norm("blocks.{n}.feed_forward.norm", _BERT_BLOCK + "output.LayerNorm"),
     },
     claims=r"embeddings\..*|encoder\.layer\.(?P<n>\d+)\..*",
     roots=("", "bert."),
