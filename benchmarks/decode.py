@@ -65,6 +65,7 @@ class Decode(Workload):
 
     operation = ATTEND
     tolerance = 2e-6
+    cache_bytes = 1 << 30
 
     @property
     def description(self) -> str:

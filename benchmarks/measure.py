@@ -50,7 +50,7 @@ def measure(
     Raises WrongAnswerError; `progress` is told what is done next.
     """
     with tempfile.TemporaryDirectory(prefix="attnserve-bench-") as directory:
-        flags = [*server_flags, *workload.server_flags(Path(directory))]
+        flags = [*server_flags, "--cache-bytes", str(workload.cache_bytes), *workload.server_flags(Path(directory))]
         progress("starting the service")
         with running(*attnserve(*flags)) as service:
             idle = service.resident_bytes()

@@ -71,6 +71,9 @@ class Workload(ABC):
         """The mean length of the requests."""
         return sum(self.lengths) / len(self.lengths)
 
+    cache_bytes = 1 << 20
+    """The pool of caches that the service needs for this; it would count as memory of those that need none."""
+
     def server_flags(self, directory: Path) -> list[str]:
         """The flags that the service needs for this, whose files are written into a directory."""
         del directory
