@@ -49,7 +49,7 @@ def test_the_baseline_holds_the_service() -> None:
     """An empty baseline would let anything pass."""
     baseline = descriptor_pb2.FileDescriptorSet.FromString(protos.BASELINE.read_bytes())
     services = {service.name for file in baseline.file for service in file.service}
-    assert services == {"AttentionService", "LayerService"}
+    assert services == {"AttentionService", "CacheService", "LayerService"}
     assert not any(file.HasField("source_code_info") for file in baseline.file)
 
 
