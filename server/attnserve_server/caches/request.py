@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
@@ -14,7 +15,7 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.options import check_offset
 from attnserve_server.problem import AttendsToCaches, KeyShape, Problem, check
 from attnserve_server.reply import encode_attend_response
-from attnserve_server.request import CALL_COST, read_request, reply_bytes
+from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER, read_request, reply_bytes
 from attnserve_server.tensors import check_broadcast, read_integers
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
@@ -113,7 +114,7 @@ def _read(host: Host, message: pb.AttendRequest, payloads: list[memoryview], siz
         if message.caches[index].layer >= shape.layers:
             expected = f"below {shape.layers}, the layers that the cache has"
             raise InvalidRequest(f"caches[{index}].layer", expected, message.caches[index].layer)
-    problem = check(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim))
+    problem = _problem(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim))
     if len(caches) != problem.batch:
         raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
     uses = tuple(
@@ -141,14 +142,17 @@ def _read(host: Host, message: pb.AttendRequest, payloads: list[memoryview], siz
     )
 
 
-def options_of(request: CachedRequest) -> dict[str, Any]:
-    """What a kernel call has of the request's options, tensors apart."""
-    problem = request.problem
-    return {
-        "scale": problem.scale,
-        "softcap": problem.softcap,
-        "causal": problem.causal,
-        "window": problem.window,
-        "return_lse": problem.return_lse,
-        "return_scores": problem.return_scores,
-    }
+def _problem(message: pb.AttendRequest, resident: KeyShape) -> Problem:
+    """The problem of a message, whatever caches it names: those differ from step to step, and all else seldom."""
+    nameless = pb.AttendRequest()
+    nameless.CopyFrom(message)
+    nameless.ClearField("caches")
+    header = nameless.SerializeToString()
+    return _known(header, resident) if len(header) <= MAX_KNOWN_HEADER else _check(header, resident)
+
+
+def _check(header: bytes, resident: KeyShape) -> Problem:
+    return check(pb.AttendRequest.FromString(header), resident)
+
+
+_known = lru_cache(maxsize=1024)(_check)
