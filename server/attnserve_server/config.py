@@ -177,7 +177,7 @@ class Config:
     )
     inline_flops: int = _setting(
         _flops(0),
-        5 * 10**6,
+        10**7,
         "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
         "thread costs more than they do.",
     )
