@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +31,6 @@ class Service:
     """
 
     def __init__(self, *flags: str) -> None:
-        self._started = time.perf_counter()
         listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "attnserve_server", *listen, "--log-level", "warning", *flags],
@@ -52,7 +50,6 @@ class Service:
                 if name == "ready":
                     addresses = dict(pair.split("=", 1) for pair in value.split())
                     self.address, self.http_address = addresses["grpc"], addresses["http"]
-                    self.startup_s = time.perf_counter() - self._started
                     return self
         except BaseException:
             self._process.kill()
