@@ -219,6 +219,8 @@ class CallStream:
         try:
             await self._context.write(b"".join(piece for reply in unsent for piece in reply.pieces))
             self._metrics.sent(size)
+        except aio.InternalError:  # the caller left while it was being written to
+            raise Cancelled from None
         finally:
             self._unsent_bytes -= size
             for reply in unsent:

@@ -6,6 +6,7 @@ The service is the real one on a socket; the one thing that is not as it should 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import calls
 import grpc
@@ -19,9 +20,11 @@ from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry
+from attnserve_server.errors import Cancelled
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import read_request
 from attnserve_server.service import AttentionService
+from attnserve_server.stream import CallStream
 from attnserve_server.work import Work
 
 SECRET = "/a/path/of/the/server"
@@ -34,16 +37,24 @@ def read_badly(buffer: bytes, at: int, end: int) -> Work:
 
 
 @pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server that reads Attend as it should, and fails at Apply."""
+async def engine() -> AsyncIterator[Engine]:
+    """An engine that is open."""
     threads = torch.get_num_threads()
-    device, metrics = CpuDevice(1, 10**15), Metrics("0", "0", "cpu")
+    device = CpuDevice(1, 10**15)
     queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-    engine = Engine(device, queue, Admission(10, 10**9, 10**12), metrics)
+    engine = Engine(device, queue, Admission(10, 10**9, 10**12), Metrics("0", "0", "cpu"))
     engine.open()
-    service = AttentionService(
-        engine, metrics, {"attend": read_request, "apply": read_badly}, 64, 64, pb.ServerInfoResponse
-    )
+    yield engine
+    engine.close()
+    device.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server that reads Attend as it should, and fails at Apply."""
+    readers = {"attend": read_request, "apply": read_badly}
+    service = AttentionService(engine, Metrics("0", "0", "cpu"), readers, 64, 64, pb.ServerInfoResponse)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -51,9 +62,6 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield channel
     await server.stop(None)
-    engine.close()
-    device.close()
-    torch.set_num_threads(threads)
 
 
 def check(status: status_pb2.Status) -> None:
@@ -90,3 +98,27 @@ async def test_a_bug_fails_one_call_of_a_stream(channel: grpc.aio.Channel, caplo
     assert SECRET in caplog.text
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
+
+
+class LeftContext:
+    """What gRPC gives the server of a stream whose caller sent a call and left: there is no telling when, from outside,
+    so that a write begins between its leaving and the end of its stream.
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self._messages = [message]
+
+    async def read(self) -> object:
+        return self._messages.pop() if self._messages else grpc.aio.EOF
+
+    async def write(self, _: bytes) -> None:
+        raise grpc.aio.InternalError("Failed 'execute_batch'")
+
+
+async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
+    request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
+    context: Any = LeftContext(request)
+    stream = CallStream(engine, Metrics("0", "0", "cpu"), {"attend": read_request}, context, 64, 64)
+    with pytest.raises(Cancelled):
+        await stream.serve()
+    assert await engine.drain(0), "what the caller left behind is still counted"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import calls
@@ -349,3 +349,20 @@ def test_a_request_in_parts_is_the_merger_of_them() -> None:
     assert (call.id, call.timeout, call.operation, call.error) == (7, None, "attend", None)
     buffer, at, end = call.request
     assert pb.AttendRequest.FromString(buffer[at:end]) == message.calls[0].attend
+
+
+def test_callers_that_leave_while_they_are_written_to_are_no_fault_of_the_server(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server()
+    request = messages.random_attend(0, 2048, heads=4, width=64)  # its reply is 2 MiB
+    for attempt in range(20):
+        with grpc.insecure_channel(server.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+            stream = calls.Stream(channel)
+            for number in range(8):
+                stream.send(calls.call(number, request))
+            if attempt % 2:
+                stream.replies(1)
+            stream.vanish()
+    assert server.stop() == 0
+    assert " error " not in server.stderr()
