@@ -44,8 +44,9 @@ Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 class Entry:
     """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
 
-    Times are of `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was
-    cancelled before it ran. If it fails with an outcome, it is called once more, with an error.
+    `caller` tells callers apart (`Caller.share`). Times are of `time.perf_counter`. `reply` is called once, on the
+    event loop: with `Cancelled` if the entry was cancelled before it ran. If it fails with an outcome, it is called
+    once more, with an error.
     """
 
     request: Work
@@ -53,6 +54,7 @@ class Entry:
     arrival: float
     deadline: float
     decode: float
+    caller: Hashable = None
     cancelled: bool = False
 
     @property

@@ -24,6 +24,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
+from attnserve_server.callers import Callers
 from attnserve_server.config import Config, ListenError, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
@@ -119,16 +120,18 @@ class Server:
             "attend": partial(read_attend, self.caches),
             "apply": partial(read_apply, self.caches, self.registry),
         }
+        callers = Callers()
         self._service = AttentionService(
             self.engine,
             self.metrics,
+            callers,
             readers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
             self._info,
         )
         self._layer_service = LayerService(self.registry)
-        self._cache_service = CacheService(self.caches, self._service)
+        self._cache_service = CacheService(self.caches, callers, self._service)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
         self._grpc = aio.server(
             options=(

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.callers import Caller, Callers
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError, error_for_caller
 from attnserve_server.metrics import Metrics
@@ -27,9 +28,8 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_na
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 
-
-Read: TypeAlias = Callable[[bytes, int, int], Work]
-"""Reads a request out of a part of a message. Raises RequestError."""
+Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
+"""Reads a caller's request out of a part of a message. Raises RequestError."""
 
 
 class AttentionService:
@@ -41,6 +41,7 @@ class AttentionService:
         self,
         engine: Engine,
         metrics: Metrics,
+        callers: Callers,
         readers: Mapping[str, Read],
         max_message_calls: int,
         max_unanswered: int,
@@ -48,6 +49,7 @@ class AttentionService:
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._callers = callers
         self._readers = readers
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
@@ -77,7 +79,8 @@ class AttentionService:
         arrival = perf_counter()
         self._metrics.received(len(message))
         try:
-            reply = await self._answer(read, message, arrival, context.time_remaining())
+            caller = self._callers.identify(context)
+            reply = await self._answer(caller, read, message, arrival, context.time_remaining())
         except Exception as raised:
             error = error_for_caller(raised)
             if isinstance(error, Overloaded):
@@ -91,9 +94,9 @@ class AttentionService:
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
 
-    async def _answer(self, read: Read, message: bytes, arrival: float, timeout: float | None) -> bytes:
+    async def _answer(self, caller: Caller, read: Read, message: bytes, arrival: float, timeout: float | None) -> bytes:
         """The reply to a unary call. Raises RequestError."""
-        request = read(message, 0, len(message))
+        request = read(caller, message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
@@ -103,7 +106,7 @@ class AttentionService:
                 outcomes.set_result(outcome)
 
         deadline = float("inf") if timeout is None else arrival + timeout
-        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share)
         self._engine.submit(entry)
         try:
             outcome = await outcomes
@@ -125,17 +128,25 @@ class AttentionService:
             self._engine.release(entry)
 
     async def _attend_stream(self, _: object, context: Context) -> None:
-        stream = CallStream(
-            self._engine, self._metrics, self._readers, context, self._max_message_calls, self._max_unanswered
-        )
-        self._streams.add(stream)
         self._metrics.stream_opened()
+        stream: CallStream | None = None
         try:
+            stream = CallStream(
+                self._engine,
+                self._metrics,
+                self._readers,
+                self._callers.identify(context),
+                context,
+                self._max_message_calls,
+                self._max_unanswered,
+            )
+            self._streams.add(stream)
             await stream.serve()
         except Exception as error:
             await abort(context, error_for_caller(error))
         finally:
-            self._streams.discard(stream)
+            if stream is not None:
+                self._streams.discard(stream)
             self._metrics.stream_closed()
 
     async def _server_info(self, message: bytes, context: Context) -> bytes:

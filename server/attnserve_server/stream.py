@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from attnserve import _wire
+from attnserve_server.callers import Caller
 from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
@@ -55,7 +56,8 @@ class CallStream:
         self,
         engine: Engine,
         metrics: Metrics,
-        readers: Mapping[str, Callable[[bytes, int, int], Work]],
+        readers: Mapping[str, Callable[[Caller, bytes, int, int], Work]],
+        caller: Caller,
         context: aio.ServicerContext[bytes, bytes],
         max_message_calls: int,
         max_unanswered: int,
@@ -63,6 +65,7 @@ class CallStream:
         self._engine = engine
         self._metrics = metrics
         self._readers = readers
+        self._caller = caller
         self._context = context
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
@@ -162,9 +165,9 @@ class CallStream:
             if call.timeout <= 0:
                 raise DeadlineExceeded
             deadline = arrival + call.timeout
-        request = self._readers[call.operation](*call.request)
+        request = self._readers[call.operation](self._caller, *call.request)
         reply = partial(self._answer, call.id, call.label)
-        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share)
         self._engine.submit(entry)
         self._in_flight[call.id] = entry
 

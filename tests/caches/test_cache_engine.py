@@ -32,6 +32,7 @@ from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
+from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, RequestError
@@ -112,7 +113,7 @@ class Bench:
             pair = np.stack([key] * batch), np.stack([value] * batch)
         references = [Reference(cache.name, 0, expected_length) for cache in caches]
         data = attend_request(Case(query, query, query), references, pair).SerializeToString()
-        return self.submit(read_attend(self.host, data, 0, len(data)))
+        return self.submit(read_attend(self.host, anybody("here"), data, 0, len(data)))
 
     def append(self, cache: Cache, seed: int, count: int) -> Entry:
         """Appends `tokens(seed, count)`."""

@@ -24,6 +24,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
+from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import ComputationFailed, RequestError
@@ -75,7 +76,7 @@ class Bench:
         )
         references = [pb.CacheReference(name=cache.name) for cache in caches]
         message = pb.ApplyRequest(layer="gpt2", input=ids, caches=references).SerializeToString()
-        request = read_apply(self.host, self.registry, message, 0, len(message))
+        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message))
         assert isinstance(request, CachedLayerRequest)
         return request
 

@@ -20,6 +20,7 @@ import torch
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
+from attnserve_server.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
@@ -457,9 +458,11 @@ async def test_metrics_of_batches() -> None:
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
     bench = Bench(CpuDevice(1, INLINE))
-    service = AttentionService(bench.engine, bench.metrics, {}, 64, 64, pb.ServerInfoResponse)
+    service = AttentionService(bench.engine, bench.metrics, Callers(), {}, 64, 64, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
-    task = asyncio.create_task(service._answer(read_request, message, perf_counter(), None))
+    task = asyncio.create_task(
+        service._answer(anybody("here"), lambda _, *part: read_request(*part), message, perf_counter(), None)
+    )
     await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the loop
     asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):

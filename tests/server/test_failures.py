@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
+from attnserve_server.callers import Caller, Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry
 from attnserve_server.errors import Cancelled
@@ -32,7 +33,11 @@ SECRET = "/a/path/of/the/server"
 pytestmark = pytest.mark.timeout(60)
 
 
-def read_badly(buffer: bytes, at: int, end: int) -> Work:
+def read_attention(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+    return read_request(buffer, at, end)
+
+
+def read_badly(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
     raise OSError(f"a bug, with {SECRET} in it")
 
 
@@ -53,8 +58,8 @@ async def engine() -> AsyncIterator[Engine]:
 @pytest.fixture
 async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that reads Attend as it should, and fails at Apply."""
-    readers = {"attend": read_request, "apply": read_badly}
-    service = AttentionService(engine, Metrics("0", "0", "cpu"), readers, 64, 64, pb.ServerInfoResponse)
+    readers = {"attend": read_attention, "apply": read_badly}
+    service = AttentionService(engine, Metrics("0", "0", "cpu"), Callers(), readers, 64, 64, pb.ServerInfoResponse)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -118,7 +123,7 @@ class LeftContext:
 async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
-    stream = CallStream(engine, Metrics("0", "0", "cpu"), {"attend": read_request}, context, 64, 64)
+    stream = CallStream(engine, Metrics("0", "0", "cpu"), {"attend": read_attention}, anybody("here"), context, 64, 64)
     with pytest.raises(Cancelled):
         await stream.serve()
     assert await engine.drain(0), "what the caller left behind is still counted"

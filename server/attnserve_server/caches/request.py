@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.options import check_offset
 from attnserve_server.problem import AttendsToCaches, KeyShape, Problem, check
@@ -95,18 +96,20 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-def read_attend(host: Host, buffer: bytes, at: int, end: int) -> Work:
-    """The attention that a part of a buffer asks for, to caches or not. Raises RequestError."""
+def read_attend(host: Host, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+    """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
         return read_request(buffer, at, end)
     except AttendsToCaches as request:
         _, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
-        return _read(host, request.message, payloads, end - at)
+        return _read(host, caller.name, request.message, payloads, end - at)
 
 
-def _read(host: Host, message: pb.AttendRequest, payloads: list[memoryview], size: int) -> CachedRequest:
+def _read(
+    host: Host, owner: str | None, message: pb.AttendRequest, payloads: list[memoryview], size: int
+) -> CachedRequest:
     now = monotonic()
-    caches = [host.store.get(reference.name, now) for reference in message.caches]
+    caches = [host.store.get(reference.name, now, owner) for reference in message.caches]
     shape = caches[0].shape
     for index, cache in enumerate(caches):
         if cache.shape != shape:

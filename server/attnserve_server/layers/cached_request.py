@@ -20,6 +20,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.callers import Caller
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.layers.application import AppliesToCaches, check
 from attnserve_server.layers.reading import read_input, read_mask
@@ -145,23 +146,28 @@ class CachedLayerRequest(CacheWork):
         return self.uses[0].cache.shape.layers
 
 
-def read_apply(host: Host, registry: Registry, buffer: bytes, at: int, end: int) -> Work:
-    """The application that a part of a buffer asks for, with caches or without. Raises RequestError."""
+def read_apply(host: Host, registry: Registry, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+    """The application that a caller asks for in a part of a buffer, with caches or without. Raises RequestError."""
     try:
         return read_layer_request(registry, buffer, at, end)
     except AppliesToCaches as request:
         _, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
-        return _read(host, registry, request.message, payloads, end - at)
+        return _read(host, registry, caller.name, request.message, payloads, end - at)
 
 
 def _read(
-    host: Host, registry: Registry, message: pb.ApplyRequest, payloads: list[memoryview], size: int
+    host: Host,
+    registry: Registry,
+    owner: str | None,
+    message: pb.ApplyRequest,
+    payloads: list[memoryview],
+    size: int,
 ) -> CachedLayerRequest:
     application = check(message)
     loaded = registry.get(application.layer)
     decoder, architecture = _decoder(loaded)
     now = monotonic()
-    caches = [host.store.get(reference.name, now) for reference in message.caches]
+    caches = [host.store.get(reference.name, now, owner) for reference in message.caches]
     for index, (reference, cache) in enumerate(zip(message.caches, caches, strict=True)):
         if reference.layer:
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
