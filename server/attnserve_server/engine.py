@@ -98,6 +98,8 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._turns: Turns[Entry] = Turns()
         self._busy = False
+        self._batch_begin = 0.0
+        self._busy_seconds = 0.0
         self._next_step: asyncio.Handle | None = None
         self._waits = False
         self._opened = False
@@ -157,6 +159,16 @@ class Engine:
         """Whether something is being computed, which nothing can interrupt."""
         return self._busy
 
+    @property
+    def batch_seconds(self) -> float:
+        """How long the device has had the batch that it has now; 0 if it has none."""
+        return perf_counter() - self._batch_begin if self._busy else 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """In how much time the device has had a batch."""
+        return self._busy_seconds + self.batch_seconds
+
     def open(self) -> None:
         """Lets requests in: the device is ready."""
         self._opened = True
@@ -195,7 +207,7 @@ class Engine:
             if self._queue.requests:
                 self._schedule()
             return
-        self._busy = True
+        self._busy, self._batch_begin = True, begin
         if batch.cost <= self._device.inline_flops:
             self._complete(batch, begin, self._run(batch))
         else:
@@ -262,7 +274,9 @@ class Engine:
     ) -> None:
         """Hands results to their callers, and has the next batch run."""
         self._busy = False
-        self._admission.computed(batch.cost, perf_counter() - begin)
+        seconds = perf_counter() - begin
+        self._busy_seconds += seconds
+        self._admission.computed(batch.cost, seconds)
         if batch.entries[0].request.needs:
             for entries, outcome in results:
                 for entry in entries:

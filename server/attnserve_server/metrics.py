@@ -1,4 +1,4 @@
-"""Every metric of the server, declared here and nowhere else.
+"""Every metric of the server, declared here, and in `scraped` what is only read when somebody looks.
 
 In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
 scraped on the same thread. Label values are those written here, and the names of kernels and of loaded layers; nothing
@@ -9,16 +9,17 @@ where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from attnserve_server import scraped
 from attnserve_server.histogram import Histogram
 
 if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
+    from attnserve_server.health import Health
 
 OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "truncate")
 """What a caller can ask for: attention or a layer, by itself or as one call of a stream, and changes of a cache."""
@@ -135,6 +136,15 @@ class Metrics:
             "Bytes of requests and replies admitted and not yet answered.",
             registry=registry,
         )
+        self._in_flight_flops = Gauge(
+            "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", registry=registry
+        )
+        self._in_flight_limit = Gauge(
+            "attnserve_in_flight_limit",
+            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name.",
+            ("bound",),
+            registry=registry,
+        )
 
         # The process
         Info("attnserve_build", "What is running.", registry=registry).info(
@@ -215,22 +225,35 @@ class Metrics:
         queue_bytes: Reading,
         in_flight_requests: Reading,
         in_flight_bytes: Reading,
-        device_memory: Callable[[], Mapping[str, int]] | None = None,
+        in_flight_flops: Reading,
+        limits: Mapping[str, float],
     ) -> None:
-        """Says where the gauges read from when they are scraped.
-
-        `device_memory` gives bytes by state (allocated, reserved, free) on a device with a memory of its own.
+        """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes and
+        flops.
         """
         self._queue_requests.set_function(queue_requests)
         self._queue_bytes.set_function(queue_bytes)
         self._in_flight_requests.set_function(in_flight_requests)
         self._in_flight_bytes.set_function(in_flight_bytes)
-        if device_memory is not None:
-            self.registry.register(_DeviceMemory(device_memory))
+        self._in_flight_flops.set_function(in_flight_flops)
+        for bound, limit in limits.items():
+            self._in_flight_limit.labels(bound).set(limit)
+
+    def watch_device(
+        self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Says where the device's use is read: the seconds in which it had a batch, those of the batch that it has now
+        (0 if it has none), and the bytes of a memory of its own, by state (allocated, reserved, free).
+        """
+        self.registry.register(scraped.Device(busy_seconds, batch_seconds, memory))
+
+    def watch_state(self, health: Health) -> None:
+        """Has the server's state told."""
+        self.registry.register(scraped.State(health))
 
     def watch_caches(self, store: CacheStore) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more."""
-        self.registry.register(_Caches(store))
+        self.registry.register(scraped.Caches(store))
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):
@@ -243,74 +266,3 @@ class _ByLabel(dict[str, Callable[[float], None]]):
     def __missing__(self, label: str) -> Callable[[float], None]:
         self[label] = count = self._counter.labels(label).inc
         return count
-
-
-class _DeviceMemory:
-    """The gauge of a device's memory: one reading gives all its states."""
-
-    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
-        self._read = read
-
-    @staticmethod
-    def _family() -> GaugeMetricFamily:
-        return GaugeMetricFamily("attnserve_device_memory_bytes", "The device's memory, by state.", labels=["state"])
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [self._family()]
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        family = self._family()
-        for state, size in self._read().items():
-            family.add_metric([state], size)
-        return [family]
-
-
-class _Caches:
-    """What a store of caches has and what has happened to it, in its own numbers."""
-
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
-
-    def collect(self) -> Iterable[Metric]:
-        store, counts = self._store, self._store.counts
-        pool = GaugeMetricFamily(
-            "attnserve_cache_pool_bytes",
-            "The pool of the caches: free, reserved for appends in flight, or used; what is shared counts once.",
-            labels=["state"],
-        )
-        reserved = store.reserved_pages * store.page_bytes
-        pool.add_metric(["free"], store.free_pages * store.page_bytes - reserved)
-        pool.add_metric(["reserved"], reserved)
-        pool.add_metric(["used"], store.used_bytes)
-        evictions = CounterMetricFamily(
-            "attnserve_cache_evictions",
-            "Caches evicted, their lease having ended: when they were looked for (lease), when an append needed their "
-            "pages, or when another cache needed their place (caches).",
-            labels=["reason"],
-        )
-        for reason, count in counts.evictions.items():
-            evictions.add_metric([reason], count)
-        for name, help, value in (
-            ("attnserve_caches", "Caches open.", len(store)),
-            ("attnserve_cache_tokens", "Tokens of all layers of all caches; shared ones count for each.", store.tokens),
-            (
-                "attnserve_cache_shared_bytes_saved",
-                "The bytes more that caches would use, if they shared nothing.",
-                store.shared_bytes_saved,
-            ),
-        ):
-            yield GaugeMetricFamily(name, help, value)
-        for name, help, value in (
-            ("creations", "Caches created empty.", counts.created),
-            ("forks", "Caches made of others.", counts.forks),
-            ("appends", "Appends to a layer of a cache that stayed.", counts.appends),
-            ("appended_tokens", "Tokens of those appends.", counts.appended_tokens),
-            ("truncations", "Caches cut off.", counts.truncations),
-            ("deletions", "Caches deleted by callers.", counts.deletions),
-        ):
-            yield CounterMetricFamily(f"attnserve_cache_{name}", help, value)
-        yield pool
-        yield evictions
-
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()

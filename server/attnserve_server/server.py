@@ -106,8 +106,13 @@ class Server:
             queue_bytes=lambda: queue.bytes,
             in_flight_requests=lambda: admission.requests,
             in_flight_bytes=lambda: admission.bytes,
-            device_memory=self.device.memory if self.device.memory() else None,
+            in_flight_flops=lambda: admission.flops,
+            limits={"requests": config.max_requests, "bytes": config.max_bytes, "flops": config.max_flops},
         )
+        self.metrics.watch_device(
+            lambda: self.engine.busy_seconds, lambda: self.engine.batch_seconds, self.device.memory
+        )
+        self.metrics.watch_state(self.health)
         directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
         self.registry = Registry(self.device, Path(directory).resolve() if directory else None, self.metrics.layers)
         pool_bytes = config.cache_bytes or default_cache_bytes(self.device)

@@ -183,9 +183,7 @@ async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(
     def broken() -> float:
         raise RuntimeError("the device is gone")
 
-    served.metrics.watch(
-        queue_requests=broken, queue_bytes=lambda: 0, in_flight_requests=lambda: 0, in_flight_bytes=lambda: 0
-    )
+    served.metrics.watch_device(broken, broken, dict)
     answer = await get(served.port, "/metrics")
     assert answer.status == 500
     assert "device" not in answer.body

@@ -22,6 +22,7 @@ from attnserve import Client
 from attnserve_server import metrics as declared
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
+from attnserve_server.health import Health
 from attnserve_server.histogram import Histogram
 from attnserve_server.metrics import Metrics
 
@@ -118,27 +119,40 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         queue_bytes=lambda: sum(waiting),
         in_flight_requests=lambda: 2 * len(waiting),
         in_flight_bytes=lambda: 2 * sum(waiting),
+        in_flight_flops=lambda: 1e9 * len(waiting),
+        limits={"requests": 10, "bytes": 4096, "flops": 1e12},
     )
-    names = ("queue_requests", "queue_bytes", "in_flight_requests", "in_flight_bytes")
-    assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0]
+    names = ("queue_requests", "queue_bytes", "in_flight_requests", "in_flight_bytes", "in_flight_flops")
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0, 0]
     waiting += [100, 200]
-    assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600]
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600, 2e9]
+    bounds = ("requests", "bytes", "flops")
+    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12]
+
+
+def test_the_use_of_the_device(metrics: Metrics) -> None:
+    batches = [0.25, 0.5]
+    metrics.watch_device(lambda: sum(batches), lambda: batches[-1], dict)
+    assert value(metrics, "attnserve_device_busy_seconds_total") == 0.75
+    assert value(metrics, "attnserve_device_batch_seconds") == 0.5
+    batches.append(0.0)
+    assert value(metrics, "attnserve_device_batch_seconds") == 0
     assert "device_memory" not in generate_latest(metrics.registry).decode()
 
 
 def test_device_memory_is_there_where_the_device_has_one(metrics: Metrics) -> None:
-    def nothing() -> float:
-        return 0
-
-    metrics.watch(
-        queue_requests=nothing,
-        queue_bytes=nothing,
-        in_flight_requests=nothing,
-        in_flight_bytes=nothing,
-        device_memory=lambda: {"allocated": 10, "reserved": 20, "free": 70},
-    )
+    metrics.watch_device(lambda: 0.0, lambda: 0.0, lambda: {"allocated": 10, "reserved": 20, "free": 70})
     for state, size in (("allocated", 10), ("reserved", 20), ("free", 70)):
         assert value(metrics, "attnserve_device_memory_bytes", state=state) == size
+
+
+def test_one_state_is_told_at_a_time(metrics: Metrics) -> None:
+    health = Health()
+    metrics.watch_state(health)
+    states = ("starting", "serving", "draining", "failed")
+    for present in states:
+        health.set(present)
+        assert [value(metrics, "attnserve_state", state=state) for state in states] == [s == present for s in states]
 
 
 def test_build_and_process(metrics: Metrics) -> None:
