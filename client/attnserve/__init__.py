@@ -34,7 +34,7 @@ from attnserve._errors import (
     ServerError,
     UnavailableError,
 )
-from attnserve._info import Kernel, Limits, ServerInfo
+from attnserve._info import Kernel, Limits, ServerInfo, Setting
 from attnserve._layers import AsyncLayers, Layer, Layers
 from attnserve._merge import MergedAttention, merge_attention
 from attnserve._result import AttentionResult, LayerResult, Timings
@@ -73,6 +73,7 @@ __all__ = [
     "RequestCancelledError",
     "ServerError",
     "ServerInfo",
+    "Setting",
     "Timings",
     "UnavailableError",
     "__version__",

@@ -17,7 +17,7 @@ from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
 from attnserve._errors import AttnServeError
-from attnserve._info import ServerInfo
+from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._version import __version__
 
@@ -82,15 +82,24 @@ def _text(info: ServerInfo) -> str:
     rows = [
         ("version", info.version),
         ("device", f"{info.device} ({info.device_name})" if info.device_name else info.device),
+        ("python", info.python_version),
         ("torch", info.torch_version),
+        ("grpc", info.grpc_version),
+        ("usable cpus", str(info.usable_cpus)),
         ("threads", str(info.threads)),
+        ("cache pool", f"{info.cache_pool_bytes:,} bytes"),
         ("dtypes", ", ".join(info.dtypes)),
         ("features", ", ".join(info.features)),
         *((name, f"{limit:,}") for name, limit in dataclasses.asdict(info.limits).items()),
         *((f"kernel {kernel.name}", kernel.description) for kernel in info.kernels),
+        *((f"--{each.name.replace('_', '-')}", f"{_setting_value(each)} ({each.source})") for each in info.settings),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _setting_value(setting: Setting) -> str:
+    return "not told to callers" if setting.value is None else setting.value or "none"
 
 
 def _layer_table(layers: Sequence[Layer]) -> str:

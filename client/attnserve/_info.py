@@ -42,6 +42,18 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting of a server."""
+
+    name: str
+    """Its name, such as ``max_requests``; the flag is ``--max-requests``."""
+    value: str | None
+    """Its value as it would be written, such as ``256MiB``; None where the server does not tell callers."""
+    source: str
+    """Where the value came from: ``default``, ``environment``, ``flag`` or ``code``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server is."""
 
@@ -63,6 +75,24 @@ class ServerInfo:
     """The kernels in use, in the order in which they are tried."""
     features: tuple[str, ...]
     """What is enabled, such as ``reflection``."""
+    python_version: str
+    """The version of Python."""
+    grpc_version: str
+    """The version of gRPC."""
+    usable_cpus: int
+    """How many processors the server may use."""
+    cache_pool_bytes: int
+    """The bytes of the pool of resident caches."""
+    settings: tuple[Setting, ...]
+    """Every setting, in the order of the documentation; none of a server that is older than they are."""
+
+
+_SOURCES: Final = {
+    pb.SETTING_SOURCE_DEFAULT: "default",
+    pb.SETTING_SOURCE_ENVIRONMENT: "environment",
+    pb.SETTING_SOURCE_FLAG: "flag",
+    pb.SETTING_SOURCE_CODE: "code",
+}
 
 
 def _read(info: pb.ServerInfoResponse) -> ServerInfo:
@@ -85,6 +115,14 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
         ),
         kernels=tuple(Kernel(kernel.name, kernel.description) for kernel in info.kernels),
         features=tuple(info.features),
+        python_version=info.python_version,
+        grpc_version=info.grpc_version,
+        usable_cpus=info.usable_cpus,
+        cache_pool_bytes=info.cache_pool_bytes,
+        settings=tuple(
+            Setting(setting.name, None if setting.hidden else setting.value, _SOURCES.get(setting.source, "unknown"))
+            for setting in info.settings
+        ),
     )
 
 

@@ -55,12 +55,24 @@ class ListenError(StartError):
 
 
 class Kind(NamedTuple):
-    """What values of a setting look like: in words, as a check, from text and as text."""
+    """What values of a setting look like: in words, as a check, from text and as text.
+
+    Private ones are not for callers: paths and addresses of the server's own surroundings.
+    """
 
     expected: str
     valid: Callable[[Any], bool]
     parse: Callable[[str], Any]
     show: Callable[[Any], str]
+    private: bool = False
+
+
+class Effective(NamedTuple):
+    """A setting, its value as it would be written, or None where that is not for callers, and where it came from."""
+
+    name: str
+    value: str | None
+    source: Source
 
 
 def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int | None) -> Kind:
@@ -93,26 +105,27 @@ def _words(*choices: str) -> Kind:
     return Kind(" or ".join(choices), lambda value: value in choices, str, str)
 
 
-def _matches(expected: str, valid: Callable[[str], object]) -> Kind:
+def _matches(expected: str, valid: Callable[[str], object], *, private: bool = False) -> Kind:
     def check(value: object) -> bool:
         try:
             return isinstance(value, str) and valid(value) is not None
         except ValueError:
             return False
 
-    return Kind(expected, check, str, str)
+    return Kind(expected, check, str, str, private)
 
 
 _DURATION: Final = Kind("a duration (such as 200ms or 2s)", _is_duration, units.parse_duration, units.format_duration)
 _TRUTH: Final = Kind(
     "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
 )
-_TCP: Final = _matches("host:port (port 0 is a free one)", units.parse_address)
+_TCP: Final = _matches("host:port (port 0 is a free one)", units.parse_address, private=True)
 _TCP_OR_UNIX: Final = _matches(
     "host:port (port 0 is a free one) or unix:/path",
     lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
+    private=True,
 )
-_TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str)
+_TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str, private=True)
 _DEVICE: Final = _matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
 
 
@@ -267,6 +280,12 @@ class Config:
     def show(self, name: str) -> str:
         """A setting's value as it would be written: `256MiB`, `100ms`."""
         return next(_kind(item).show(getattr(self, name)) for item in settings() if item.name == name)
+
+    def effective(self) -> Iterator[Effective]:
+        """Every setting, as the server may tell it to any caller."""
+        for item in settings():
+            value = None if _kind(item).private and getattr(self, item.name) else self.show(item.name)
+            yield Effective(item.name, value, self._source(item))
 
     def describe(self) -> Iterator[str]:
         """Every setting as one line, `name: value (source)`."""

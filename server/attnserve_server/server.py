@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import platform
 import signal
 import socket
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Final
 
+import grpc
 import torch
 from grpc import aio
 from grpc_reflection.v1alpha import reflection
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server import __version__
+from attnserve_server import __version__, units
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
@@ -25,7 +29,7 @@ from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.callers import Callers
-from attnserve_server.config import Config, ListenError, StartError
+from attnserve_server.config import Config, ListenError, Source, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine, Entry
@@ -38,6 +42,13 @@ from attnserve_server.metrics import Metrics
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 
 logger = logging.getLogger(__name__)
+
+SOURCES: Final[Mapping[Source, pb.SettingSource]] = {
+    "default": pb.SETTING_SOURCE_DEFAULT,
+    "environment": pb.SETTING_SOURCE_ENVIRONMENT,
+    "flag": pb.SETTING_SOURCE_FLAG,
+    "code": pb.SETTING_SOURCE_CODE,
+}
 
 DTYPES = (
     tensor_pb2.DATA_TYPE_FLOAT32,
@@ -68,6 +79,7 @@ async def _serve(config: Config) -> bool:
         print(
             f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
         )
+        print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")
         print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
         await stopping.wait()
         await server.drain()
@@ -226,6 +238,14 @@ class Server:
             ),
             kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
             features=["reflection"] if config.reflection else [],
+            settings=[
+                pb.Setting(name=name, value=value, source=SOURCES[source], hidden=value is None)
+                for name, value, source in config.effective()
+            ],
+            python_version=platform.python_version(),
+            grpc_version=grpc.__version__,
+            usable_cpus=usable_cpus(),
+            cache_pool_bytes=self.caches.store.pool_bytes,
         )
 
 

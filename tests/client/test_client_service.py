@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from attnserve import (
     InvalidRequestError,
     NotFoundError,
     ServerInfo,
+    Setting,
     _cli,
     merge_attention,
 )
@@ -264,6 +267,12 @@ def test_server_info(client: Client, server: Any) -> None:
     assert info.limits.max_message_calls >= MESSAGE_CALLS
     assert info.kernels
     assert all(kernel.name and kernel.description for kernel in info.kernels)
+    assert info.python_version == platform.python_version()
+    assert info.usable_cpus >= 1
+    assert info.cache_pool_bytes > 0
+    settings = {setting.name: setting for setting in info.settings}
+    assert settings["max_requests"] == Setting("max_requests", f"{info.limits.max_requests}", "default")
+    assert settings["listen"] == Setting("listen", None, "flag")
 
 
 async def test_a_server_without_layers(server: Any, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +298,9 @@ def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: 
     printed = json.loads(capsys.readouterr().out)
     assert printed["limits"]["max_requests"] == info.limits.max_requests
     assert [kernel["name"] for kernel in printed["kernels"]] == [kernel.name for kernel in info.kernels]
+    assert re.search(rf"^--max-requests +{info.limits.max_requests} \(default\)$", text, re.MULTILINE)
+    assert re.search(r"^--listen +not told to callers \(flag\)$", text, re.MULTILINE)
+    assert len(printed["settings"]) == len(info.settings) > 10
 
 
 def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_tracebacks_are_kept(log_format: str) -> None:
 
 
 def test_startup_says_what_it_runs_on_and_every_setting(start_server: Callable[..., Server]) -> None:
-    startup = start_server("--max-requests", "77", "--max-batch-flops=1e9").startup
+    startup = start_server("--max-requests", "77", "--max-batch-flops=1e9", "--cache-bytes=64MiB").startup
     assert startup["attnserve"] == __version__
     assert startup["torch"][0].isdigit()
     assert int(startup["usable_cpus"]) >= 1
@@ -160,6 +160,8 @@ def test_startup_says_what_it_runs_on_and_every_setting(start_server: Callable[.
     assert startup["max_requests"] == "77 (flag)"
     assert startup["max_batch_flops"] == "1e9 (flag)"
     assert startup["log_level"] == "info (default)"
+    assert startup["computes_on"]
+    assert startup["cache_pool"] == "64MiB"
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen"])

@@ -38,6 +38,18 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         assert item.metadata["help"].endswith(".")
 
 
+def test_callers_are_told_every_setting_but_no_path_and_no_address() -> None:
+    private = {"listen": "unix:/run/secret.sock", "http_listen": "10.1.2.3:8002", "layers": "/secret/layers.toml"}
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in private.items()]
+    told = {each.name: each for each in Config.load(argv, {"ATTNSERVE_MAX_REQUESTS": "7"}).effective()}
+    assert list(told) == [item.name for item in configuration.settings()]
+    assert (told["max_requests"].value, told["max_requests"].source) == ("7", "environment")
+    assert (told["max_bytes"].value, told["max_bytes"].source) == ("2GiB", "default")
+    assert {told[name].value for name in private} == {None}
+    assert told["layers"].source == "flag"
+    assert told["model_directory"].value == ""
+
+
 def test_names_of_flags_and_variables() -> None:
     assert configuration.flag("http_listen") == "--http-listen"
     assert configuration.variable("http_listen") == "ATTNSERVE_HTTP_LISTEN"

@@ -32,6 +32,14 @@ class ScoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCORE_STAGE_CAPPED: _ClassVar[ScoreStage]
     SCORE_STAGE_MASKED: _ClassVar[ScoreStage]
     SCORE_STAGE_WEIGHTS: _ClassVar[ScoreStage]
+
+class SettingSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SETTING_SOURCE_UNSPECIFIED: _ClassVar[SettingSource]
+    SETTING_SOURCE_DEFAULT: _ClassVar[SettingSource]
+    SETTING_SOURCE_ENVIRONMENT: _ClassVar[SettingSource]
+    SETTING_SOURCE_FLAG: _ClassVar[SettingSource]
+    SETTING_SOURCE_CODE: _ClassVar[SettingSource]
 LAYOUT_UNSPECIFIED: Layout
 LAYOUT_HEADS_FIRST: Layout
 LAYOUT_LENGTH_FIRST: Layout
@@ -44,6 +52,11 @@ SCORE_STAGE_RAW: ScoreStage
 SCORE_STAGE_CAPPED: ScoreStage
 SCORE_STAGE_MASKED: ScoreStage
 SCORE_STAGE_WEIGHTS: ScoreStage
+SETTING_SOURCE_UNSPECIFIED: SettingSource
+SETTING_SOURCE_DEFAULT: SettingSource
+SETTING_SOURCE_ENVIRONMENT: SettingSource
+SETTING_SOURCE_FLAG: SettingSource
+SETTING_SOURCE_CODE: SettingSource
 
 class Window(_message.Message):
     __slots__ = ("left", "right")
@@ -216,16 +229,20 @@ class ApplyResponse(_message.Message):
     def __init__(self, timings: _Optional[_Union[Timings, _Mapping]] = ..., batch_size: _Optional[int] = ..., layer_version: _Optional[int] = ..., cache_lengths: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scores: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class AttendStreamCall(_message.Message):
-    __slots__ = ("id", "timeout", "apply", "attend")
+    __slots__ = ("id", "timeout", "traceparent", "tracestate", "apply", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
     timeout: _duration_pb2.Duration
+    traceparent: str
+    tracestate: str
     apply: ApplyRequest
     attend: AttendRequest
-    def __init__(self, id: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., apply: _Optional[_Union[ApplyRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., apply: _Optional[_Union[ApplyRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
 
 class AttendStreamRequest(_message.Message):
     __slots__ = ("cancel", "calls")
@@ -248,17 +265,19 @@ class AttendStreamReply(_message.Message):
     def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., apply: _Optional[_Union[ApplyResponse, _Mapping]] = ..., attend: _Optional[_Union[AttendResponse, _Mapping]] = ...) -> None: ...
 
 class AttendStreamResponse(_message.Message):
-    __slots__ = ("replies",)
+    __slots__ = ("replies", "closing")
     REPLIES_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
     replies: _containers.RepeatedCompositeFieldContainer[AttendStreamReply]
-    def __init__(self, replies: _Optional[_Iterable[_Union[AttendStreamReply, _Mapping]]] = ...) -> None: ...
+    closing: bool
+    def __init__(self, replies: _Optional[_Iterable[_Union[AttendStreamReply, _Mapping]]] = ..., closing: bool = ...) -> None: ...
 
 class ServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "device_name", "torch_version", "threads", "dtypes", "limits", "kernels", "features")
+    __slots__ = ("version", "device", "device_name", "torch_version", "threads", "dtypes", "limits", "kernels", "features", "settings", "python_version", "grpc_version", "usable_cpus", "cache_pool_bytes", "address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +287,12 @@ class ServerInfoResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRPC_VERSION_FIELD_NUMBER: _ClassVar[int]
+    USABLE_CPUS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     device_name: str
@@ -277,7 +302,25 @@ class ServerInfoResponse(_message.Message):
     limits: Limits
     kernels: _containers.RepeatedCompositeFieldContainer[Kernel]
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., device_name: _Optional[str] = ..., torch_version: _Optional[str] = ..., threads: _Optional[int] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.DataType, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    settings: _containers.RepeatedCompositeFieldContainer[Setting]
+    python_version: str
+    grpc_version: str
+    usable_cpus: int
+    cache_pool_bytes: int
+    address: str
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., device_name: _Optional[str] = ..., torch_version: _Optional[str] = ..., threads: _Optional[int] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.DataType, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ..., features: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., python_version: _Optional[str] = ..., grpc_version: _Optional[str] = ..., usable_cpus: _Optional[int] = ..., cache_pool_bytes: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Setting(_message.Message):
+    __slots__ = ("name", "value", "source", "hidden")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    source: SettingSource
+    hidden: bool
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[_Union[SettingSource, str]] = ..., hidden: bool = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls")

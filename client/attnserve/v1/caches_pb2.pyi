@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Cache(_message.Message):
-    __slots__ = ("name", "num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "lengths", "bytes", "shared_bytes", "ttl", "remaining")
+    __slots__ = ("name", "num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "lengths", "bytes", "shared_bytes", "ttl", "remaining", "address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Cache(_message.Message):
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_kv_heads: int
     head_dim: int
@@ -34,7 +35,8 @@ class Cache(_message.Message):
     shared_bytes: int
     ttl: _duration_pb2.Duration
     remaining: _duration_pb2.Duration
-    def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    address: str
+    def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class CacheServiceCreateRequest(_message.Message):
     __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl")
