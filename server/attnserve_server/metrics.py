@@ -1,10 +1,10 @@
 """Every metric of the server, declared here, and in `scraped` what is only read when somebody looks.
 
 In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
-scraped on the same thread. Label values are those written here, and the names of kernels and of loaded layers; nothing
-that a caller can invent becomes one. A request that is alone in its batch and its messages costs 2.4 us of metrics,
-where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us (see `histogram`) and six counters at
-0.24 us, whose labels are resolved once.
+scraped on the same thread. Label values are those written here, and the names of kernels, of loaded layers and of
+identified callers, a bounded number; nothing that a caller can invent becomes one. A request that is alone in its batch
+and its messages costs 2.4 us of metrics, where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us
+(see `histogram`) and six counters at 0.24 us, whose labels are resolved once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCo
 
 from attnserve_server import scraped
 from attnserve_server.histogram import Histogram
+from attnserve_server.usage import UsageByCaller
 
 if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
@@ -145,6 +146,10 @@ class Metrics:
             ("bound",),
             registry=registry,
         )
+
+        # Callers, by the names that the operator gave them
+        self.usage = UsageByCaller()
+        registry.register(scraped.Callers(self.usage))
 
         # The process
         Info("attnserve_build", "What is running.", registry=registry).info(

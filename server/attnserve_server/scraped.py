@@ -15,6 +15,7 @@ from attnserve_server.health import State as HealthState
 if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
     from attnserve_server.health import Health
+    from attnserve_server.usage import UsageByCaller
 
 
 class State:
@@ -70,6 +71,33 @@ class Device:
 
     def describe(self) -> Iterable[Metric]:
         return []  # what there is to read may not be there yet
+
+
+class Callers:
+    """What each caller has had."""
+
+    def __init__(self, usage: UsageByCaller) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterable[Metric]:
+        families = [
+            CounterMetricFamily(f"attnserve_caller_{name}", help, labels=["caller"])
+            for name, help in (
+                ("requests", "Requests computed for a caller."),
+                ("query_tokens", "Query rows computed for a caller, over all sequences."),
+                ("flops", "Floating-point operations computed for a caller."),
+                ("rejected_requests", "Requests of a caller refused because the server had no room for them."),
+            )
+        ]
+        for caller, usage in self._usage.items():
+            for family, count in zip(
+                families, (usage.requests, usage.query_tokens, usage.flops, usage.rejected), strict=True
+            ):
+                family.add_metric([caller], count)
+        return families
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
 
 
 class Caches:

@@ -78,6 +78,7 @@ class AttentionService:
     async def _call(self, operation: str, read: Read, message: bytes, context: Context) -> bytes:
         arrival = perf_counter()
         self._metrics.received(len(message))
+        caller: Caller | None = None
         try:
             caller = self._callers.identify(context)
             reply = await self._answer(caller, read, message, arrival, context.time_remaining())
@@ -85,6 +86,8 @@ class AttentionService:
             error = error_for_caller(raised)
             if isinstance(error, Overloaded):
                 self._metrics.rejected(error.bound)
+                if caller is not None:
+                    self._metrics.usage.of(caller.name).rejected += 1
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
             await abort(context, error)
         except asyncio.CancelledError:
@@ -123,6 +126,7 @@ class AttentionService:
             reply_message = b"".join(pieces)
             encode = phases.encode + perf_counter() - begin
             self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
+            self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
             return reply_message
         finally:
             self._engine.release(entry)

@@ -66,6 +66,7 @@ class CallStream:
         self._metrics = metrics
         self._readers = readers
         self._caller = caller
+        self._usage = metrics.usage.of(caller.name)
         self._context = context
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
@@ -188,11 +189,13 @@ class CallStream:
         end = perf_counter()
         self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, phases.encode + end - begin)
         self._metrics.finished(label, "OK", end - entry.arrival)
+        self._usage.computed(entry.request.query_tokens, entry.request.flops)
         self._send(Unsent(pieces, size, entry))
 
     def _answer_error(self, call_id: int, label: str, error: RequestError, arrival: float, entry: Entry | None) -> None:
         if isinstance(error, Overloaded):
             self._metrics.rejected(error.bound)
+            self._usage.rejected += 1
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
         status = error.status().SerializeToString()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))

@@ -25,6 +25,7 @@ from attnserve_server.caches.store import CacheStore
 from attnserve_server.health import Health
 from attnserve_server.histogram import Histogram
 from attnserve_server.metrics import Metrics
+from attnserve_server.usage import MAX_CALLERS
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -155,6 +156,32 @@ def test_one_state_is_told_at_a_time(metrics: Metrics) -> None:
         assert [value(metrics, "attnserve_state", state=state) for state in states] == [s == present for s in states]
 
 
+def test_what_callers_had_is_counted_by_their_names(metrics: Metrics) -> None:
+    def read(caller: str) -> list[float]:
+        names = ("requests", "query_tokens", "flops", "rejected_requests")
+        return [value(metrics, f"attnserve_caller_{name}_total", caller=caller) for name in names]
+
+    assert read("anonymous") == [0, 0, 0, 0]
+    metrics.usage.of(None).computed(16, 1000)
+    search = metrics.usage.of("search")
+    search.computed(1, 100)
+    search.computed(2, 200)
+    metrics.usage.of("search").rejected += 1
+    assert read("anonymous") == [1, 16, 1000, 0]
+    assert read("search") == [2, 3, 300, 1]
+
+
+def test_callers_beyond_a_bound_are_one(metrics: Metrics) -> None:
+    for number in range(3 * MAX_CALLERS):
+        metrics.usage.of(f"caller-{number}").computed(1, 10)
+    metrics.usage.of("caller-0").computed(1, 10)
+    callers = dict(metrics.usage.items())
+    assert len(callers) == MAX_CALLERS + 2
+    assert callers["other"].requests == 2 * MAX_CALLERS
+    assert callers["caller-0"].requests == 2
+    assert value(metrics, "attnserve_caller_flops_total", caller="other") == 20 * MAX_CALLERS
+
+
 def test_build_and_process(metrics: Metrics) -> None:
     assert value(metrics, "attnserve_build_info", version="1.2.3", torch="2.13.0", device="cpu") == 1
     assert value(metrics, "process_resident_memory_bytes") > 1e6
@@ -274,6 +301,8 @@ def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) 
         assert read["attnserve_request_phase_duration_seconds_count", phase] == 3
     assert read["attnserve_batch_requests_sum",] == 3
     assert read["attnserve_query_tokens_total",] == 9
+    assert read["attnserve_caller_query_tokens_total", "anonymous"] == 9
+    assert read["attnserve_caller_flops_total", "anonymous"] == read["attnserve_flops_total",]
     assert read["attnserve_flops_total",] > 0
     assert read["attnserve_received_bytes_total",] > 3 * 3 * query.nbytes
     assert read["attnserve_sent_bytes_total",] > 3 * query.nbytes

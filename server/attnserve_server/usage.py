@@ -1,0 +1,54 @@
+"""Who uses the server: what each identified caller has had of it.
+
+In: callers' names, once an RPC or stream, and what was computed for them or refused to them. Out: counts, of so many
+callers at most; all callers that are not identified are one, and so are all beyond the bound.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ANONYMOUS: Final = "anonymous"
+OTHER: Final = "other"
+MAX_CALLERS: Final = 100
+"""Each caller is a few series to whoever keeps the metrics, for as long as the server runs."""
+
+
+class Usage:
+    """What one caller has had."""
+
+    __slots__ = ("flops", "query_tokens", "rejected", "requests")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.query_tokens = 0
+        self.flops = 0
+        self.rejected = 0
+
+    def computed(self, query_tokens: int, flops: int) -> None:
+        """A request was computed for it."""
+        self.requests += 1
+        self.query_tokens += query_tokens
+        self.flops += flops
+
+
+class UsageByCaller:
+    """The usage of every caller, by name, in the order in which they came."""
+
+    def __init__(self, max_callers: int = MAX_CALLERS) -> None:
+        self._max_callers = max_callers
+        self._by_name = {ANONYMOUS: Usage()}
+
+    def of(self, name: str | None) -> Usage:
+        """The usage of a caller, to be kept while it is served; None is one that is not identified."""
+        name = ANONYMOUS if name is None else name
+        usage = self._by_name.get(name)
+        if usage is None:
+            if len(self._by_name) > self._max_callers:
+                name = OTHER
+            usage = self._by_name.setdefault(name, Usage())
+        return usage
+
+    def items(self) -> list[tuple[str, Usage]]:
+        """All callers that came."""
+        return list(self._by_name.items())
