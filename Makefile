@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 INGREDIENTS := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench chaos protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ docs: $(VENV)/.dev ## write the table of settings into the documents
 
 bench: $(VENV)/.dev ## compare the service with the same torch calls in process
 	$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
+	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)
 
 protos: $(VENV)/.dev ## generate the code of the protos
 	$(BIN)/python scripts/protos.py generate

@@ -2,9 +2,10 @@
 
 The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
 comes with the length that the cache is expected to have, so that a second attempt is recognised (`_plans`). It is, up
-to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE) or when the
-stream that carried it breaks for a reason that is not the call's. Nothing else is retried: an error that would come
-again, an overload, which retries would feed, and a call that changes the server.
+to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE, or what
+gRPC says of calls to a server that ends) or when the stream that carried it breaks for a reason that is not the call's.
+Nothing else is retried: an error that would come again, an overload, which retries would feed, and a call that changes
+the server.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def breaks_only_the_stream(code: int) -> bool:
     return code in _OF_THE_CONNECTION
 
 
+def _of_the_server(status: Status) -> bool:
+    """Whether a status tells of the server and not of the call.
+
+    CANCELLED without details is gRPC's word, not the service's: a server that ends cancels what has reached it and has
+    not yet been begun.
+    """
+    if status.code == grpc.StatusCode.CANCELLED.value[0]:
+        return len(status.details) == 0
+    return bool(status.code == grpc.StatusCode.UNAVAILABLE.value[0])
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with jitter, so that the callers of a server that went away do not return all at once."""
@@ -64,7 +76,7 @@ class RetryPolicy:
         """What follows a call that has failed so many times, now with a status: the delay before the next attempt, in
         seconds, or the error to give up with.
         """
-        if status.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+        if not _of_the_server(status):
             return error_from_status(status, resent=attempts > 1)
         delay = self.delay(attempts, now, deadline)
         return given_up(status, attempts) if delay is None else delay

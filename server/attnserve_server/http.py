@@ -90,6 +90,8 @@ class HttpServer:
                 await self._converse(reader, writer)
         except (TimeoutError, ConnectionError) as error:
             logger.debug("an HTTP connection was given up: %s", error)
+        except asyncio.CancelledError:
+            return  # by `stop`; asyncio would log it as a failure
         finally:
             self._connections.discard(task)
             writer.transport.abort()  # nothing is left to abort, unless the above did not come to its end

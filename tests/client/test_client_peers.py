@@ -413,11 +413,32 @@ async def test_a_cancelled_task_has_the_peer_told() -> None:
 
 def test_unary_calls_cancelled_by_the_server(attend: Attend) -> None:
     def cancelling(message: bytes, context: grpc.ServicerContext) -> bytes:
+        status = Status(code=1, message="cancelled")
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason="CANCELLED"))
+        context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
         context.abort(grpc.StatusCode.CANCELLED, "cancelled")
 
     with peer(good, cancelling) as address:
         (result,) = attend(address, [array(1)], transport="unary")
     assert isinstance(result, RequestCancelledError)
+
+
+def test_unary_calls_that_a_server_cancels_as_it_ends_are_tried_again(attend: Attend) -> None:
+    """What has reached a server and was not begun is cancelled by gRPC, which says nothing more than that."""
+    attempts = []
+
+    def ending(message: bytes, context: grpc.ServicerContext) -> bytes:
+        attempts.append(message)
+        if len(attempts) == 1:
+            context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        return good_unary(message, context)
+
+    with peer(good, ending) as address:
+        (result,) = attend(address, [array(1)], transport="unary")
+        assert result.output[0, 0] == 1
+        attempts.clear()
+        (result,) = attend(address, [array(1)], transport="unary", retries=0)
+    assert isinstance(result, UnavailableError)
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""`make chaos`: every promise of docs/reliability.md, and an experiment that tries to break it.
+
+Each experiment starts its own servers on free ports of this machine. The figures go to the terminal, to a JSON file,
+and from there into the document. Exit status 1 if a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+from benchmarks import machine
+from benchmarks.chaos.experiments import NAMES, experiment
+from benchmarks.chaos.outcome import Outcome, Result
+from benchmarks.chaos.report import DOCUMENT, report, table, with_report
+
+DEFAULT_JSON: Final = Path("bench-results/chaos.json")
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    parser.add_argument("--experiments", default=",".join(NAMES), help="which, by name")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long what goes on for a time does so")
+    parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
+    parser.add_argument("--document", type=Path, help=f"a document to write them into as well, such as {DOCUMENT}")
+    found = parser.parse_args(arguments)
+    found.experiments = found.experiments.split(",")
+    if unknown := [name for name in found.experiments if name not in NAMES]:
+        parser.error(f"no such experiments: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    if found.minutes <= 0:
+        parser.error("--minutes must be above 0")
+    return found
+
+
+def make(name: str, minutes: float) -> Outcome:
+    """Makes one experiment."""
+    chosen = experiment(name)
+    begin = perf_counter()
+    figures = chosen.run(minutes)
+    return Outcome(name, chosen.PROMISE, round(perf_counter() - begin, 1), figures)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes what the command line asks for; the exit status."""
+    chosen = options(sys.argv[1:] if arguments is None else arguments)
+    begun, outcomes = datetime.now(UTC), []
+    for name in chosen.experiments:
+        outcomes.append(outcome := make(name, chosen.minutes))
+        print(f"{name}: {'kept' if outcome.kept else 'BROKEN'}, {outcome.seconds:g} s\n{outcome.promise}")
+        print(f"\n{table(outcome)}\n", flush=True)
+    result = Result(
+        command=shlex.join(["python", "-m", "benchmarks.chaos", *(sys.argv[1:] if arguments is None else arguments)]),
+        begun=begun.isoformat(timespec="seconds"),
+        minutes=chosen.minutes,
+        machine=machine.describe(),
+        outcomes=outcomes,
+    )
+    result.write(chosen.json)
+    if chosen.document is not None:
+        chosen.document.write_text(with_report(chosen.document.read_text("utf-8"), report(result)), "utf-8")
+    return 0 if all(outcome.kept for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

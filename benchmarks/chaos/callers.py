@@ -1,0 +1,113 @@
+"""Callers that ask one question after the other until they are told to stop, and check every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from time import perf_counter
+from typing import Final
+
+from attnserve import AsyncClient, AttnServeError, Client
+from benchmarks.chaos.questions import Array, Question, Verdict
+
+PATIENCE_S: Final = 120.0
+"""How long callers may take to end, once they are told to."""
+
+
+class Tally:
+    """What came of the questions. Used by any number of threads."""
+
+    def __init__(self) -> None:
+        self.right = 0
+        self.wrong = 0
+        self.anothers = 0
+        self.errors: Counter[str] = Counter()
+        """How often a question failed with an error, by the error's class."""
+        self.longest = 0.0
+        """How long the slowest answer or error took, in seconds."""
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> int:
+        """The questions that got an error."""
+        return self.errors.total()
+
+    def question(self) -> Question:
+        """A question that has not been asked before."""
+        return Question.numbered(next(self._numbers))
+
+    def take(self, question: Question, outcome: Array | Exception, begin: float) -> None:
+        """Counts what came of a question that was asked at `begin`."""
+        verdict = None if isinstance(outcome, Exception) else question.judge(outcome)
+        with self._lock:
+            self.longest = max(self.longest, perf_counter() - begin)
+            self.right += verdict is Verdict.RIGHT
+            self.wrong += verdict is Verdict.WRONG
+            self.anothers += verdict is Verdict.ANOTHERS
+            if isinstance(outcome, Exception):
+                self.errors[type(outcome).__name__] += 1
+
+    def until(self, count: int) -> None:
+        """Waits until so many more answers have been right. TimeoutError if they do not come."""
+        wanted, deadline = self.right + count, perf_counter() + PATIENCE_S
+        while self.right < wanted:
+            if perf_counter() > deadline:
+                raise TimeoutError(f"{wanted - self.right} of {count} answers did not come; errors: {self.errors}")
+            threading.Event().wait(0.01)
+
+
+@contextmanager
+def in_threads(client: Client, callers: int, tally: Tally) -> Iterator[None]:
+    """So many callers of a client, each a thread, while the block runs."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            question, begin = tally.question(), perf_counter()
+            try:
+                result = client.attend(question.query, question.key, question.value, causal=question.causal)
+            except AttnServeError as error:
+                tally.take(question, error, begin)
+            else:
+                tally.take(question, result.output, begin)
+
+    threads = [threading.Thread(target=ask, name=f"caller-{number}") for number in range(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError("a caller hangs")
+
+
+@asynccontextmanager
+async def in_tasks(client: AsyncClient, callers: int, tally: Tally) -> AsyncIterator[None]:
+    """So many callers of a client, each a task, while the block runs."""
+    stop = asyncio.Event()
+
+    async def ask() -> None:
+        while not stop.is_set():
+            question, begin = tally.question(), perf_counter()
+            try:
+                result = await client.attend(question.query, question.key, question.value, causal=question.causal)
+            except AttnServeError as error:
+                tally.take(question, error, begin)
+            else:
+                tally.take(question, result.output, begin)
+
+    tasks = [asyncio.create_task(ask()) for _ in range(callers)]
+    try:
+        yield
+    finally:
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*tasks)

@@ -1,0 +1,26 @@
+"""The experiments, in the order in which they are made."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final, Protocol, cast
+
+from benchmarks.chaos.outcome import Figure
+
+NAMES: Final = ("drain",)
+"""Each is a module of this package."""
+
+
+class Experiment(Protocol):
+    """What an experiment's module has."""
+
+    PROMISE: str
+    """What is promised."""
+
+    def run(self, minutes: float) -> list[Figure]:
+        """Does it; `minutes` is how long, for what goes on for a time."""
+
+
+def experiment(name: str) -> Experiment:
+    """An experiment by its name. Imported only now: some bring torch along, which others do without."""
+    return cast(Experiment, import_module(f"benchmarks.chaos.{name}"))

@@ -1,0 +1,85 @@
+"""What an experiment found, as it is written to a JSON file and read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something that was counted or measured, and between which bounds it was promised to be, if it was."""
+
+    name: str
+    value: float
+    unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def promised(self) -> bool:
+        """Whether a promise is about it."""
+        return self.at_least is not None or self.at_most is not None
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is within its bounds. What is not a number is not."""
+        low = self.at_least is None or self.value >= self.at_least
+        return low and (self.at_most is None or self.value <= self.at_most)
+
+    @property
+    def bound(self) -> str:
+        """Its bounds in words: `0`, `at most 5`, `1 to 3`."""
+        if self.at_least == self.at_most:
+            return "" if self.at_least is None else f"{self.at_least:.6g}"
+        if self.at_least is None:
+            return f"at most {self.at_most:.6g}"
+        return f"at least {self.at_least:.6g}" if self.at_most is None else f"{self.at_least:.6g} to {self.at_most:.6g}"
+
+
+def exactly(name: str, value: float, expected: float, unit: str = "") -> Figure:
+    """A figure that is promised to be a number."""
+    return Figure(name, value, unit, expected, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One experiment: its name, what is promised, how long it took and its figures."""
+
+    experiment: str
+    promise: str
+    seconds: float
+    figures: list[Figure]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was kept."""
+        return all(figure.kept for figure in self.figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole run: how it was made, when and on what, and what came of each experiment."""
+
+    command: str
+    begun: str
+    minutes: float
+    machine: dict[str, str | int]
+    outcomes: list[Outcome]
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Result:
+        """Reads the JSON file."""
+        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        outcomes = [
+            Outcome(**{**outcome, "figures": [Figure(**figure) for figure in outcome["figures"]]})
+            for outcome in content.pop("outcomes")
+        ]
+        return Result(**content, outcomes=outcomes)

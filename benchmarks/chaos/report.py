@@ -1,0 +1,55 @@
+"""What the experiments found, from their JSON file into docs/reliability.md.
+
+The document is written by hand but for what stands between its markers, which is written anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from benchmarks.chaos.outcome import Figure, Outcome, Result
+
+DOCUMENT: Final = Path("docs/reliability.md")
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+def report(result: Result) -> str:
+    """All that is generated, in markdown."""
+    machine = result.machine
+    made = (
+        f"Made by `{result.command}` at {result.begun}: {machine['cpu']}, {machine['cores']} cores, python "
+        f"{machine['python']}, torch {machine['torch']}, grpcio {machine['grpcio']}."
+    )
+    return "\n\n".join((made, *map(_section, result.outcomes)))
+
+
+def table(outcome: Outcome) -> str:
+    """The figures of an experiment, as a table in markdown."""
+    rows = [("figure", "found", "promised", ""), *map(_row, outcome.figures)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join((f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])))
+
+
+def _row(figure: Figure) -> tuple[str, str, str, str]:
+    verdict = "" if not figure.promised else "kept" if figure.kept else "**broken**"
+    return figure.name, f"{_number(figure.value)} {figure.unit}".rstrip(), figure.bound, verdict
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _section(outcome: Outcome) -> str:
+    return f"### {outcome.experiment}\n\n{outcome.promise}\n\n{table(outcome)}"
+
+
+def with_report(document: str, text: str) -> str:
+    """A document with a text between its markers. ValueError if it has no such place."""
+    before, found_begin, rest = document.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found_begin or not found_end:
+        raise ValueError(f"no {BEGIN} followed by {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"

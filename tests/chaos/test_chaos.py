@@ -1,0 +1,64 @@
+"""The experiments of `make chaos` in short: what is promised of a bad day is kept. No time is asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options
+from benchmarks.chaos.experiments import NAMES
+from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
+from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_report
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def kept(name: str, minutes: float = 0.05) -> Outcome:
+    """The outcome of an experiment, which must have kept its promise."""
+    outcome = make(name, minutes)
+    assert outcome.kept, f"\n{table(outcome)}"
+    return outcome
+
+
+def test_drain() -> None:
+    kept("drain")
+
+
+def test_figures_know_whether_they_are_within_their_bounds() -> None:
+    assert Figure("a", 5, at_least=5).kept
+    assert not Figure("a", 4, at_least=5).kept
+    assert not Figure("a", 6, at_most=5).kept
+    assert not Figure("a", float("nan"), at_most=5).kept
+    assert not exactly("a", 1, 0).kept
+    assert Figure("a", 5).kept
+    assert not Figure("a", 5).promised
+
+
+def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
+    figures = [exactly("wrong answers", 0, 0), Figure("p99", 12.345, "ms", at_most=5), Figure("calls", 12345)]
+    machine: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
+    result = Result("the command", "today", 1.0, machine, [Outcome("drain", "It ends well.", 3.5, figures)])
+    result.write(tmp_path / "deep" / "chaos.json")
+    read = Result.read(tmp_path / "deep" / "chaos.json")
+    assert read == result
+    assert not read.outcomes[0].kept
+    text = report(read)
+    for part in ("the command", "It ends well.", "12.3 ms", "at most 5", "**broken**", "12,345", "kept"):
+        assert part in text
+    document = (ROOT / DOCUMENT).read_text("utf-8")
+    assert with_report(with_report(document, text), "nothing") == with_report(document, "nothing")
+    with pytest.raises(ValueError, match="followed by"):
+        with_report(f"{END}{BEGIN}", text)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = options([])
+    assert chosen.experiments == [*NAMES]
+    assert chosen.json == DEFAULT_JSON
+    for wrong in (["--experiments", "peace"], ["--minutes", "0"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    assert "peace" in capsys.readouterr().err
