@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from attnserve import _dtypes
@@ -29,6 +29,22 @@ class Limits:
     """The most requests in one batch."""
     max_message_calls: int
     """The most calls, and the most cancelled ones, in one message of a stream."""
+    max_rank: int
+    """The most axes of a tensor. 0, here and below: a server of a version that does not say."""
+    max_elements: int
+    """The most elements of a tensor."""
+    max_sequences: int
+    """The most sequences of a request in which each has a length, an offset or a cache of its own."""
+    max_request_flops: int
+    """The most floating-point operations of one request."""
+    max_caches: int
+    """The most caches open."""
+    max_cache_layers: int
+    """The most layers of a cache."""
+    max_layers: int
+    """The most layers loaded."""
+    max_caller_streams: int
+    """The most streams that one caller may have open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +112,6 @@ _SOURCES: Final = {
 
 
 def _read(info: pb.ServerInfoResponse) -> ServerInfo:
-    limits = info.limits
     return ServerInfo(
         version=info.version,
         device=info.device,
@@ -104,15 +119,7 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
         torch_version=info.torch_version,
         threads=info.threads,
         dtypes=tuple(_dtypes.name(dtype) for dtype in info.dtypes),
-        limits=Limits(
-            max_message_bytes=limits.max_message_bytes,
-            max_requests=limits.max_requests,
-            max_bytes=limits.max_bytes,
-            max_flops=limits.max_flops,
-            max_batch_flops=limits.max_batch_flops,
-            max_batch_requests=limits.max_batch_requests,
-            max_message_calls=limits.max_message_calls,
-        ),
+        limits=Limits(**{limit.name: getattr(info.limits, limit.name) for limit in fields(Limits)}),
         kernels=tuple(Kernel(kernel.name, kernel.description) for kernel in info.kernels),
         features=tuple(info.features),
         python_version=info.python_version,

@@ -176,6 +176,25 @@ class Config:
         "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
         "device's speed it is the longest wait: lower it where callers wait less.",
     )
+    max_request_flops: int = _setting(
+        _flops(0),
+        0,
+        "The most floating-point operations of one request. 0: on a CPU 5e11 for each thread, some 10 s, and on CUDA "
+        "as many as max_flops.",
+    )
+    max_rank: int = _setting(_count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
+    max_elements: int = _setting(_flops(), 2**31 - 1, "The most elements of a tensor.")
+    max_sequences: int = _setting(
+        _count(),
+        2**14,
+        "The most sequences of a request in which each has a length, an offset or a cache of its own: it costs "
+        "microseconds to look at one, in which nobody else is served.",
+    )
+    max_caller_streams: int = _setting(
+        _count(),
+        1024,
+        "The most streams that one caller may have open. Callers without a name count by their connection.",
+    )
     max_batch_flops: int = _setting(
         _flops(),
         4 * 10**9,
@@ -218,6 +237,10 @@ class Config:
         "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
     )
     max_caches: int = _setting(_count(), 10_000, "The most caches open.")
+    max_cache_layers: int = _setting(
+        _count(), 1024, "The most layers of a cache: each takes memory outside the pool, before it has a token."
+    )
+    max_layers: int = _setting(_count(), 1024, "The most layers loaded.")
     layers: str = _setting(
         _TEXT,
         "",
@@ -239,7 +262,11 @@ class Config:
             kind, value = _kind(item), getattr(self, item.name)
             if not kind.valid(value):
                 raise ConfigError(item.name, kind.expected, value)
-        for low, high in (("max_message_bytes", "max_bytes"), ("max_batch_flops", "max_flops")):
+        for low, high in (
+            ("max_message_bytes", "max_bytes"),
+            ("max_batch_flops", "max_flops"),
+            ("max_request_flops", "max_flops"),
+        ):
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
 

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from attnserve import _dtypes, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.options import check_offset
 from attnserve_server.problem import Problem, problem_of
 from attnserve_server.reply import encode_attend_response
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
 
-MAX_SEQUENCES = 1 << 14
-"""The most sequences of a request with lengths or offsets: each costs microseconds of the event loop."""
-TOO_LARGE = "LIMIT_EXCEEDED"
+PER_SEQUENCE = ("query_lengths", "kv_lengths", "query_offset")
+"""The tensors that give sequences something of their own."""
 
 MAX_KNOWN_HEADER = 1024
 """A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
@@ -137,7 +137,7 @@ class Request(Independent):
         return self.payloads[index] if index >= 0 else memoryview(b"")
 
 
-def read_request(buffer: bytes, at: int = 0, end: int | None = None) -> Request:
+def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS) -> Request:
     """The request that a part of a buffer holds, serialised. Raises InvalidRequest."""
     if end is None:
         end = len(buffer)
@@ -145,27 +145,28 @@ def read_request(buffer: bytes, at: int = 0, end: int | None = None) -> Request:
         header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
-    problem, extent = _known(header) if len(header) <= MAX_KNOWN_HEADER else _follows(header)
+    problem, extent = _known(header, limits) if len(header) <= MAX_KNOWN_HEADER else _follows(header, limits)
     if extent is None:
-        extent = _extent(problem, payloads)
+        extent = _extent(problem, payloads, limits)
     return Request(problem, payloads, extent, end - at)
 
 
-def _follows(header: bytes) -> tuple[Problem, Extent | None]:
+def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, Extent | None]:
     """What follows from a header alone: the extent too, where no lengths or offsets are given."""
     problem = problem_of(header)
-    if problem.tensors.keys() & {"query_lengths", "kv_lengths", "query_offset"}:
-        return problem, None
-    return problem, _extent(problem, [])
+    limits.check_tensors(problem.tensors)
+    for name in PER_SEQUENCE:
+        if name in problem.tensors:
+            limits.check_sequences(f"{name}.shape", problem.batch)
+            return problem, None
+    return problem, _extent(problem, [], limits)
 
 
 _known = lru_cache(maxsize=4096)(_follows)
 
 
-def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
+def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits) -> Extent:
     """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
-    if problem.batch > MAX_SEQUENCES and problem.tensors.keys() & {"query_lengths", "kv_lengths", "query_offset"}:
-        raise InvalidRequest("", f"at most {MAX_SEQUENCES} sequences of lengths of their own", problem.batch, TOO_LARGE)
     query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
     kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)
     offsets = read_integers(problem.tensors.get("query_offset"), payloads)
@@ -182,6 +183,7 @@ def _extent(problem: Problem, payloads: list[memoryview]) -> Extent:
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
     flops = problem.flops(pairs, rows, problem.kv_length * sequences)
+    limits.check_flops(flops)
     if problem.one_by_one:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:

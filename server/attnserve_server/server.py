@@ -38,6 +38,7 @@ from attnserve_server.http import HttpServer
 from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
+from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 
@@ -126,16 +127,24 @@ class Server:
         )
         self.metrics.watch_state(self.health)
         directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
-        self.registry = Registry(self.device, Path(directory).resolve() if directory else None, self.metrics.layers)
+        self.registry = Registry(
+            self.device, Path(directory).resolve() if directory else None, self.metrics.layers, config.max_layers
+        )
         pool_bytes = config.cache_bytes or default_cache_bytes(self.device)
         self.caches = Host(
-            CacheStore(pool_bytes, config.cache_page_bytes, config.max_caches),
+            CacheStore(pool_bytes, config.cache_page_bytes, config.max_caches, config.max_cache_layers),
             PagePool(pool_bytes, config.cache_page_bytes, self.device.torch_device),
         )
         self.metrics.watch_caches(self.caches.store)
+        self._limits = RequestLimits(
+            max_rank=config.max_rank,
+            max_elements=config.max_elements,
+            max_sequences=config.max_sequences,
+            max_request_flops=config.max_request_flops or default_request_flops(self.device.threads, config.max_flops),
+        )
         readers: dict[str, Read] = {
-            "attend": partial(read_attend, self.caches),
-            "apply": partial(read_apply, self.caches, self.registry),
+            "attend": partial(read_attend, self.caches, limits=self._limits),
+            "apply": partial(read_apply, self.caches, self.registry, limits=self._limits),
         }
         callers = Callers()
         self._service = AttentionService(
@@ -235,6 +244,14 @@ class Server:
                 max_batch_flops=config.max_batch_flops,
                 max_batch_requests=config.max_batch_requests,
                 max_message_calls=config.max_message_calls,
+                max_rank=config.max_rank,
+                max_elements=config.max_elements,
+                max_sequences=config.max_sequences,
+                max_request_flops=self._limits.max_request_flops,
+                max_caches=config.max_caches,
+                max_cache_layers=config.max_cache_layers,
+                max_layers=config.max_layers,
+                max_caller_streams=config.max_caller_streams,
             ),
             kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
             features=["reflection"] if config.reflection else [],

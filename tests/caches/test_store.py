@@ -60,7 +60,6 @@ def test_a_page_holds_aligned_blocks(shape: CacheShape, page_bytes: int, tokens:
         ((1, 0, 8, 1, "float32"), "head_dim"),
         ((1, 8, 0, 1, "float32"), "value_dim"),
         ((1, 8, 8, 0, "float32"), "layers"),
-        ((1, 8, 8, 2**32 - 1, "float32"), "layers"),
         ((1, 8, 8, 1, "float64"), "dtype"),
     ],
 )
@@ -438,3 +437,12 @@ def test_leases_that_are_over_are_forgotten() -> None:
     for time in range(10_000):
         store.delete(store.create(SHAPE, 1e9, float(time)))
     assert len(store._leases._ends) < 100
+
+
+def test_caches_of_too_many_layers() -> None:
+    limited = CacheStore(4 * PAGE_BYTES, PAGE_BYTES, 10, max_layers=3)
+    limited.create(CacheShape(1, 8, 8, 3, "float32"), None, 0.0)
+    with pytest.raises(InvalidRequest, match="at most 3, found 4") as error:
+        limited.create(CacheShape(1, 8, 8, 4, "float32"), None, 0.0)
+    assert (error.value.field, error.value.reason) == ("layers", "LIMIT_EXCEEDED")
+    assert len(limited) == 1

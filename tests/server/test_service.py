@@ -17,6 +17,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
 from attnserve_server.config import Config
+from attnserve_server.limits import default_request_flops
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -95,7 +96,10 @@ def test_server_info(channel: grpc.Channel) -> None:
     assert sorted(info.dtypes) == sorted(tensor_pb2.DataType.Value(f"DATA_TYPE_{name}") for name in floating)
     config = Config()
     for field, limit in info.limits.ListFields():
-        assert limit == getattr(config, field.name)
+        if field.name == "max_request_flops":  # whose default depends on the device
+            assert limit == default_request_flops(info.threads, config.max_flops)
+        else:
+            assert limit == getattr(config, field.name)
     assert len(info.limits.ListFields()) == len(info.limits.DESCRIPTOR.fields)
     assert all(kernel.name and kernel.description for kernel in info.kernels)
     assert "reflection" in info.features

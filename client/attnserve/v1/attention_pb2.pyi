@@ -323,7 +323,7 @@ class Setting(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[_Union[SettingSource, str]] = ..., hidden: bool = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls")
+    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls", "max_rank", "max_elements", "max_sequences", "max_request_flops", "max_caches", "max_cache_layers", "max_layers", "max_caller_streams")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +331,14 @@ class Limits(_message.Message):
     MAX_BATCH_FLOPS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_FLOPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CALLER_STREAMS_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_requests: int
     max_bytes: int
@@ -338,7 +346,15 @@ class Limits(_message.Message):
     max_batch_flops: int
     max_batch_requests: int
     max_message_calls: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_message_calls: _Optional[int] = ...) -> None: ...
+    max_rank: int
+    max_elements: int
+    max_sequences: int
+    max_request_flops: int
+    max_caches: int
+    max_cache_layers: int
+    max_layers: int
+    max_caller_streams: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_message_calls: _Optional[int] = ..., max_rank: _Optional[int] = ..., max_elements: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_request_flops: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_cache_layers: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_caller_streams: _Optional[int] = ...) -> None: ...
 
 class Kernel(_message.Message):
     __slots__ = ("name", "description")

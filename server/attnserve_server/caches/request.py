@@ -13,6 +13,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.options import check_offset
 from attnserve_server.problem import AttendsToCaches, KeyShape, Problem, check
 from attnserve_server.reply import encode_attend_response
@@ -96,18 +97,26 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-def read_attend(host: Host, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+def read_attend(
+    host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
+) -> Work:
     """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
-        return read_request(buffer, at, end)
+        return read_request(buffer, at, end, limits)
     except AttendsToCaches as request:
         _, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
-        return _read(host, caller.name, request.message, payloads, end - at)
+        return _read(host, caller.name, request.message, payloads, end - at, limits)
 
 
 def _read(
-    host: Host, owner: str | None, message: pb.AttendRequest, payloads: list[memoryview], size: int
+    host: Host,
+    owner: str | None,
+    message: pb.AttendRequest,
+    payloads: list[memoryview],
+    size: int,
+    limits: RequestLimits,
 ) -> CachedRequest:
+    limits.check_sequences("caches", len(message.caches))
     now = monotonic()
     caches = [host.store.get(reference.name, now, owner) for reference in message.caches]
     shape = caches[0].shape
@@ -117,7 +126,7 @@ def _read(
         if message.caches[index].layer >= shape.layers:
             expected = f"below {shape.layers}, the layers that the cache has"
             raise InvalidRequest(f"caches[{index}].layer", expected, message.caches[index].layer)
-    problem = _problem(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim))
+    problem = _problem(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim), limits)
     if len(caches) != problem.batch:
         raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
     uses = tuple(
@@ -133,6 +142,7 @@ def _read(
     keys = [use.cache.length(use.layer) + use.tokens for use in uses]
     rows = problem.batch * problem.query_length
     flops = problem.flops(problem.query_length * sum(keys), rows, sum(keys))
+    limits.check_flops(flops)
     return CachedRequest(
         host=host,
         uses=uses,
@@ -145,17 +155,19 @@ def _read(
     )
 
 
-def _problem(message: pb.AttendRequest, resident: KeyShape) -> Problem:
+def _problem(message: pb.AttendRequest, resident: KeyShape, limits: RequestLimits) -> Problem:
     """The problem of a message, whatever caches it names: those differ from step to step, and all else seldom."""
     nameless = pb.AttendRequest()
     nameless.CopyFrom(message)
     nameless.ClearField("caches")
     header = nameless.SerializeToString()
-    return _known(header, resident) if len(header) <= MAX_KNOWN_HEADER else _check(header, resident)
+    return (_known if len(header) <= MAX_KNOWN_HEADER else _check)(header, resident, limits)
 
 
-def _check(header: bytes, resident: KeyShape) -> Problem:
-    return check(pb.AttendRequest.FromString(header), resident)
+def _check(header: bytes, resident: KeyShape, limits: RequestLimits) -> Problem:
+    problem = check(pb.AttendRequest.FromString(header), resident)
+    limits.check_tensors(problem.tensors)
+    return problem
 
 
 _known = lru_cache(maxsize=1024)(_check)

@@ -17,9 +17,6 @@ CacheDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 BLOCK_ALIGNMENT: Final = 64
 """The block of values starts at a multiple of so many bytes, and so does every page."""
 
-MAX_LAYERS: Final = 1024
-"""The most layers of a cache: each takes memory of its own, outside the pool, before it has a token."""
-
 _ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -38,8 +35,6 @@ class CacheShape:
         for field in fields(self)[:4]:
             if (value := getattr(self, field.name)) < 1:
                 raise InvalidRequest(field.name, "a number of at least 1", value)
-        if self.layers > MAX_LAYERS:
-            raise InvalidRequest("layers", f"at most {MAX_LAYERS}", self.layers, "LIMIT_EXCEEDED")
         if self.dtype not in _ITEM_BYTES:
             raise InvalidRequest("dtype", " or ".join(_ITEM_BYTES), self.dtype)
 

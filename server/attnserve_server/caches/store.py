@@ -29,6 +29,7 @@ __all__ = ["CacheStore", "Placement", "Reservation"]
 
 MIN_RETRY_DELAY: Final = 0.05
 MAX_RETRY_DELAY: Final = 10.0
+MAX_LAYERS: Final = 1024
 NAME_BYTES: Final = 18
 """Random bytes in a name: more than anybody can guess, and 24 characters."""
 
@@ -36,7 +37,7 @@ NAME_BYTES: Final = 18
 class CacheStore:
     """All caches, and the pages that they share. Times are seconds of one clock; a ttl of None is forever."""
 
-    def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int) -> None:
+    def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int, max_layers: int = MAX_LAYERS) -> None:
         """An empty pool of as many whole pages as fit. Raises ValueError if pages would not be aligned."""
         if page_bytes < 1 or page_bytes % BLOCK_ALIGNMENT:
             raise ValueError(f"a page has a multiple of {BLOCK_ALIGNMENT} bytes, not {page_bytes}")
@@ -46,6 +47,7 @@ class CacheStore:
         """The tokens of all layers of all caches; those that are shared count for each."""
         self._allocator = PageAllocator(pool_bytes // page_bytes)
         self._max_caches = max_caches
+        self._max_layers = max_layers
         self._caches: dict[str, Cache] = {}
         self._leases = Leases()
 
@@ -80,8 +82,10 @@ class CacheStore:
 
     def create(self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None) -> Cache:
         """An empty cache. Raises Overloaded if there are as many as there may be, and InvalidRequest if a page cannot
-        hold a token.
+        hold a token or it would have too many layers.
         """
+        if shape.layers > self._max_layers:
+            raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, "LIMIT_EXCEEDED")
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
         self._make_room_for_one(now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]

@@ -15,6 +15,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.layers.options import LayerOptions
+from attnserve_server.limits import RequestLimits
 from attnserve_server.options import is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, shown, tensor_at
 
@@ -44,6 +45,13 @@ class Application:
         """S of a padded request."""
         return self.length if self.context_length is None else self.context_length
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute, however many sequences without rows a request says there are."""
+        if self.resident:  # as many as there are caches
+            return False
+        return self.batched and not self.length and not self.context_length
+
 
 class AppliesToCaches(Exception):
     """A request whose sequences go on from resident caches; it carries the message."""
@@ -52,7 +60,7 @@ class AppliesToCaches(Exception):
         self.message = message
 
 
-def application_of(header: bytes) -> Application:
+def application_of(header: bytes, limits: RequestLimits) -> Application:
     """The application that a serialised header (of `ApplyRequest`, with tickets) states.
 
     Raises InvalidRequest, and AppliesToCaches.
@@ -63,11 +71,20 @@ def application_of(header: bytes) -> Application:
         raise Malformed("", error) from None
     if message.caches:
         raise AppliesToCaches(message)
-    return check(message)
+    return check(message, limits)
 
 
-def check(message: pb.ApplyRequest) -> Application:
-    """The application that a message states. Raises InvalidRequest."""
+def check(message: pb.ApplyRequest, limits: RequestLimits) -> Application:
+    """The application that a message states, within limits. Raises InvalidRequest."""
+    application = _application(message)
+    limits.check_tensors(application.tensors)
+    given = [name for name in ("lengths", "context_lengths", "query_offset") if name in application.tensors]
+    if given or not application.empty:
+        limits.check_sequences(f"{(given or ['input'])[0]}.shape", application.batch)
+    return application
+
+
+def _application(message: pb.ApplyRequest) -> Application:
     if not message.layer:
         raise InvalidRequest("layer", "the name of a layer", "nothing")
     tensors = {"input": tensor_at(message, "input")}

@@ -29,6 +29,7 @@ from attnserve_server.layers.request import LayerRequest, checked, read_layer_re
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.tensors import check_broadcast
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
@@ -146,13 +147,21 @@ class CachedLayerRequest(CacheWork):
         return self.uses[0].cache.shape.layers
 
 
-def read_apply(host: Host, registry: Registry, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+def read_apply(
+    host: Host,
+    registry: Registry,
+    caller: Caller,
+    buffer: bytes,
+    at: int,
+    end: int,
+    limits: RequestLimits = DEFAULT_LIMITS,
+) -> Work:
     """The application that a caller asks for in a part of a buffer, with caches or without. Raises RequestError."""
     try:
-        return read_layer_request(registry, buffer, at, end)
+        return read_layer_request(registry, buffer, at, end, limits)
     except AppliesToCaches as request:
         _, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
-        return _read(host, registry, caller.name, request.message, payloads, end - at)
+        return _read(host, registry, caller.name, request.message, payloads, end - at, limits)
 
 
 def _read(
@@ -162,8 +171,9 @@ def _read(
     message: pb.ApplyRequest,
     payloads: list[memoryview],
     size: int,
+    limits: RequestLimits,
 ) -> CachedLayerRequest:
-    application = check(message)
+    application = check(message, limits)
     loaded = registry.get(application.layer)
     decoder, architecture = _decoder(loaded)
     now = monotonic()
@@ -173,7 +183,7 @@ def _read(
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
         _check_shape(index, cache, architecture)
     given = read_input(loaded, application, payloads)
-    applied = checked(loaded, application, given, size)
+    applied = checked(loaded, application, given, size, limits)
     if application.options.bottom_right:
         raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [
@@ -182,6 +192,8 @@ def _read(
         for layer in range(architecture.blocks)
     ]
     check_distinct(uses[:: architecture.blocks])
+    resident_flops = decoder.resident_flops(given.lengths, [cache.length(0) for cache in caches])
+    limits.check_flops(applied.flops + resident_flops)
     return CachedLayerRequest(
         host=host,
         uses=tuple(uses),
@@ -189,7 +201,7 @@ def _read(
         applied=applied,
         decoder=decoder,
         mask=read_mask(application, payloads),
-        resident_flops=decoder.resident_flops(given.lengths, [cache.length(0) for cache in caches]),
+        resident_flops=resident_flops,
     )
 
 

@@ -77,7 +77,7 @@ def _read_lengths(
     def lengths(name: str, rows: int) -> list[int]:
         given = read_integers(tensors.get(name), payloads)
         if given is None:
-            return [rows] * (0 if _is_empty(application) else application.batch)
+            return [rows] * (0 if application.empty else application.batch)
         for index, length in enumerate(given):
             if not 0 <= length <= rows:
                 raise InvalidRequest(f"{name}[{index}]", f"from 0 to {rows}", length)
@@ -94,16 +94,9 @@ def _read_lengths(
         each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
         if len(each) == 1:
             each *= len(own)
-    if _is_empty(application):
+    if application.empty:
         return [], None if context is None else [], None
     return own, context_lengths, each
-
-
-def _is_empty(application: Application) -> bool:
-    """Whether there is nothing to compute, however many sequences without rows a request says there are."""
-    if application.resident:  # as many as there are caches
-        return False
-    return application.batched and not application.length and not application.context_length
 
 
 class _Reader:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from attnserve_server.devices import Device
 from attnserve_server.errors import FailedPrecondition, NotFound
@@ -19,6 +20,8 @@ from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline, outline
 from attnserve_server.layers.specification import LayerSpecification
+
+MAX_LAYERS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +49,16 @@ class Registry:
     """
 
     def __init__(
-        self, device: Device, directory: Path | None, changed: Callable[[Mapping[str, int]], None] = lambda sizes: None
+        self,
+        device: Device,
+        directory: Path | None,
+        changed: Callable[[Mapping[str, int]], None] = lambda sizes: None,
+        max_layers: int = MAX_LAYERS,
     ) -> None:
         self._device = device
         self._changed = changed
         self._directory = directory
+        self._max_layers = max_layers
         self._layers: dict[str, Loaded] = {}
         self._versions = itertools.count(1)
         self._loading = asyncio.Lock()
@@ -70,7 +78,8 @@ class Registry:
         """Loads the layers of a file, all or none; what has their names is replaced at once. A `str` is a caller's, and
         must be below the model directory; a `Path` is the operator's, and is opened as it is.
 
-        Raises LayerError with everything that is wrong, FailedPrecondition if there is no model directory.
+        Raises LayerError with everything that is wrong, FailedPrecondition if there is no model directory or if there
+        would be more layers than there may be.
         """
         directory = self._directory
         if directory is None:
@@ -98,7 +107,14 @@ class Registry:
 
         loaded = []
         path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
-        for specification in load_definitions(path, directory, names):
+        specifications = load_definitions(path, directory, names)
+        if len(self._layers.keys() | {each.name for each in specifications}) > self._max_layers:
+            raise FailedPrecondition(
+                f"at most {self._max_layers} layers may be loaded; unload some",
+                "LIMIT_EXCEEDED",
+                loaded=str(len(self._layers)),
+            )
+        for specification in specifications:
             parameters = load(specification, directory, self._device.torch_device)
             layer = build_layer(specification, parameters, self._device)
             loaded.append(Loaded(layer, outline(specification), next(self._versions)))

@@ -25,6 +25,7 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.reply import ReplyTensor, payloads_of, tensors_header, timings_of
 from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
 from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
@@ -138,7 +139,9 @@ def _tensors_header(tensors: tuple[ReplyTensor, ...], sizes: tuple[int, ...]) ->
     return tensors_header(pb.ApplyResponse, tensors, sizes)
 
 
-def read_layer_request(registry: Registry, buffer: bytes, at: int = 0, end: int | None = None) -> LayerRequest:
+def read_layer_request(
+    registry: Registry, buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS
+) -> LayerRequest:
     """The request that a part of a buffer holds, serialised. Raises InvalidRequest, NotFound and AppliesToCaches."""
     if end is None:
         end = len(buffer)
@@ -146,19 +149,23 @@ def read_layer_request(registry: Registry, buffer: bytes, at: int = 0, end: int 
         header, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
-    application = _known(header) if len(header) <= MAX_KNOWN_HEADER else application_of(header)
+    application = (_known if len(header) <= MAX_KNOWN_HEADER else application_of)(header, limits)
     loaded = registry.get(application.layer)
-    return checked(loaded, application, read_input(loaded, application, payloads), end - at)
+    return checked(loaded, application, read_input(loaded, application, payloads), end - at, limits)
 
 
-def checked(loaded: Loaded, application: Application, given: LayerInput, received_bytes: int) -> LayerRequest:
-    """The request, if its contents fit the layer. Raises InvalidRequest."""
+def checked(
+    loaded: Loaded, application: Application, given: LayerInput, received_bytes: int, limits: RequestLimits
+) -> LayerRequest:
+    """The request, if its contents fit the layer and the limits. Raises InvalidRequest."""
     loaded.layer.check(given)
+    flops = loaded.layer.flops(given.lengths, given.context_lengths, application.options)
+    limits.check_flops(flops)
     return LayerRequest(
         loaded=loaded,
         application=application,
         input=given,
-        flops=loaded.layer.flops(given.lengths, given.context_lengths, application.options),
+        flops=flops,
         received_bytes=received_bytes,
         reply_bytes=_reply_bytes(application, loaded.outline, given),
     )

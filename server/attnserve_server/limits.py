@@ -1,0 +1,64 @@
+"""What one request may be, whatever the load: bounds of the server that readers hold requests to.
+
+In: what a header states. Out: nothing, or InvalidRequest with the limit, before anything is allocated. The bounds of
+all requests together are `admission`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.tensors import MAX_LENGTH, TensorSpec
+
+LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestLimits:
+    """The most axes and elements of a tensor, sequences with lengths or offsets of their own, and FLOPs of a request.
+
+    Compared by identity: a server has one, and it is part of the key of what is remembered of headers.
+    """
+
+    max_rank: int = 4
+    max_elements: int = MAX_LENGTH
+    max_sequences: int = 1 << 14
+    """Each costs microseconds of the event loop."""
+    max_request_flops: int = 2 * 10**13
+
+    def check_tensors(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """Raises InvalidRequest if a tensor has too many axes or elements."""
+        for path, spec in tensors.items():
+            if len(spec.shape) > self.max_rank:
+                raise InvalidRequest(
+                    f"{path}.shape", f"at most {self.max_rank} axes", f"{len(spec.shape)} axes", LIMIT_EXCEEDED
+                )
+            if (elements := prod(spec.shape)) > self.max_elements:
+                raise InvalidRequest(f"{path}.shape", f"at most {self.max_elements} elements", elements, LIMIT_EXCEEDED)
+
+    def check_sequences(self, field: str, sequences: int) -> None:
+        """Raises InvalidRequest if there are too many sequences."""
+        if sequences > self.max_sequences:
+            raise InvalidRequest(field, f"at most {self.max_sequences} sequences", sequences, LIMIT_EXCEEDED)
+
+    def check_flops(self, flops: int) -> None:
+        """Raises InvalidRequest if a request costs too much."""
+        if flops > self.max_request_flops:
+            expected = f"a request of at most {self.max_request_flops} FLOPs"
+            raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED)
+
+
+DEFAULT_LIMITS = RequestLimits()
+
+CPU_REQUEST_FLOPS = 5 * 10**11
+"""What one request may cost on a CPU where nothing is configured, for each thread: some 10 s."""
+
+
+def default_request_flops(threads: int, max_flops: int) -> int:
+    """The most FLOPs of one request where nothing is configured, on a CPU of so many threads, or (0) on a GPU: seconds
+    of a CPU, and all that may be admitted on a GPU.
+    """
+    return min(max_flops, CPU_REQUEST_FLOPS * threads) if threads else max_flops
