@@ -257,3 +257,22 @@ def test_sequences_without_rows_cost_nothing(channel: grpc.Channel) -> None:
     assert list(reply.scores.shape) == [many, 4, 0, 0]
     assert list(reply.lse.shape) == [many, 4, 0]
     assert time.perf_counter() - begin < 10.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        (SELF | {"input": normal(0, 24), "lengths": np.zeros(1_000_000, np.int64)}, "lengths.shape"),
+        (SELF | {"input": np.zeros((20_000, 1, 24), np.float32)}, "input.shape"),
+        (
+            SELF
+            | {"input": tensor(np.zeros((1, 0, 24)), shape=[20_000, 0, 24]), "lengths": np.zeros(20_000, np.int64)},
+            "lengths.shape",
+        ),
+        (BERT | {"input": np.zeros((0,), np.int64), "lengths": np.zeros(20_000, np.int64)}, "lengths.shape"),
+    ],
+)
+def test_more_sequences_than_there_may_be(channel: grpc.Channel, fields: Fields, path: str) -> None:
+    with pytest.raises(InvalidRequestError, match="at most 16384 sequences") as caught:
+        apply(channel, request(fields).SerializeToString())
+    assert (caught.value.field, caught.value.reason) == (path, "LIMIT_EXCEEDED")

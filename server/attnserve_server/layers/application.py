@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from google.protobuf.message import DecodeError
 
@@ -78,9 +79,11 @@ def check(message: pb.ApplyRequest, limits: RequestLimits) -> Application:
     """The application that a message states, within limits. Raises InvalidRequest."""
     application = _application(message)
     limits.check_tensors(application.tensors)
-    given = [name for name in ("lengths", "context_lengths", "query_offset") if name in application.tensors]
-    if given or not application.empty:
-        limits.check_sequences(f"{(given or ['input'])[0]}.shape", application.batch)
+    for name in ("lengths", "context_lengths", "query_offset"):
+        if name in application.tensors:
+            limits.check_sequences(f"{name}.shape", prod(application.tensors[name].shape))
+    if not application.empty:
+        limits.check_sequences("input.shape", application.batch)
     return application
 
 
