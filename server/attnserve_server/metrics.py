@@ -10,6 +10,7 @@ and its messages costs 2.4 us of metrics, where Prometheus' own histograms would
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
@@ -256,9 +257,12 @@ class Metrics:
         """Has the server's state told."""
         self.registry.register(scraped.State(health))
 
-    def watch_caches(self, store: CacheStore) -> None:
-        """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more."""
-        self.registry.register(scraped.Caches(store))
+    def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
+        """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
+
+        Leases that have ended by then, by the clock that they were given, are ended first.
+        """
+        self.registry.register(scraped.Caches(store, clock))
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):

@@ -103,11 +103,13 @@ class Callers:
 class Caches:
     """What a store of caches has and what has happened to it, in its own numbers."""
 
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
+    def __init__(self, store: CacheStore, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
 
     def collect(self) -> Iterable[Metric]:
         store, counts = self._store, self._store.counts
+        # Else a pool would look full that is at the disposal of the next append.
+        store.expire(self._clock())
         pool = GaugeMetricFamily(
             "attnserve_cache_pool_bytes",
             "The pool of the caches: free, reserved for appends in flight, or used; what is shared counts once.",

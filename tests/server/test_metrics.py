@@ -244,7 +244,8 @@ def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], time
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     page = 256  # four tokens of one head, 8 wide, float32
     store = CacheStore(10 * page, page, max_caches=2)
-    metrics.watch_caches(store)
+    now = 0.0
+    metrics.watch_caches(store, lambda: now)
 
     def read(name: str, **labels: str) -> float:
         return value(metrics, f"attnserve_{name}", **labels)
@@ -267,13 +268,29 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store.truncate(fork, 4)
     assert read("cache_truncations_total") == 1
     assert read("cache_shared_bytes_saved") == page
-    store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=50.0)
+    now = 50.0
+    store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=now)
     reasons = ("lease", "pages", "caches")
     assert [read("cache_evictions_total", reason=reason) for reason in reasons] == [0, 0, 1]
     assert pool() == [9, 0, 1]
     store.delete(fork)
     assert read("cache_deletions_total") == 1
     assert pool() == [10, 0, 0]
+
+
+def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> None:
+    store = CacheStore(2560, 256, max_caches=2)
+    now = 0.0
+    metrics.watch_caches(store, lambda: now)
+    cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=now)
+    reservation = store.reserve([(cache, 0, 4)], now)
+    store.append(cache, 0, 4, reservation)
+    now = 6.0
+    assert value(metrics, "attnserve_cache_pool_bytes", state="used") == 256, "what is in use does not end"
+    store.cancel(reservation)
+    assert value(metrics, "attnserve_cache_pool_bytes", state="used") == 0
+    assert value(metrics, "attnserve_caches") == 0
+    assert value(metrics, "attnserve_cache_evictions_total", reason="lease") == 1
 
 
 def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) -> None:
