@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import attnserve._version
 
@@ -42,7 +43,7 @@ def required(metadata: Message, extra: str = "") -> set[str]:
     """The names of the distributions that an installation with an extra, or with none, asks for directly."""
     found = (Requirement(line) for line in metadata.get_all("Requires-Dist", []))
     return {
-        requirement.name.lower().replace("_", "-")
+        canonicalize_name(requirement.name)
         for requirement in found
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
     }
@@ -74,7 +75,7 @@ def test_dependencies_of_the_sdk_do_not_lead_to_torch(metadata: Message) -> None
         for line in requires(name) or []:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                ahead |= {requirement.name.lower().replace("_", "-")} - reached
+                ahead |= {canonicalize_name(requirement.name)} - reached
     assert {"numpy", "googleapis-common-protos"} <= reached
     assert not reached & {"torch", "transformers", "prometheus-client", "safetensors"}
 
@@ -106,7 +107,7 @@ def test_constraints_pin_every_dependency(metadata: Message) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if is_pin(line)]
     assert all(re.fullmatch(r"==[^*,+]+", str(pin.specifier)) for pin in pins)
-    pinned = {pin.name.lower().replace("_", "-") for pin in pins}
+    pinned = {canonicalize_name(pin.name) for pin in pins}
     extras = metadata.get_all("Provides-Extra", [])
     direct = set().union(*(required(metadata, extra) for extra in ("", *extras))) - {"attnserve"}
     assert {"torch", "numpy", "pytest"} <= direct
@@ -115,10 +116,10 @@ def test_constraints_pin_every_dependency(metadata: Message) -> None:
 
 def test_pins_lie_within_the_ranges(metadata: Message) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {pin.name.lower().replace("_", "-"): pin for pin in map(Requirement, filter(is_pin, lines))}
+    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, filter(is_pin, lines))}
     for line in metadata.get_all("Requires-Dist", []):
         requirement = Requirement(line)
-        pin = pins.get(requirement.name.lower().replace("_", "-"))
+        pin = pins.get(canonicalize_name(requirement.name))
         if pin is not None:
             version = str(pin.specifier).removeprefix("==")
             assert requirement.specifier.contains(version), f"{pin} is not within {requirement}"

@@ -1,0 +1,125 @@
+"""What kustomize makes of deploy/, as data: of the base, of an overlay, of the base with any components.
+
+In: directories of deploy/. Out: manifests, as the API server would be given them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import yaml
+
+from attnserve_server.config import ENVIRONMENT_PREFIX, Config, settings, variable
+
+Manifest: TypeAlias = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+WORKLOADS = ("Deployment", "StatefulSet")
+AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
+"""Two ways to say how many replicas there are, of which at most one can be had."""
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders, is not here")
+
+
+def components() -> list[str]:
+    """The names of all components."""
+    return sorted(path.parent.name for path in DEPLOY.glob("components/*/kustomization.yaml"))
+
+
+def combinations() -> Iterator[tuple[str, ...]]:
+    """Every choice of components that can be had together."""
+    names = components()
+    for count in range(len(names) + 1):
+        yield from (chosen for chosen in itertools.combinations(names, count) if not set(AUTOSCALINGS) <= set(chosen))
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All manifests of one rendering."""
+
+    manifests: tuple[Manifest, ...]
+
+    def of_kind(self, *kinds: str) -> list[Manifest]:
+        """The manifests of these kinds."""
+        return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
+
+    def named(self, kind: str, name: str) -> Manifest:
+        """The one manifest of a kind and name."""
+        (found,) = (manifest for manifest in self.of_kind(kind) if manifest["metadata"]["name"] == name)
+        return found
+
+    @property
+    def workload(self) -> Manifest:
+        """What makes the pods: one, whatever its kind is."""
+        (found,) = self.of_kind(*WORKLOADS)
+        return found
+
+    @property
+    def pod(self) -> Manifest:
+        """The pods' spec."""
+        spec: Manifest = self.workload["spec"]["template"]["spec"]
+        return spec
+
+    @property
+    def container(self) -> Manifest:
+        """The one container of a pod."""
+        (container,) = self.pod["containers"]
+        return container  # type: ignore[no-any-return]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the container is started with, from its ConfigMaps and its own; `$(NAME)` as it is."""
+        found: dict[str, str] = {}
+        for source in self.container.get("envFrom", []):
+            found |= self.named("ConfigMap", source["configMapRef"]["name"])["data"]
+        return found | {entry["name"]: entry.get("value", "") for entry in self.container.get("env", [])}
+
+    @property
+    def config(self) -> Config:
+        """What the server makes of its environment. ConfigError if it refuses it."""
+        return load(self.environment)
+
+
+def load(environment: Mapping[str, str]) -> Config:
+    """What the server makes of an environment whose ATTNSERVE_ variables must all be settings."""
+    known = {variable(setting.name) for setting in settings()}
+    ours = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
+    assert ours <= known, f"the server has no settings {sorted(ours - known)}"
+    return Config.load([], environment)
+
+
+@cache
+def render(directory: Path) -> Rendered:
+    """What `kubectl kustomize` makes of a directory."""
+    done = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # A deprecation would be said here.
+    assert not done.stderr, done.stderr
+    return Rendered(tuple(yaml.safe_load_all(done.stdout)))
+
+
+@cache
+def combine(*names: str) -> Rendered:
+    """The base with components, in this order."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Kustomize takes directories by relative paths only.
+        relative = os.path.relpath(DEPLOY, Path(directory).resolve())
+        kustomization = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [f"{relative}/base"],
+            "components": [f"{relative}/components/{name}" for name in names],
+        }
+        Path(directory, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return render(Path(directory))
