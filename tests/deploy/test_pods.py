@@ -1,0 +1,230 @@
+"""Pods as they are rendered, with any components: what they may do, what they are asked, and when they are ended.
+
+What the manifests say is held to the server: its settings, its ports, the answers of a running one.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+import grpc
+import pytest
+from conftest import Server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from manifests import DEPLOY, Rendered, combinations, combine, load, needs_kubectl
+
+from attnserve_server.config import Config
+from attnserve_server.units import parse_address, parse_size
+
+pytestmark = needs_kubectl
+
+CLOSING_S = 10
+"""What the server may take for closing, after its drain: a second for streams, and for Python to end."""
+PROCESS_BYTES = 300 << 20
+"""A server without its pool of caches, measured at its start on a CPU."""
+
+
+@pytest.fixture(params=[pytest.param(names, id="+".join(names) or "base") for names in combinations()])
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    """One after another, the base with every choice of components."""
+    return combine(*request.param)
+
+
+def test_pods_pass_the_restricted_standard(rendered: Rendered) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/, all of its rules, baseline's first."""
+    (namespace,) = rendered.of_kind("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+    pod, container = rendered.pod, rendered.container
+    assert "initContainers" not in pod
+    assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & pod.keys()
+    assert not any("hostPort" in port for port in container["ports"])
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    assert {kind for volume in pod["volumes"] for kind in volume if kind != "name"} <= allowed
+    # Written out rather than allowed: what is not listed here is not in the security contexts.
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    for hook in (*container.get("lifecycle", {}).values(), *(container[f"{probe}Probe"] for probe in PROBES)):
+        assert "host" not in hook.get("httpGet", {})
+        assert "host" not in hook.get("tcpSocket", {})
+
+
+def test_pods_have_no_token(rendered: Rendered) -> None:
+    assert rendered.pod["automountServiceAccountToken"] is False
+    assert rendered.named("ServiceAccount", rendered.pod["serviceAccountName"])["automountServiceAccountToken"] is False
+
+
+def test_the_server_understands_its_settings(rendered: Rendered) -> None:
+    config = rendered.config
+    ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+    grpc_address, http_address = parse_address(config.listen), parse_address(config.http_listen)
+    assert {"grpc": grpc_address.port, "http": http_address.port} == ports
+    assert grpc_address.host == http_address.host == "0.0.0.0"  # the pod's address is not known before there is a pod
+    assert not rendered.container.keys() & {"command", "args"}  # settings are in one place
+    # A Service named attnserve would otherwise set variables like ATTNSERVE_PORT.
+    assert rendered.pod["enableServiceLinks"] is False
+
+
+def test_a_setting_that_the_server_does_not_have_is_found() -> None:
+    with pytest.raises(AssertionError, match="ATTNSERVE_DRIAN_DELAY"):
+        load(combine().environment | {"ATTNSERVE_DRIAN_DELAY": "5s"})
+
+
+def test_ending_adds_up(rendered: Rendered) -> None:
+    config = rendered.config
+    before = rendered.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert before > 0
+    # kube-proxies hear of an endpoint that leaves within seconds of its pod's end having begun.
+    assert before + config.drain_delay >= 5
+    most = before + config.drain_delay + config.drain_grace + CLOSING_S
+    assert most <= rendered.pod["terminationGracePeriodSeconds"]
+    # The defaults of the server would do as well.
+    assert (
+        before + Config().drain_delay + Config().drain_grace + CLOSING_S
+        <= rendered.pod["terminationGracePeriodSeconds"]
+    )
+
+
+PROBES = ("startup", "liveness", "readiness")
+
+
+def test_probes_are_three_questions(rendered: Rendered) -> None:
+    startup, liveness, readiness = (rendered.container[f"{probe}Probe"] for probe in PROBES)
+    patience = {
+        probe: spec["periodSeconds"] * spec["failureThreshold"]
+        for probe, spec in zip(PROBES, (startup, liveness, readiness), strict=True)
+    }
+    # Loading weights takes longer than a node is ever busy, which takes longer than callers should wait for replies.
+    assert patience["startup"] >= 300 > 60 >= patience["liveness"] > patience["readiness"]
+    assert question(startup) == question(readiness)
+    assert question(liveness) != question(readiness)
+
+
+def question(probe: dict[str, Any]) -> tuple[str, str]:
+    """How a probe asks, and for what."""
+    if "grpc" in probe:
+        return "grpc", probe["grpc"]["service"]
+    return "http", probe["httpGet"]["path"]
+
+
+def test_a_server_answers_the_probes(server: Server) -> None:
+    """In the words of every rendering. That draining and failing answer differently is tested where health is."""
+    questions = {
+        (probe, question(combine(*names).container[f"{probe}Probe"])) for names in combinations() for probe in PROBES
+    }
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for probe, (protocol, what) in questions:
+            if protocol == "grpc":
+                reply = health.Check(health_pb2.HealthCheckRequest(service=what), timeout=30)
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+                assert what == ("liveness" if probe == "liveness" else "readiness")
+            else:
+                with urllib.request.urlopen(f"http://{server.http_address}{what}", timeout=30) as reply:
+                    assert reply.status == 200
+                assert what == ("/healthz" if probe == "liveness" else "/readyz")
+
+
+def test_probes_ask_ports_that_are_there(rendered: Rendered) -> None:
+    ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+    for probe in PROBES:
+        spec = rendered.container[f"{probe}Probe"]
+        if "grpc" in spec:
+            # The kubelet's gRPC probes know no TLS, and take no names of ports.
+            assert spec["grpc"]["port"] == ports["grpc"]
+        else:
+            assert spec["httpGet"]["port"] == "http"
+
+
+def test_memory_holds_what_the_settings_allow(rendered: Rendered) -> None:
+    config, resources = rendered.config, rendered.container["resources"]
+    limit = parse_size(resources["limits"]["memory"] + "B")
+    in_memory = sum(
+        parse_size(volume["emptyDir"]["sizeLimit"] + "B")
+        for volume in rendered.pod["volumes"]
+        if volume.get("emptyDir", {}).get("medium") == "Memory"
+    )
+    caches = config.cache_bytes  # on a GPU they are in its memory, and 0
+    assert caches or config.device == "cuda"
+    assert limit >= PROCESS_BYTES + caches + config.max_bytes + in_memory + config.max_bytes // 2
+    # Memory that is there only while others do not need it ends in a killed server.
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+def test_threads_follow_the_limit_of_processors(rendered: Rendered) -> None:
+    resources = rendered.container["resources"]
+    assert resources["requests"]["cpu"] == resources["limits"]["cpu"]
+    assert int(resources["limits"]["cpu"]) >= 2  # whole: a part of a processor would be no thread (see cpus.py)
+    assert rendered.config.threads == 0
+    assert not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & rendered.environment.keys()
+
+
+def test_a_gpu_is_asked_for_where_there_is_to_be_one(rendered: Rendered) -> None:
+    wanted = rendered.container["resources"]["limits"].get("nvidia.com/gpu")
+    gpu = rendered.config.device == "cuda"
+    assert (wanted == "1") is gpu
+    assert rendered.container["image"].endswith("-cuda" if gpu else "-cpu")
+    assert any(toleration["key"] == "nvidia.com/gpu" for toleration in rendered.pod.get("tolerations", ())) is gpu
+    assert any(mount["mountPath"] == "/dev/shm" for mount in rendered.container["volumeMounts"]) is gpu
+    assert ("nodeSelector" in rendered.pod) is gpu
+
+
+def test_only_callers_and_the_monitoring_are_let_in() -> None:
+    (policy,) = combine().of_kind("NetworkPolicy")
+    assert sorted(policy["spec"]["policyTypes"]) == ["Egress", "Ingress"]
+    doors = {port["port"]: rule["from"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert doors.keys() == {"grpc", "http"}
+    assert all(selector["namespaceSelector"]["matchLabels"] for door in doors.values() for selector in door)
+
+
+def test_services_are_for_both_ways_of_balancing(rendered: Rendered) -> None:
+    headless, cluster = (rendered.named("Service", name)["spec"] for name in ("attnserve-headless", "attnserve"))
+    assert headless["clusterIP"] == "None"
+    assert not headless.get("publishNotReadyAddresses")
+    assert cluster["type"] == "ClusterIP"
+    assert "clusterIP" not in cluster
+    assert all(port["appProtocol"] for service in (headless, cluster) for port in service["ports"])
+
+
+def test_replicas_keep_their_names_where_callers_come_back_to_them(rendered: Rendered) -> None:
+    stateful = rendered.workload["kind"] == "StatefulSet"
+    assert stateful == ("attnserve-owners" in {service["metadata"]["name"] for service in rendered.of_kind("Service")})
+    if stateful:
+        assert rendered.named("Service", "attnserve-owners")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_components_change_nothing_else_of_the_pods() -> None:
+    """A StatefulSet's pods are the Deployment's."""
+    for names in combinations():
+        if "stateful" not in names:
+            continue
+        without = combine(*(name for name in names if name != "stateful"))
+        assert combine(*names).workload["spec"]["template"] == without.workload["spec"]["template"], names
+
+
+def test_every_file_is_used() -> None:
+    """A file that nobody refers to is not rendered, and its mistakes would not be seen."""
+    for kustomization in DEPLOY.glob("**/kustomization.yaml"):
+        text = kustomization.read_text()
+        for path in kustomization.parent.iterdir():
+            assert path == kustomization or path.is_dir() or path.name in text, path

@@ -1,0 +1,167 @@
+"""Every overlay and every combination of components renders to what the API server takes.
+
+Kubernetes' own kinds are held to its published schemas (PyPI's kubernetes-validate), strictly: a field that is not
+there is an error. Custom resources are held to the models that PyPI's cloudcoil.models.* make of the definitions that
+cert-manager, KEDA and the Prometheus operator publish.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from cloudcoil.models.cert_manager import v1 as cert_manager
+from cloudcoil.models.keda import v1alpha1 as keda
+from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
+from manifests import (
+    AUTOSCALINGS,
+    DEPLOY,
+    Manifest,
+    Rendered,
+    combinations,
+    combine,
+    components,
+    needs_kubectl,
+    render,
+)
+
+pytestmark = needs_kubectl
+
+KUBERNETES = ("1.30", kubernetes_validate.latest_version())
+"""The oldest version that has everything used here (preStop's sleep), and the newest whose schemas there are."""
+CUSTOM: dict[tuple[str, str], Any] = {
+    ("cert-manager.io/v1", "Certificate"): cert_manager.Certificate,
+    ("cert-manager.io/v1", "Issuer"): cert_manager.Issuer,
+    ("keda.sh/v1alpha1", "ScaledObject"): keda.ScaledObject,
+    ("monitoring.coreos.com/v1", "PodMonitor"): prometheus_operator.PodMonitor,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): prometheus_operator.PrometheusRule,
+}
+CLUSTER_WIDE = ("Namespace",)
+
+
+def renderings() -> list[Any]:
+    """What renders everything there is, to be a parameter of tests."""
+    directories = [DEPLOY / "base", *sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))]
+    made: list[tuple[str, Callable[[], Rendered]]] = [
+        (str(directory.relative_to(DEPLOY)), lambda directory=directory: render(directory)) for directory in directories
+    ]
+    made += [("+".join(names), lambda names=names: combine(*names)) for names in combinations() if names]
+    return [pytest.param(make, id=name) for name, make in made]
+
+
+@pytest.fixture(params=renderings())
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    """One after another, everything that can be rendered."""
+    made: Rendered = request.param()
+    return made
+
+
+@cache
+def fault(text: str) -> str | None:
+    """What is wrong with a manifest, given as JSON: the same one is in many renderings."""
+    manifest = json.loads(text)
+    model = CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
+    try:
+        if model is not None:
+            model.model_validate_json(text, strict=True, extra="forbid", by_alias=True, by_name=False)
+        else:
+            for version in KUBERNETES:
+                kubernetes_validate.validate(manifest, version, strict=True)
+    except (ValueError, kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        return str(error)
+    return None
+
+
+def identity(manifest: Manifest) -> tuple[str, str, str]:
+    return manifest["kind"], manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]
+
+
+def test_manifests_are_as_their_schemas_say(rendered: Rendered) -> None:
+    faults = {identity(manifest): fault(json.dumps(manifest, sort_keys=True)) for manifest in rendered.manifests}
+    assert not {name: found for name, found in faults.items() if found is not None}
+
+
+def test_everything_has_one_name_in_one_namespace(rendered: Rendered) -> None:
+    identities = [identity(manifest) for manifest in rendered.manifests]
+    assert len(set(identities)) == len(identities)
+    spaces = {namespace for kind, namespace, _ in identities if kind not in CLUSTER_WIDE}
+    (namespace,) = rendered.of_kind("Namespace")
+    assert spaces == {namespace["metadata"]["name"]}
+
+
+def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
+    labels = rendered.workload["spec"]["template"]["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+    selectors = [(service, service["spec"]["selector"]) for service in rendered.of_kind("Service")]
+    selectors += [
+        (manifest, manifest["spec"][field]["matchLabels"])
+        for kind, field in (
+            ("PodDisruptionBudget", "selector"),
+            ("NetworkPolicy", "podSelector"),
+            ("PodMonitor", "selector"),
+        )
+        for manifest in rendered.of_kind(kind)
+    ]
+    selectors += [(rendered.workload, rendered.workload["spec"]["selector"]["matchLabels"])]
+    selectors += [
+        (rendered.workload, constraint["labelSelector"]["matchLabels"])
+        for constraint in rendered.pod["topologySpreadConstraints"]
+    ]
+    for manifest, selector in selectors:
+        assert selector.items() <= labels.items(), identity(manifest)
+
+    for service in rendered.of_kind("Service"):
+        (port,) = service["spec"]["ports"]
+        assert port["port"] == ports[port["targetPort"]]
+    for policy in rendered.of_kind("NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            assert {port["port"] for port in rule["ports"]} <= ports.keys()
+            assert rule["from"]
+    for monitor in rendered.of_kind("PodMonitor"):
+        assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports.keys()
+    for scaler in rendered.of_kind("HorizontalPodAutoscaler", "ScaledObject"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["apiVersion"], target["kind"], target["name"]) == (
+            rendered.workload["apiVersion"],
+            rendered.workload["kind"],
+            rendered.workload["metadata"]["name"],
+        )
+        assert "replicas" not in rendered.workload["spec"]
+    if rendered.workload["kind"] == "StatefulSet":
+        service = rendered.named("Service", rendered.workload["spec"]["serviceName"])
+        assert service["spec"]["clusterIP"] == "None"
+    assert rendered.named("ServiceAccount", rendered.pod["serviceAccountName"])
+    volumes = {volume["name"] for volume in rendered.pod["volumes"]}
+    assert {mount["name"] for mount in rendered.container["volumeMounts"]} == volumes
+
+
+def test_a_field_that_is_not_there_is_found() -> None:
+    for names in combinations():
+        for manifest in combine(*names).manifests:
+            if "spec" in manifest:
+                assert fault(json.dumps(manifest | {"spec": manifest["spec"] | {"nothing": 1}})), identity(manifest)
+
+
+def test_the_order_of_components_does_not_matter() -> None:
+    # What goes wrong between components goes wrong between two of them; and all at once, to be sure.
+    most = len(components()) - len(AUTOSCALINGS) + 1
+    for names in combinations():
+        if len(names) in (2, most):
+            assert _by_identity(combine(*names)) == _by_identity(combine(*reversed(names))), names
+
+
+def _by_identity(rendered: Rendered) -> dict[tuple[str, str, str], Manifest]:
+    return {identity(manifest): _sorted(manifest) for manifest in rendered.manifests}
+
+
+def _sorted(value: Any) -> Any:
+    """A manifest whose lists have an order that says nothing."""
+    if isinstance(value, dict):
+        return {key: _sorted(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return sorted(map(_sorted, value), key=lambda part: json.dumps(part, sort_keys=True))
+    return value
