@@ -2,8 +2,8 @@
 
 In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
 says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
-standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 2 if a setting is wrong, 1 if
-the server cannot start.
+standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
+a setting is wrong, 1 if the server cannot start.
 `attnserve-server layers check` starts nothing: see `layers.check`.
 """
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in (*surroundings(), *config.describe()):
             print(line, flush=True)
         # Only now, because it loads torch: --help and a wrong setting answer at once.
-        from attnserve_server.server import run
+        from attnserve_server.serving import run
 
         run(config)
     except StartError as error:

@@ -218,6 +218,12 @@ class Config:
         0.1,
         "One level of priority is worth this much waiting: a request that has waited so much longer runs first.",
     )
+    stuck_after: float = _setting(
+        _DURATION,
+        60.0,
+        "How long a batch may be computed, beyond 10 s for each 1e9 operations of it, before the device counts as "
+        "stuck and the server ends, so that it is started again. 0: for ever.",
+    )
     drain_delay: float = _setting(
         _DURATION,
         0.0,

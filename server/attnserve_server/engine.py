@@ -12,12 +12,23 @@ import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, Draining, RequestError, Starting
+from attnserve_server.computation import compute
+from attnserve_server.errors import (
+    Cancelled,
+    ComputationFailed,
+    DeadlineExceeded,
+    DeviceFailed,
+    Draining,
+    RequestError,
+    Starting,
+    error_for_caller,
+)
 from attnserve_server.metrics import Metrics
 from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
@@ -38,6 +49,8 @@ class Outcome:
 
 
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
+Part: TypeAlias = tuple[list["Entry"], BatchResult | RequestError]
+"""What came of some entries of a batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +69,7 @@ class Entry:
     decode: float
     caller: Hashable = None
     cancelled: bool = False
+    answered: bool = False
 
     @property
     def group(self) -> Hashable:
@@ -97,7 +111,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._turns: Turns[Entry] = Turns()
-        self._busy = False
+        self._running: Batch[Entry] | None = None
         self._batch_begin = 0.0
         self._busy_seconds = 0.0
         self._next_step: asyncio.Handle | None = None
@@ -106,14 +120,22 @@ class Engine:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.failure: str | None = None
+        """Why the device was given up, for good; None while it works."""
+        self.failed = asyncio.Event()
+        """Set when there is a failure."""
 
     def submit(self, entry: Entry) -> None:
-        """Admits and queues a request. Raises Overloaded, InvalidRequest (too large for the server) or Draining.
+        """Admits and queues a request. Raises Overloaded, InvalidRequest (too large for the server), Draining, or
+        DeviceFailed.
 
         The caller of `submit` calls `release` when the reply has left.
         """
         if not self._opened:
             raise Starting
+        if self.failure is not None:
+            self._metrics.rejected("failed")
+            raise DeviceFailed
         if self._draining:
             self._metrics.rejected("draining")
             raise Draining
@@ -121,7 +143,7 @@ class Engine:
         if entry.request.needs:
             try:
                 entry.request.enter()
-            except RequestError:
+            except Exception:
                 self._admission.computed(entry.cost, 0)
                 self._admission.release(entry.size)
                 raise
@@ -157,12 +179,22 @@ class Engine:
     @property
     def stuck(self) -> bool:
         """Whether something is being computed, which nothing can interrupt."""
-        return self._busy
+        return self._running is not None
+
+    @property
+    def running(self) -> object | None:
+        """The batch that is being computed; None while the device is idle."""
+        return self._running
+
+    @property
+    def running_cost(self) -> int:
+        """What that batch costs, in FLOPs."""
+        return 0 if self._running is None else self._running.cost
 
     @property
     def batch_seconds(self) -> float:
         """How long the device has had the batch that it has now; 0 if it has none."""
-        return perf_counter() - self._batch_begin if self._busy else 0.0
+        return perf_counter() - self._batch_begin if self._running is not None else 0.0
 
     @property
     def busy_seconds(self) -> float:
@@ -175,11 +207,26 @@ class Engine:
 
     def close(self) -> None:
         """Ends the worker thread. What it runs is not waited for: see `stuck`."""
-        self._worker.shutdown(wait=not self._busy)
+        self._worker.shutdown(wait=self._running is None)
+
+    def fail(self, why: str) -> None:
+        """Gives up the device, for good. Everybody who waits for it is told to go elsewhere, whatever else is wrong."""
+        if self.failure is not None:
+            return
+        self.failure = why
+        logger.critical("%s; requests are told to go elsewhere", why)
+        batches = [] if self._running is None else [self._running]
+        while self._queue.requests:
+            batches.append(self._queue.pop(perf_counter()))
+        waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
+        for entry in dict.fromkeys([*waiting, *self._turns.everyone()]):
+            if not entry.answered:
+                self._reply(entry, DeviceFailed())
+        self.failed.set()
 
     def _schedule(self) -> None:
         """Has the next batch run, if the device is idle."""
-        if self._busy or (self._next_step is not None and not self._waits):
+        if self._running is not None or (self._next_step is not None and not self._waits):
             return
         wait = self._remaining_wait() if self._max_wait > 0 else 0.0
         if self._next_step is not None:
@@ -198,21 +245,30 @@ class Engine:
     def _step(self) -> None:
         """Runs the next batch, if there is one."""
         self._next_step = None
-        begin = perf_counter()
-        batch = self._queue.pop(begin)
+        try:
+            self._run_next()
+        except Exception:  # a bug, which must not leave those waiting whom it did not reach
+            logger.exception("the engine failed")
+            self.fail("the engine failed")
+
+    def _run_next(self) -> None:
+        if self.failure is not None:
+            return
+        self._batch_begin = begin = perf_counter()
+        self._running = batch = self._queue.pop(begin)
         self._drop(batch)
         if batch.entries and batch.entries[0].request.needs:
             self._begin(batch)
         if not batch.entries:
+            self._running = None
             if self._queue.requests:
                 self._schedule()
             return
-        self._busy, self._batch_begin = True, begin
         if batch.cost <= self._device.inline_flops:
-            self._complete(batch, begin, self._run(batch))
+            self._complete(batch, begin, compute(self._device, batch.entries))
         else:
-            future = self._loop.run_in_executor(self._worker, self._run, batch)
-            future.add_done_callback(lambda done: self._complete(batch, begin, done.result()))
+            future = self._loop.run_in_executor(self._worker, compute, self._device, batch.entries)
+            future.add_done_callback(partial(self._computed, batch, begin))
 
     def _drop(self, batch: Batch[Entry]) -> None:
         for entries, reason, error in (
@@ -231,11 +287,11 @@ class Engine:
         for entry in batch.entries:
             try:
                 entry.request.begin()
-            except RequestError as error:
+            except Exception as error:
                 self._admission.computed(entry.cost, 0)
                 batch.cost -= entry.cost
                 self._leave(entry)
-                self._reply(entry, error)
+                self._reply(entry, error_for_caller(error))
             else:
                 able.append(entry)
         batch.entries = able
@@ -248,46 +304,44 @@ class Engine:
         for ready in self._turns.leave(entry):
             self._queue.push(ready)
 
-    def _run(self, batch: Batch[Entry]) -> list[tuple[list[Entry], BatchResult | Exception]]:
-        """Computes a batch; if that fails, each of its requests alone, so that only the guilty fail."""
-        entries = batch.entries
-        try:
-            return [(entries, self._compute(entries))]
-        except Exception as error:
-            logger.exception("a batch of %d failed", len(entries))
-            if len(entries) == 1:
-                return [(entries, error)]
-        results: list[tuple[list[Entry], BatchResult | Exception]] = []
-        for entry in entries:
-            try:
-                results.append(([entry], self._compute([entry])))
-            except Exception as error:
-                logger.exception("a request failed alone")
-                results.append(([entry], error))
-        return results
+    def _computed(self, batch: Batch[Entry], begin: float, done: asyncio.Future[list[Part]]) -> None:
+        """Takes what the worker thread made of a batch, if it lives."""
+        if (error := done.exception()) is not None:
+            logger.critical("a batch ended the thread that computed it", exc_info=error)
+            self.fail("the thread that computes is dead")
+        else:
+            self._complete(batch, begin, done.result())
 
-    def _compute(self, entries: list[Entry]) -> BatchResult:
-        return entries[0].request.run_batch(self._device, [entry.request for entry in entries])
-
-    def _complete(
-        self, batch: Batch[Entry], begin: float, results: list[tuple[list[Entry], BatchResult | Exception]]
-    ) -> None:
+    def _complete(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
         """Hands results to their callers, and has the next batch run."""
-        self._busy = False
+        if self.failure is not None:  # everybody has been told
+            return
+        try:
+            self._hand_over(batch, begin, parts)
+        except Exception:  # a bug, which must not leave those waiting whom it did not reach
+            logger.exception("the engine failed")
+            self._running = batch
+            self.fail("the engine failed")
+
+    def _hand_over(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
+        if isinstance(parts[0][1], DeviceFailed):
+            self.fail("the device is lost")
+            return
+        self._running = None
         seconds = perf_counter() - begin
         self._busy_seconds += seconds
         self._admission.computed(batch.cost, seconds)
         if batch.entries[0].request.needs:
-            for entries, outcome in results:
+            for entries, outcome in parts:
                 for entry in entries:
-                    entry.request.end(isinstance(outcome, Exception))
+                    entry.request.end(isinstance(outcome, RequestError))
                     self._leave(entry)
         if self._queue.requests:
             self._schedule()
-        for entries, outcome in results:
-            if isinstance(outcome, Exception):
+        for entries, outcome in parts:
+            if isinstance(outcome, RequestError):
                 for entry in entries:
-                    self._reply(entry, ComputationFailed(type(outcome).__name__))
+                    self._reply(entry, outcome)
                 continue
             flops = sum(entry.request.flops for entry in entries)
             tokens = sum(entry.request.query_tokens for entry in entries)
@@ -301,6 +355,7 @@ class Engine:
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Hands an outcome to its caller; a failure there is that caller's alone."""
+        entry.answered = True
         try:
             entry.reply(entry, outcome)
         except Exception:

@@ -5,10 +5,12 @@
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
+    ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
     ├── Draining             UNAVAILABLE          ErrorInfo
     ├── Starting             UNAVAILABLE          ErrorInfo
+    ├── DeviceFailed         UNAVAILABLE          ErrorInfo
     └── ComputationFailed    INTERNAL             ErrorInfo
 
 Messages speak of the request alone: no stack traces, no paths, nothing of other callers.
@@ -125,6 +127,15 @@ class Overloaded(RequestError):
         return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]
 
 
+class OutOfMemory(RequestError):
+    """A request for which the device has not the memory, alone."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self) -> None:
+        super().__init__("the device has not the memory for this", "OUT_OF_MEMORY")
+
+
 class DeadlineExceeded(RequestError):
     """A request whose caller's time ran out before it ran."""
 
@@ -159,6 +170,15 @@ class Starting(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the server is starting", "STARTING")
+
+
+class DeviceFailed(RequestError):
+    """A request to a server whose device is lost or stuck, and which is about to end."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self) -> None:
+        super().__init__("the server's device failed; another server will answer", "DEVICE_FAILED")
 
 
 class ComputationFailed(RequestError):

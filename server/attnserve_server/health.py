@@ -74,9 +74,11 @@ class Health:
 
     async def changed(self, service: str, status: Any) -> bool:
         """Waits until a service's status is another than this. False once the watches end."""
-        while not self._closed and self.status(service) == status:
+        while self.status(service) == status:
+            if self._closed:
+                return False
             await self._changed.wait()
-        return not self._closed
+        return True
 
 
 class _HealthService:

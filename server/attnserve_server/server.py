@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import platform
-import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc
 import torch
@@ -20,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server import __version__, units
+from attnserve_server import __version__
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
@@ -33,6 +31,7 @@ from attnserve_server.config import Config, ListenError, Source, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine, Entry
+from attnserve_server.errors import OutOfMemory
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
 from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
@@ -41,6 +40,7 @@ from attnserve_server.layers.registry import Registry
 from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -59,43 +59,21 @@ DTYPES = (
 )
 
 
-def run(config: Config) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start."""
-    if not asyncio.run(_serve(config)):
-        logger.warning("what was still being computed is cut off")
-        logging.shutdown()
-        # Threads that compute cannot be interrupted, and Python would wait for them.
-        os._exit(CUT_OFF)
+OpenDevice: TypeAlias = Callable[[Config], Device]
+"""Opens the device that a configuration asks for. Raises StartError."""
 
 
-async def _serve(config: Config) -> bool:
-    """Serves; whether nothing was left undone."""
-    stopping = asyncio.Event()
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = Server(config)
+def configured_device(config: Config) -> Device:
+    """The device that a configuration asks for."""
     try:
-        grpc_address, http_address = await server.start()
-        device = server.device
-        print(
-            f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
-        )
-        print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")
-        print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
-        await stopping.wait()
-        await server.drain()
-    finally:
-        await server.stop()
-        for number in STOP_SIGNALS:  # being told again must not kill what is about to end well
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
-    return not server.engine.stuck
+        return open_device(config.device, config.threads or usable_cpus(), config.inline_flops)
+    except DeviceError as error:
+        raise StartError(str(error)) from None
 
 
 DEFAULT_CACHE_BYTES = 512 << 20
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CUT_OFF = 3
-"""The exit status where the grace was over before the work was."""
+FAREWELL_S = 5.0
+"""How long a server whose device failed waits for its callers to take the news."""
 STREAM_SHARE = 4
 """A stream that has this part of all requests in flight is not read from until it has fewer."""
 
@@ -103,17 +81,15 @@ STREAM_SHARE = 4
 class Server:
     """One server: a device, an engine, a gRPC port and an HTTP port. Made on the event loop that it lives on."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, open_device: OpenDevice = configured_device) -> None:
         self._config = config
-        try:
-            self.device: Device = open_device(config.device, config.threads or usable_cpus(), config.inline_flops)
-        except DeviceError as error:
-            raise StartError(str(error)) from None
+        self.device = open_device(config)
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name)
         queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
         admission = Admission(config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes)
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait)
+        self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
         self.metrics.watch(
             queue_requests=lambda: queue.requests + self.engine.waiting_for_turns,
             queue_bytes=lambda: queue.bytes,
@@ -195,16 +171,26 @@ class Server:
         except RuntimeError:
             raise ListenError("listen", listen, "the address is taken or not ours") from None
         await self._grpc.start()
-        await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
+        except Exception as error:
+            logger.exception("the device does not compute")
+            raise StartError(f"device {self.device.name} does not compute: {type(error).__name__}") from None
         if self._config.layers:
             await self._load_layers()
         self.engine.open()
+        if self._watchdog is not None:
+            self._watchdog.start()
         self.health.set("serving")
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
 
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
-        for loaded in await self.registry.load(Path(self._config.layers)):
+        try:
+            layers = await self.registry.load(Path(self._config.layers))
+        except OutOfMemory as error:
+            raise StartError(f"layers: {error}") from None
+        for loaded in layers:
             specification = loaded.specification
             size = specification.parameter_bytes()
             print(f"layer: {loaded.name}, {specification.kind}, {loaded.outline}, {size} bytes", flush=True)
@@ -218,13 +204,21 @@ class Server:
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
         self._service.end_streams()
 
+    async def abandon(self) -> None:
+        """Lives no longer: says so, and has the replies leave that say it to callers."""
+        self.health.set("failed")
+        await self.engine.drain(FAREWELL_S)
+        self._service.end_streams()
+
     async def stop(self) -> None:
         """Ends whatever is left."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self.health.close()
         await self._grpc.stop(1.0)
         await self._http.stop()
         self.engine.close()
-        if not self.engine.stuck:
+        if not self.engine.stuck and self.engine.failure is None:
             self.device.close()
 
     def _info(self) -> pb.ServerInfoResponse:

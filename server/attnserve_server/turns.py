@@ -26,6 +26,10 @@ class Turns(Generic[T]):
         """How many are not first in all their lines."""
         return len(self._ahead)
 
+    def everyone(self) -> list[T]:
+        """All who have entered and not left, whether it is their turn or not."""
+        return list(self._needs)
+
     def enter(self, who: T, needs: Sequence[Hashable]) -> bool:
         """Lines up for some things, all different; whether it is its turn already."""
         self._needs[who] = tuple(needs)

@@ -31,7 +31,8 @@ from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
 from attnserve._apply import encode_apply
 from attnserve_server.__main__ import main
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.errors import NotFound
+from attnserve_server.errors import NotFound, OutOfMemory
+from attnserve_server.layers import registry as registries
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import read_layer_request
 
@@ -377,6 +378,35 @@ async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
             read_layer_request(registry, message)
     finally:
         gc.enable()
+        device.close()
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "failure", [torch.OutOfMemoryError("no"), MemoryError(), RuntimeError("can't allocate memory")]
+)
+async def test_layers_for_which_there_is_no_memory(
+    directory: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two does not fit: none is loaded, and what was there stays."""
+    threads = torch.get_num_threads()
+    device = CpuDevice(1, 0)
+    load, loads = registries.load, itertools.count()
+
+    def load_one(*arguments: Any) -> Any:
+        if next(loads) == 1:
+            raise failure
+        return load(*arguments)
+
+    try:
+        registry = Registry(device, directory)
+        before = await registry.load("layers.toml")
+        monkeypatch.setattr(registries, "load", load_one)
+        with pytest.raises(OutOfMemory):
+            await registry.load("layers.toml")
+        assert registry.all() == before
+        assert [loaded.version for loaded in await registry.load("layers.toml")] > [loaded.version for loaded in before]
+    finally:
         device.close()
         torch.set_num_threads(threads)
 

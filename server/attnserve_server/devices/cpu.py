@@ -16,7 +16,9 @@ from time import perf_counter
 
 import torch
 
+from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import RowFunction, Rows, chunks
+from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, flash_cpu
@@ -94,6 +96,10 @@ class CpuDevice:
         """The calls of kernels since they were last taken."""
         taken, self._kernel_calls = self._kernel_calls, Counter()
         return taken
+
+    def blame(self, error: Exception) -> Blame:
+        """A CPU is never lost without this process."""
+        return "memory" if is_out_of_memory(error) else "request"
 
     def warm_up(self) -> None:
         """Runs each kernel once, on each thread."""

@@ -18,7 +18,9 @@ from time import perf_counter
 
 import torch
 
+from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import RowFunction, Rows
+from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -80,6 +82,16 @@ class CudaDevice:
         """The calls of kernels since they were last taken."""
         taken, self._kernel_calls = self._kernel_calls, Counter()
         return taken
+
+    def blame(self, error: Exception) -> Blame:
+        """Errors of kernels stay with the context: after one, nothing works until the process ends."""
+        if is_out_of_memory(error):
+            return "memory"
+        try:
+            torch.ones(1, device=self._device).item()
+        except Exception as failure:
+            return "memory" if is_out_of_memory(failure) else "device"
+        return "request"
 
     def warm_up(self) -> None:
         """Loads every kernel, and pins memory; on a thread that ends.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import Compute
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
@@ -34,6 +35,9 @@ class Device(Compute, Protocol):
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels, by name, that `attend` has made since it was last asked."""
+
+    def blame(self, error: Exception) -> Blame:
+        """What a computation failed for, by the exception that it raised; looks whether the device still works."""
 
     def warm_up(self) -> None:
         """Does what makes a first call slower than a second."""

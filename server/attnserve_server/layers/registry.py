@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from attnserve_server.devices import Device
-from attnserve_server.errors import FailedPrecondition, NotFound
+from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers.checkpoint import load, resolve_file
 from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline, outline
 from attnserve_server.layers.specification import LayerSpecification
+
+logger = logging.getLogger(__name__)
 
 MAX_LAYERS: Final = 1024
 
@@ -79,14 +82,20 @@ class Registry:
         must be below the model directory; a `Path` is the operator's, and is opened as it is.
 
         Raises LayerError with everything that is wrong, FailedPrecondition if there is no model directory or if there
-        would be more layers than there may be.
+        would be more layers than there may be, and OutOfMemory, with nothing loaded, if the device has not the memory.
         """
         directory = self._directory
         if directory is None:
             raise FailedPrecondition("the server has no model directory", "NO_MODEL_DIRECTORY")
         async with self._loading:
             loop = asyncio.get_running_loop()
-            loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
+            try:
+                loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
+            except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
+                if self._device.blame(error) != "memory":
+                    raise
+                logger.warning("no memory for the layers", extra={"definitions": definitions, "error": error})
+                raise OutOfMemory from None
             self._layers |= {each.name: each for each in loaded}
         self._tell()
         return loaded

@@ -1,0 +1,67 @@
+"""The life of the process: until it is told to stop, or its device fails.
+
+In: a configuration. Out: lines of standard output that say where it serves, and an exit status: 0 after a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+
+from attnserve_server import units
+from attnserve_server.config import Config
+from attnserve_server.server import OpenDevice, Server, configured_device
+from attnserve_server.watchdog import FAILED
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CUT_OFF = 3
+"""The exit status where the grace was over before the work was."""
+
+
+def run(config: Config, open_device: OpenDevice = configured_device) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start."""
+    status = asyncio.run(_serve(config, open_device))
+    if status:
+        logging.shutdown()
+        # Threads that compute cannot be interrupted, and Python would wait for them.
+        os._exit(status)
+
+
+async def _serve(config: Config, open_device: OpenDevice) -> int:
+    """Serves; the exit status."""
+    stopping = asyncio.Event()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = Server(config, open_device)
+    try:
+        grpc_address, http_address = await server.start()
+        device = server.device
+        print(
+            f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
+        )
+        print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")
+        print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
+        failed = asyncio.create_task(server.engine.failed.wait())
+        for phase in (stopping.wait, server.drain):
+            ended = asyncio.create_task(phase())
+            await asyncio.wait((ended, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                await server.abandon()
+                break
+            ended.result()
+    finally:
+        await server.stop()
+        for number in STOP_SIGNALS:  # being told again must not kill what is about to end well
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+    if server.engine.failure is not None:
+        logger.critical("%s; ending, so that the server is started again", server.engine.failure)
+        return FAILED
+    if server.engine.stuck:
+        logger.warning("what was still being computed is cut off")
+        return CUT_OFF
+    return 0

@@ -1,0 +1,196 @@
+"""Devices that fail for good, hang, or have no memory: whoever waits is told, and nobody waits for ever.
+
+The device is a real one that a test can hold up and hurt (`test_engine.HeldDevice`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import messages
+import pytest
+import torch
+from test_engine import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
+
+from attnserve_server.computation import Blame
+from attnserve_server.devices.failures import is_out_of_memory
+from attnserve_server.engine import Outcome
+from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
+from attnserve_server.request import Request
+from attnserve_server.watchdog import Watchdog
+from attnserve_server.work import BatchResult
+
+__all__ = ["torch_threads"]
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("torch_threads")]
+
+
+class HurtDevice(HeldDevice):
+    """A device that fails for some requests as the test says, and may be lost by that."""
+
+    def __init__(self, inline_flops: int, failure: Callable[[], BaseException], verdict: Blame | None = None) -> None:
+        super().__init__(inline_flops)
+        self.failure = failure
+        self.verdict = verdict
+        self.culprits: list[bytes] = []
+
+    def run(self, requests: Sequence[Request]) -> BatchResult:
+        result = super().run(requests)
+        if any(bytes(request.payload("query")) in self.culprits for request in requests):
+            raise self.failure()
+        return result
+
+    def blame(self, error: Exception) -> Blame:
+        return self.verdict or super().blame(error)
+
+
+def no_memory_of_the_host() -> Exception:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
+@pytest.mark.parametrize("failure", [MemoryError, torch.OutOfMemoryError, no_memory_of_the_host])
+async def test_no_memory_is_an_error_of_those_who_need_too_much(
+    inline_flops: int, failure: Callable[[], Exception]
+) -> None:
+    device = HurtDevice(inline_flops, failure)
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(5)]
+    device.culprits = [batch[1].query.data]
+    outcomes = await bench.outcomes([bench.submit(message) for message in batch])
+    guilty = outcomes.pop(1)
+    assert isinstance(guilty, OutOfMemory)
+    assert guilty.code.name == "RESOURCE_EXHAUSTED"
+    for outcome, message in zip(outcomes, batch[:1] + batch[2:], strict=True):
+        assert_right(outcome, message)
+    assert bench.engine.failure is None
+
+
+def test_other_failures_are_not_for_want_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+@pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
+async def test_a_device_that_is_lost_is_given_up(inline_flops: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Those in the batch, those that wait and those that come later are told to go elsewhere, each once."""
+    device = HurtDevice(inline_flops, RuntimeError, "device")
+    bench = Bench(device, max_batch_requests=3)
+    batch = [messages.random_attend(seed) for seed in range(8)]
+    device.culprits = [batch[1].query.data]
+    outcomes = [await bench.outcome(entry) for entry in [bench.submit(message) for message in batch]]
+    assert all(isinstance(outcome, DeviceFailed) for outcome in outcomes)
+    assert all(len(replies) == 1 for replies in bench.replies.values())
+    assert device.sizes == [3], "nothing is tried again on a device that is lost"
+    assert bench.engine.failed.is_set()
+    with pytest.raises(DeviceFailed) as caught:
+        bench.submit(messages.random_attend(9))
+    assert (caught.value.code.name, caught.value.reason) == ("UNAVAILABLE", "DEVICE_FAILED")
+    assert bench.count("attnserve_rejected_requests_total", reason="failed") == 1
+    assert await bench.engine.drain(PATIENCE_S)
+    assert (bench.admission.requests, bench.admission.bytes) == (0, 0)
+    assert "the device is lost" in caplog.text
+
+
+class Death(BaseException):
+    """What no thread catches."""
+
+
+async def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
+    device = HurtDevice(BESIDE, Death)
+    bench = Bench(device, max_batch_requests=1)
+    fatal, other = messages.random_attend(0), messages.random_attend(1)
+    device.culprits = [fatal.query.data]
+    outcomes = [await bench.outcome(entry) for entry in (bench.submit(fatal), bench.submit(other))]
+    assert all(isinstance(outcome, DeviceFailed) for outcome in outcomes)
+    assert bench.engine.failed.is_set()
+
+
+async def test_a_device_that_forgets_results_is_a_failure_of_the_batch() -> None:
+    class Forgetful(HeldDevice):
+        def run(self, requests: Sequence[Request]) -> BatchResult:
+            result = super().run(requests)
+            del result.results[-1:]
+            return result
+
+    bench = Bench(Forgetful(INLINE))
+    outcomes = await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(3)])
+    assert all(isinstance(outcome, ComputationFailed) for outcome in outcomes)
+
+
+async def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("a bug")
+
+    bench = Bench(HeldDevice(BESIDE))
+    monkeypatch.setattr(bench.metrics, "batch", fail)
+    entries = [bench.submit(messages.random_attend(seed)) for seed in range(3)]
+    for entry in entries:
+        assert isinstance(await bench.outcome(entry), DeviceFailed)
+    assert bench.engine.failure == "the engine failed"
+
+
+async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    watchdog = Watchdog(bench.engine, 0.1)
+    watchdog.start()
+    stuck = await hold(bench, device)
+    waiting = bench.submit(messages.random_attend(1))
+    for entry in (stuck, waiting):
+        assert isinstance(await bench.outcome(entry), DeviceFailed)
+    assert bench.engine.stuck
+    assert "counts as stuck" in caplog.text
+    watchdog.stop()
+    device.may_run.set()
+    await asyncio.get_running_loop().run_in_executor(bench.engine._worker, bool)
+    await asyncio.sleep(0)
+    assert all(len(replies) == 1 for replies in bench.replies.values()), "what comes of it after all is dropped"
+
+
+async def test_batches_that_end_are_left_alone_however_many() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    watchdog = Watchdog(bench.engine, 5.0)
+    watchdog.start()
+    for seed in range(20):
+        assert isinstance(await bench.outcome(bench.submit(messages.random_attend(seed))), Outcome)
+    watchdog.stop()
+    assert bench.engine.failure is None
+
+
+async def test_a_loop_that_does_not_turn_ends_the_process() -> None:
+    """A batch on the loop keeps everything from being told; the thread then ends the process. Here it says so."""
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    why: list[str] = []
+
+    def end(reason: str) -> None:
+        why.append(reason)
+        device.may_run.set()
+
+    watchdog = Watchdog(bench.engine, 0.1, end)
+    watchdog.start()
+    device.may_run.clear()
+    (outcome,) = await bench.outcomes([bench.submit(messages.random_attend(0))])
+    assert isinstance(outcome, Outcome)
+    assert len(why) == 1
+    assert "stuck" in why[0]
+    watchdog.stop()
+
+
+def test_a_watchdog_ends_with_its_loop(caplog: pytest.LogCaptureFixture) -> None:
+    async def forget() -> Watchdog:
+        watchdog = Watchdog(Bench(HeldDevice(INLINE)).engine, 0.1)
+        watchdog.start()
+        return watchdog
+
+    watchdog = asyncio.run(forget())
+    watchdog._thread.join(PATIENCE_S)
+    assert not watchdog._thread.is_alive()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
