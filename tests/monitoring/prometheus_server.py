@@ -1,0 +1,156 @@
+"""The real Prometheus, with the configuration that is deployed, on loopback and in a hurry.
+
+`REQUIRE_PROMETHEUS` in the environment makes its absence a failure instead of a skip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import pytest
+import yaml
+
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+RULES: dict[str, Any] = yaml.safe_load((MONITORING / "rules.yaml").read_text("utf-8"))
+PATIENCE_S = 60.0
+
+_LISTENS = re.compile(r'msg="Listening on" address=(\S+)')
+
+
+def program(name: str) -> str:
+    """The path of `prometheus` or `promtool`. Skips the test where there is none."""
+    path = shutil.which(name)
+    if path is None:
+        reason = f"there is no {name} (on Debian and Ubuntu: apt-get install prometheus)"
+        if os.environ.get("REQUIRE_PROMETHEUS"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+def promtool(*arguments: str, page: str | None = None) -> str:
+    """What promtool says, which must find no fault."""
+    command = [program("promtool"), *arguments]
+    done = subprocess.run(command, input=page, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+class Sample(NamedTuple):
+    """One series and its value at one moment, or its values at the moments of scrapes."""
+
+    labels: Mapping[str, str]
+    values: list[tuple[float, float]]
+
+    @property
+    def value(self) -> float:
+        """The value at one moment."""
+        ((_, value),) = self.values
+        return value
+
+
+class Prometheus:
+    """Prometheus, scraping one address every half second, until the block ends."""
+
+    def __init__(self, directory: Path, target: str) -> None:
+        config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text("utf-8"))
+        config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
+        (job,) = config["scrape_configs"]
+        job["static_configs"] = [{"targets": [target]}]
+        path = directory / "prometheus.yaml"
+        path.write_text(yaml.safe_dump(config), "utf-8")
+        command = (
+            program("prometheus"),
+            f"--config.file={path}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            "--web.listen-address=127.0.0.1:0",
+        )
+        self._said: list[str] = []
+        self._listens = threading.Event()
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.append(line)
+            if found := _LISTENS.search(line):
+                self._address = found[1]
+                self._listens.set()
+        self._listens.set()
+
+    def __enter__(self) -> Self:
+        try:
+            assert self._listens.wait(PATIENCE_S), "Prometheus does not start"
+            assert hasattr(self, "_address"), "".join(self._said)
+            self.wait_for("up == 1")
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.poll() is None, "".join(self._said)
+        self._end()
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(PATIENCE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    def ask(self, path: str, **parameters: str | float) -> Any:
+        """The data of an answer of its API."""
+        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return json.load(answer)["data"]
+
+    def query(self, expression: str, at: float | None = None) -> list[Sample]:
+        """The series that an expression gives, now or at a moment in seconds."""
+        moment = {} if at is None else {"time": at}
+        return [
+            Sample(series["metric"], [(float(t), float(v)) for t, v in series.get("values") or [series["value"]]])
+            for series in self.ask("query", query=expression, **moment)["result"]
+        ]
+
+    def value(self, expression: str, at: float | None = None) -> float:
+        """The value of an expression that gives one series."""
+        found = self.query(expression, at)
+        assert len(found) == 1, (expression, found)
+        return found[0].value
+
+    def by(self, label: str, expression: str, at: float | None = None) -> dict[str, float]:
+        """The values of an expression by one of its labels."""
+        return {sample.labels[label]: sample.value for sample in self.query(expression, at)}
+
+    def wait_for(self, expression: str) -> list[Sample]:
+        """The series that an expression gives, once it gives any."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                if found := self.query(expression):
+                    return found
+            except OSError:
+                pass  # it listens before it answers
+            assert self._process.poll() is None, "".join(self._said)
+            assert time.monotonic() < deadline, f"still nothing: {expression}"
+            time.sleep(0.05)

@@ -1,0 +1,71 @@
+"""The rules and the dashboard as files: promtool finds no fault, every alert is tested and has its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_server import MONITORING, RULES, promtool
+
+OPERATIONS = (MONITORING.parents[1] / "docs" / "operations.md").read_text("utf-8")
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+TESTS: list[dict[str, Any]] = yaml.safe_load((MONITORING / "rules_test.yaml").read_text("utf-8"))["tests"]
+DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
+
+
+def test_promtool_finds_no_fault() -> None:
+    promtool("check", "config", str(MONITORING / "prometheus.yaml"))
+    promtool("check", "rules", str(MONITORING / "rules.yaml"))
+
+
+def test_alerts_come_when_they_must_and_only_then() -> None:
+    promtool("test", "rules", str(MONITORING / "rules_test.yaml"))
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_is_tested_both_ways(name: str) -> None:
+    cases = [case for test in TESTS for case in test.get("alert_rule_test", ()) if case["alertname"] == name]
+    assert any(case["exp_alerts"] for case in cases), "it is never seen to come"
+    assert any(not case["exp_alerts"] for case in cases), "it is never seen to stay away"
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_has_a_section_that_says_what_to_do(name: str) -> None:
+    annotations = ALERTS[name]["annotations"]
+    assert annotations["runbook_url"] == f"operations.md#{name.lower()}"
+    assert annotations["summary"].endswith(".")
+    assert ALERTS[name]["labels"]["severity"] in ("critical", "warning")
+    section = re.search(rf"^### {name}\n(.+?)(?=^##|\Z)", OPERATIONS, re.MULTILINE | re.DOTALL)
+    assert section is not None, f"docs/operations.md has no section {name}"
+    assert len(section[1].split()) > 30, "it says too little"
+
+
+def test_operations_tells_of_no_alert_that_is_not_there() -> None:
+    assert set(re.findall(r"\bAttnserve[A-Z]\w+", OPERATIONS)) == set(ALERTS)
+
+
+def test_panels_have_places_of_their_own() -> None:
+    panels = [panel for row in DASHBOARD["panels"] for panel in (row, *row.get("panels", ()))]
+    ids = [panel["id"] for panel in panels]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    titles = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert titles[:5] == ["Is it up?", "Is it fast?", "Is it full?", "Who uses it?", "What does a batch look like?"]
+
+
+def test_panels_say_what_they_show() -> None:
+    for row in DASHBOARD["panels"]:
+        for panel in (row, *row.get("panels", ())):
+            if panel["type"] != "row":
+                assert panel["description"].endswith("."), panel["title"]
+                assert panel["targets"], panel["title"]
+                assert panel["datasource"]["uid"] == "${datasource}"
