@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed, RequestError
+from attnserve_server.tracing import TraceParent
 
 MAX_ID_BYTES: Final = 10
 """The longest varint."""
@@ -24,8 +25,8 @@ OPERATIONS: Final = {
 
 
 class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies; or what is
-    wrong with it.
+    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies, or what is
+    wrong with it; and its caller's trace context.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     operation: str | None
     request: tuple[bytes, int, int]
     error: RequestError | None = None
+    parent: TraceParent | None = None
 
     @property
     def label(self) -> str:
@@ -81,14 +83,15 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     if envelope.HasField("timeout"):
         duration: Duration = envelope.timeout
         timeout = duration.seconds + duration.nanos * 1e-9
+    parent = TraceParent(envelope.traceparent, envelope.tracestate) if envelope.traceparent else None
     if not found:
-        return Call(envelope.id, timeout, None, (b"", 0, 0))
+        return Call(envelope.id, timeout, None, (b"", 0, 0), None, parent)
     ((number, places),) = found.items()
     if len(places) == 1:
-        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]))
+        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]), None, parent)
     # A message field given several times is the merger of them all, which is what their bytes end to end mean.
     merged = b"".join(message[begin:stop] for begin, stop in places)
-    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)))
+    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)), None, parent)
 
 
 def _id_of(fields: Sequence[bytes]) -> int:

@@ -126,6 +126,15 @@ _TCP_OR_UNIX: Final = _matches(
     private=True,
 )
 _TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str, private=True)
+_RATIO: Final = Kind(
+    "a number from 0 to 1",
+    lambda value: type(value) in (int, float) and 0 <= value <= 1,
+    float,
+    lambda value: f"{value:g}",
+)
+_ENDPOINT: Final = _matches(
+    "nothing, or http://host:port or https://host:port", re.compile(r"(https?://[^\s/@]+)?").fullmatch, private=True
+)
 _DEVICE: Final = _matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
 
 
@@ -259,6 +268,18 @@ class Config:
         "without either, no layers can be loaded.",
     )
     reflection: bool = _setting(_TRUTH, True, "Whether gRPC reflection describes the service to tools.")
+    tracing_endpoint: str = _setting(
+        _ENDPOINT,
+        "",
+        "Where spans are sent, over OTLP with gRPC: http://host:port or https://host:port. Default: where "
+        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else nothing is traced.",
+    )
+    tracing_sample: float = _setting(
+        _RATIO,
+        0.01,
+        "The share of requests that are traced, from 0 to 1. Of requests with a trace of their caller's, those are "
+        "whose caller's is recorded.",
+    )
     log_level: str = _setting(_words("debug", "info", "warning", "error"), "info", "The least severe log line written.")
     log_format: str = _setting(_words("text", "json"), "text", "Log lines for people (text) or for machines (json).")
     _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)

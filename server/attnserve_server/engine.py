@@ -35,6 +35,7 @@ from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
+    from attnserve_server.tracing import Trace, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ Part: TypeAlias = tuple[list["Entry"], BatchResult | RequestError]
 class Entry:
     """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
 
-    `caller` tells callers apart (`Caller.share`). Times are of `time.perf_counter`. `reply` is called once, on the
-    event loop: with `Cancelled` if the entry was cancelled before it ran. If it fails with an outcome, it is called
-    once more, with an error.
+    `caller` tells callers apart (`Caller.share`); `trace` is there if the request is recorded. Times are of
+    `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was cancelled before
+    it ran. If it fails with an outcome, it is called once more, with an error.
     """
 
     request: Work
@@ -68,6 +69,7 @@ class Entry:
     deadline: float
     decode: float
     caller: Hashable = None
+    trace: Trace | None = None
     cancelled: bool = False
     answered: bool = False
 
@@ -101,13 +103,20 @@ class Engine:
     """Runs requests on a device."""
 
     def __init__(
-        self, device: Device, queue: BatchQueue[Entry], admission: Admission, metrics: Metrics, max_wait: float = 0.0
+        self,
+        device: Device,
+        queue: BatchQueue[Entry],
+        admission: Admission,
+        metrics: Metrics,
+        max_wait: float = 0.0,
+        tracing: Tracing | None = None,
     ) -> None:
         self._device = device
         self._queue = queue
         self._admission = admission
         self._metrics = metrics
         self._max_wait = max_wait
+        self._tracing = tracing
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._turns: Turns[Entry] = Turns()
@@ -339,6 +348,8 @@ class Engine:
         if self._queue.requests:
             self._schedule()
         for entries, outcome in parts:
+            if self._tracing is not None:
+                self._tracing.batch(entries, begin, outcome)
             if isinstance(outcome, RequestError):
                 for entry in entries:
                     self._reply(entry, outcome)

@@ -7,12 +7,13 @@ prometheus_client 0.26: 0.07 us, the sorting included, against 0.53 us for `prom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Exemplar, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 _GATHERED: Final = 512
@@ -21,13 +22,14 @@ _GATHERED: Final = 512
 class Series:
     """The values of one histogram, or of one label value of it."""
 
-    __slots__ = ("_bounds", "_counts", "_pending", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_pending", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds, np.float64)
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
         self._pending: list[float] = []
+        self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float) -> None:
         """Takes one value in."""
@@ -35,6 +37,16 @@ class Series:
         pending.append(value)
         if len(pending) >= _GATHERED:
             self._sort_in()
+
+    def exemplify(self, value: float, labels: dict[str, str]) -> None:
+        """Makes a value, which `observe` takes too, the example of its bucket. The labels say where to find it."""
+        bucket = int(np.searchsorted(self._bounds, value, side="left"))
+        self._exemplars[bucket] = Exemplar(labels, value, time.time())
+
+    @property
+    def exemplars(self) -> Mapping[int, Exemplar]:
+        """The last example of each bucket, by its place."""
+        return self._exemplars
 
     def _sort_in(self) -> None:
         values = np.array(self._pending, np.float64)
@@ -85,5 +97,8 @@ class Histogram:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         for key, series in self._series.items():
             counts, total = series.cumulative()
-            family.add_metric(key, list(zip(self._bounds, counts, strict=True)), total)
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = [*zip(self._bounds, counts, strict=True)]
+            for place, exemplar in series.exemplars.items():
+                buckets[place] = (self._bounds[place], counts[place], exemplar)
+            family.add_metric(key, buckets, total)
         return [family]

@@ -22,6 +22,7 @@ from attnserve_server.usage import UsageByCaller
 if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
     from attnserve_server.health import Health
+    from attnserve_server.work import Phases
 
 OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "truncate")
 """What a caller can ask for: attention or a layer, by itself or as one call of a stream, and changes of a cache."""
@@ -160,6 +161,7 @@ class Metrics:
 
         # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.
         self._requests = {(o, code): requests.labels(o, code).inc for o in OPERATIONS for code in CODES}
+        self._examples, self._phase_examples = duration, phases
         self._duration = {operation: duration.series(operation).observe for operation in OPERATIONS}
         self._decode, self._queue, self._staging, self._compute, self._encode = (
             phases.series(phase).observe for phase in PHASES
@@ -191,6 +193,13 @@ class Metrics:
         self._staging(staging_s)
         self._compute(compute_s)
         self._encode(encode_s)
+
+    def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
+        """Has the buckets of a request's times lead to it, by the labels of its trace. It is counted elsewhere."""
+        self._examples.series(operation).exemplify(duration_s, labels)
+        if phases is not None:
+            for phase in PHASES:
+                self._phase_examples.series(phase).exemplify(getattr(phases, phase), labels)
 
     def batch(
         self, requests: int, flops: float, query_tokens: int, padding_ratio: float, kernel_calls: Mapping[str, int]

@@ -40,6 +40,7 @@ from attnserve_server.layers.registry import Registry
 from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.tracing import open_tracing
 from attnserve_server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,10 @@ class Server:
         self.device = open_device(config)
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name)
+        self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
         queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
         admission = Admission(config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes)
-        self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait)
+        self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
         self.metrics.watch(
             queue_requests=lambda: queue.requests + self.engine.waiting_for_turns,
@@ -131,6 +133,7 @@ class Server:
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
             self._info,
+            self.tracing,
         )
         self._layer_service = LayerService(self.registry)
         self._cache_service = CacheService(self.caches, callers, self._service)
@@ -217,6 +220,8 @@ class Server:
         self.health.close()
         await self._grpc.stop(1.0)
         await self._http.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self.engine.close()
         if not self.engine.stuck and self.engine.failure is None:
             self.device.close()

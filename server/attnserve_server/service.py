@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias
@@ -22,6 +23,7 @@ from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError, error_for_caller
 from attnserve_server.metrics import Metrics
 from attnserve_server.stream import CallStream
+from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
@@ -46,6 +48,7 @@ class AttentionService:
         max_message_calls: int,
         max_unanswered: int,
         info: Callable[[], pb.ServerInfoResponse],
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -54,6 +57,7 @@ class AttentionService:
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
         self._info = info
+        self._tracing = tracing
         self._streams: set[CallStream] = set()
 
     def register(self, server: aio.Server) -> None:
@@ -78,10 +82,13 @@ class AttentionService:
     async def _call(self, operation: str, read: Read, message: bytes, context: Context) -> bytes:
         arrival = perf_counter()
         self._metrics.received(len(message))
+        trace = None
+        if self._tracing is not None:
+            trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
         caller: Caller | None = None
         try:
             caller = self._callers.identify(context)
-            reply = await self._answer(caller, read, message, arrival, context.time_remaining())
+            reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
             if isinstance(error, Overloaded):
@@ -89,15 +96,27 @@ class AttentionService:
                 if caller is not None:
                     self._metrics.usage.of(caller.name).rejected += 1
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
+            if trace is not None:
+                trace.finish(error.code.name, perf_counter())
             await abort(context, error)
         except asyncio.CancelledError:
             self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
+            if trace is not None:
+                trace.finish("CANCELLED", perf_counter())
             raise
         self._metrics.sent(len(reply))
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
 
-    async def _answer(self, caller: Caller, read: Read, message: bytes, arrival: float, timeout: float | None) -> bytes:
+    async def _answer(
+        self,
+        caller: Caller,
+        read: Read,
+        message: bytes,
+        arrival: float,
+        timeout: float | None,
+        trace: Trace | None,
+    ) -> bytes:
         """The reply to a unary call. Raises RequestError."""
         request = read(caller, message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
@@ -109,7 +128,7 @@ class AttentionService:
                 outcomes.set_result(outcome)
 
         deadline = float("inf") if timeout is None else arrival + timeout
-        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share, trace)
         self._engine.submit(entry)
         try:
             outcome = await outcomes
@@ -124,8 +143,11 @@ class AttentionService:
             begin, phases = perf_counter(), outcome.phases
             pieces, _ = request.encode(outcome.result, phases, outcome.batch_size)
             reply_message = b"".join(pieces)
-            encode = phases.encode + perf_counter() - begin
+            end = perf_counter()
+            encode = phases.encode + end - begin
             self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
+            if trace is not None:
+                trace.finish("OK", end, replace(phases, encode=encode), outcome.batch_size)
             self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
             return reply_message
         finally:
@@ -143,6 +165,7 @@ class AttentionService:
                 context,
                 self._max_message_calls,
                 self._max_unanswered,
+                self._tracing,
             )
             self._streams.add(stream)
             await stream.serve()

@@ -13,6 +13,7 @@ import signal
 from attnserve_server import units
 from attnserve_server.config import Config
 from attnserve_server.server import OpenDevice, Server, configured_device
+from attnserve_server.tracing import endpoint_of, shown
 from attnserve_server.watchdog import FAILED
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ async def _serve(config: Config, open_device: OpenDevice) -> int:
         print(
             f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
         )
+        if endpoint := endpoint_of(config, os.environ):
+            print(f"traces_to: {shown(endpoint)}" if server.tracing is not None else "traces_to: nowhere, see the log")
         print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")
         print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
         failed = asyncio.create_task(server.engine.failed.wait())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -32,6 +33,7 @@ from attnserve_server.errors import (
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
+from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
 
 MAX_JOINED_BYTES: Final = 1 << 20
@@ -61,6 +63,7 @@ class CallStream:
         context: aio.ServicerContext[bytes, bytes],
         max_message_calls: int,
         max_unanswered: int,
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -70,6 +73,8 @@ class CallStream:
         self._context = context
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
+        self._tracing = tracing
+        self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
@@ -147,13 +152,16 @@ class CallStream:
                 entry.cancelled = True
         begin = arrival
         for call in calls:
+            trace = None
+            if self._tracing is not None:
+                trace = self._tracing.begin(call.label, call.parent or self._parent, arrival)
             try:
-                self._start(call, arrival, begin)
+                self._start(call, arrival, begin, trace)
             except Exception as error:
-                self._answer_error(call.id, call.label, error_for_caller(error), arrival, None)
+                self._answer_error(call.id, call.label, error_for_caller(error), arrival, None, trace)
             begin = perf_counter()
 
-    def _start(self, call: Call, arrival: float, begin: float) -> None:
+    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> None:
         """Submits a call whose decoding began at `begin`. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
@@ -168,7 +176,7 @@ class CallStream:
             deadline = arrival + call.timeout
         request = self._readers[call.operation](self._caller, *call.request)
         reply = partial(self._answer, call.id, call.label)
-        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
         self._engine.submit(entry)
         self._in_flight[call.id] = entry
 
@@ -177,26 +185,41 @@ class CallStream:
         if self._gone:
             self._engine.release(entry)
             self._metrics.finished(label, Cancelled.code.name, perf_counter() - entry.arrival)
+            if entry.trace is not None:
+                entry.trace.finish(Cancelled.code.name, perf_counter())
             return
         self._in_flight.pop(call_id, None)
         if isinstance(outcome, RequestError):
-            self._answer_error(call_id, label, outcome, entry.arrival, entry)
+            self._answer_error(call_id, label, outcome, entry.arrival, entry, entry.trace)
             return
         begin = perf_counter()
         phases = outcome.phases
         pieces, size = entry.request.encode(outcome.result, phases, outcome.batch_size)
         pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
         end = perf_counter()
-        self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, phases.encode + end - begin)
+        encode = phases.encode + end - begin
+        self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
         self._metrics.finished(label, "OK", end - entry.arrival)
+        if entry.trace is not None:
+            entry.trace.finish("OK", end, replace(phases, encode=encode), outcome.batch_size)
         self._usage.computed(entry.request.query_tokens, entry.request.flops)
         self._send(Unsent(pieces, size, entry))
 
-    def _answer_error(self, call_id: int, label: str, error: RequestError, arrival: float, entry: Entry | None) -> None:
+    def _answer_error(
+        self,
+        call_id: int,
+        label: str,
+        error: RequestError,
+        arrival: float,
+        entry: Entry | None,
+        trace: Trace | None,
+    ) -> None:
         if isinstance(error, Overloaded):
             self._metrics.rejected(error.bound)
             self._usage.rejected += 1
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
+        if trace is not None:
+            trace.finish(error.code.name, perf_counter())
         status = error.status().SerializeToString()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
         self._send(Unsent(pieces, size, entry))

@@ -1,0 +1,217 @@
+"""Traces: the real server and a collector that speaks OTLP; and what is recorded of requests that fail."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import pytest
+from collector import attributes, collector
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from attnserve_server import tracing
+from attnserve_server.config import Config, ConfigError
+from attnserve_server.tracing import TraceParent, in_metadata
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+PARENT = 0xB7AD6B7169203331
+PHASES = ("decode", "queue", "staging", "compute", "encode")
+
+
+def header(trace: int, sampled: bool = True) -> str:
+    """A traceparent."""
+    return f"00-{trace:032x}-{PARENT:016x}-{sampled:02x}"
+
+
+def of_trace(trace: int) -> Callable[[Span], bool]:
+    return lambda span: span.trace_id == trace.to_bytes(16, "big")
+
+
+def named(name: str) -> Callable[[Span], bool]:
+    return lambda span: span.name == name
+
+
+def exemplars(http_address: str, name: str) -> set[str]:
+    """The trace ids that the buckets of a histogram lead to."""
+    request = urllib.request.Request(
+        f"http://{http_address}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    with urllib.request.urlopen(request, timeout=calls.PATIENCE_S) as answer:
+        page = answer.read().decode()
+    (family,) = (family for family in parse_openmetrics(page) if family.name == name)
+    return {sample.exemplar.labels["trace_id"] for sample in family.samples if sample.exemplar}
+
+
+def assert_whole(spans: list[Span], batches: list[Span]) -> Span:
+    """The spans are one request's: itself, below its caller's, and its phases, one after the other. Returns its own."""
+    (request,) = (span for span in spans if span.name not in PHASES)
+    assert request.parent_span_id == PARENT.to_bytes(8, "big")
+    assert request.kind == Span.SPAN_KIND_SERVER
+    phases = {span.name: span for span in spans if span is not request}
+    assert tuple(sorted(phases, key=lambda name: phases[name].start_time_unix_nano)) == PHASES
+    at = request.start_time_unix_nano
+    for name in PHASES:
+        phase = phases[name]
+        assert phase.parent_span_id == request.span_id
+        assert at <= phase.start_time_unix_nano <= phase.end_time_unix_nano <= request.end_time_unix_nano
+        at = phase.end_time_unix_nano
+    (link,) = phases["compute"].links
+    (batch,) = (span for span in batches if span.span_id == link.span_id)
+    assert batch.trace_id == link.trace_id
+    assert request.span_id in [link.span_id for link in batch.links]
+    return request
+
+
+def test_a_request_is_followed_from_its_caller_to_its_batch(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=tests")
+    request = messages.random_attend(1)
+    with collector() as collected:
+        server = start_server("--tracing-endpoint", collected.endpoint, "--tracing-sample", "0", "--max-wait", "1ms")
+        assert server.startup["traces_to"] == collected.endpoint.removeprefix("http://")
+        with grpc.insecure_channel(server.address) as channel:
+            # Not recorded: no trace of the caller's (the share is 0), one that is not recorded, one that makes no sense.
+            for metadata in ((), (("traceparent", header(1, sampled=False)),), (("traceparent", "00-0-0-01"),)):
+                calls.unary(channel, "Attend", request.SerializeToString(), metadata=metadata)
+
+            calls.unary(
+                channel,
+                "Attend",
+                request.SerializeToString(),
+                metadata=(("traceparent", header(2)), ("tracestate", "a=b")),
+            )
+            stream = calls.Stream(channel)
+            parents = {
+                3: header(3),
+                4: header(4),
+                5: header(5, sampled=False),
+                6: "what a caller made up",
+                7: header(7),
+            }
+            stream.send(*(calls.call(call_id, request, traceparent=text) for call_id, text in parents.items()))
+            for reply in stream.replies(len(parents)):
+                calls.assert_answers(reply.attend, request)
+            stream.send(
+                calls.call(8, messages.random_attend(1, kv_heads=3), traceparent=header(8), tracestate="x" * 9999)
+            )
+            (reply,) = stream.replies(1)
+            assert reply.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            stream.half_close()
+            assert stream.rest() == []
+
+            # Of a unary request, and of those of one message, which are one batch.
+            batches = collected.spans(named("batch"), 2)
+            alone = assert_whole(collected.spans(of_trace(2), 6), batches)
+            assert alone.trace_state == "a=b"
+            assert attributes(alone)["attnserve.transport"] == "unary"
+            together = [assert_whole(collected.spans(of_trace(trace), 6), batches) for trace in (3, 4, 7)]
+            assert {span.name for span in together} == {"attend"}
+            assert {attributes(span)["attnserve.transport"] for span in together} == {"stream"}
+            batch = max(batches, key=lambda span: len(span.links))
+            assert {link.span_id for link in batch.links} == {span.span_id for span in together}
+            assert attributes(batch)["attnserve.batch.requests"] == len(parents)
+            assert attributes(batch)["attnserve.kernels"]
+            inside = collected.spans(lambda span: span.parent_span_id == batch.span_id, 3)
+            assert {span.name for span in inside} == {"staging", "compute", "fetch"}
+
+            (refused,) = collected.spans(of_trace(8))
+            assert attributes(refused)["rpc.grpc.status_code"] == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert refused.status.code == Status.STATUS_CODE_UNSET, "the fault is the caller's"
+            assert refused.trace_state == ""
+
+            ids = {f"{trace:032x}" for trace in (2, 3, 4, 7, 8)}
+            duration, phase = "attnserve_request_duration_seconds", "attnserve_request_phase_duration_seconds"
+            assert set() < exemplars(server.http_address, duration) <= ids
+            assert set() < exemplars(server.http_address, phase) <= ids
+
+            # The stream's own context is that of calls without one.
+            assert in_metadata((("traceparent", header(9)),)) == TraceParent(header(9), "")
+        assert server.stop() == 0, server.stderr()
+        recorded = collected.spans(lambda span: span.kind == Span.SPAN_KIND_SERVER)
+        assert {int.from_bytes(span.trace_id, "big") for span in recorded} == {2, 3, 4, 7, 8}
+        assert collected.resources[0]["service.name"] == "attnserve-server"
+        assert collected.resources[0]["deployment.environment"] == "tests"
+
+
+def test_without_a_collector_the_server_serves_and_ends_in_time(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    server = start_server("--tracing-sample", "1")
+    assert server.startup["traces_to"] == "127.0.0.1:9"
+    with grpc.insecure_channel(server.address) as channel:
+        calls.unary(channel, "Attend", messages.random_attend(1).SerializeToString())
+        calls.until(lambda: bool(exemplars(server.http_address, "attnserve_request_duration_seconds")), "an example")
+    assert server.stop() == 0, server.stderr()
+    assert "the last spans were not taken" in server.stderr()
+
+
+def test_the_server_that_is_shared_traces_nothing(server: Server) -> None:
+    assert "traces_to" not in server.startup
+    assert exemplars(server.http_address, "attnserve_request_duration_seconds") == set()
+
+
+@pytest.mark.parametrize(
+    ("environ", "endpoint"),
+    [
+        ({}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}, "http://a:1"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2"},
+            "http://b:2",
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_SDK_DISABLED": "true"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "none"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, ""),
+    ],
+)
+def test_opentelemetrys_own_variables_say_where_too(environ: dict[str, str], endpoint: str) -> None:
+    assert tracing.endpoint_of(Config(), environ) == endpoint
+    assert tracing.endpoint_of(Config(tracing_endpoint="https://c:3"), environ) == "https://c:3"
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "http://user:secret@collector:4317", "ftp://c:1"])
+def test_endpoints_that_are_none(endpoint: str) -> None:
+    with pytest.raises(ConfigError):
+        Config(tracing_endpoint=endpoint)
+
+
+def test_what_is_shown_of_an_endpoint_holds_no_secret() -> None:
+    assert tracing.shown("https://user:secret@collector:4317/?token=x") == "collector:4317"
+    assert tracing.shown("collector:4317") == "collector:4317"
+    assert tracing.shown("https://collector") == "collector"
+
+
+def test_a_batch_that_fails_is_an_error_with_the_name_of_its_kind() -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import StatusCode
+
+    from attnserve_server.engine import Entry
+    from attnserve_server.metrics import Metrics
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    recording = tracing.Tracing(provider.get_tracer("tests"), 1.0, Metrics("0", "0", "cpu"), "cpu")
+    trace = recording.begin("apply_stream", None, 1.0)
+    assert trace is not None
+    ignored: Any = None
+    entry = Entry(messages.read(messages.random_attend(1)), ignored, 1.0, 9.0, 0.0, None, trace)
+    recording.batch([entry], 2.0, MemoryError("what a caller must not see"))
+    trace.finish("INTERNAL", 3.0)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert spans.keys() == {"batch", "apply"}
+    assert (spans["batch"].status.status_code, spans["batch"].status.description) == (StatusCode.ERROR, "MemoryError")
+    assert spans["apply"].status.status_code is StatusCode.ERROR
+    assert spans["apply"].end_time - spans["apply"].start_time == 2_000_000_000
