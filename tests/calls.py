@@ -28,10 +28,10 @@ M = TypeVar("M", bound=Message)
 class Stream:
     """One AttendStream call. What is sent is sent at once; replies are read one by one."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method: Any = channel.stream_stream(_SERVICE + "AttendStream")
-        self._call = method(iter(self._messages.get, None), timeout=PATIENCE_S)
+        self._call = method(iter(self._messages.get, None), timeout=PATIENCE_S, metadata=metadata)
         self._replies = self._read()
 
     def send(self, *calls: pb.AttendStreamCall, cancel: Iterable[int] = ()) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc.aio
 
@@ -28,8 +29,13 @@ from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
 from attnserve._tasks import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
 from attnserve._turns import Turns
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
 
@@ -53,9 +59,11 @@ class AsyncClient:
         retries: int = 3,
         streams: int = 1,
         options: Sequence[tuple[str, Any]] = (),
+        tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client, as `Client` does. ValueError names an argument that is wrong."""
         self._settings = Settings(address, transport, timeout, retries, streams, tuple(options))
+        self._tracing = tracing_of(tracing, address)
         self._connection: _Connection | None = None
         self._turns = Turns(later)
         self._closed = False
@@ -177,38 +185,45 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _send(self, call: EncodedCall[T]) -> asyncio.Future[T]:
+    def _send(self, call: EncodedCall[T], parent: Context | None = None) -> asyncio.Future[T]:
         connection = self._connected()
         future: CallFuture[Any, T]
         if connection.streams:
             future = CallFuture(call.result)
+            if self._tracing is not None:
+                future.span = self._tracing.begin(call.operation.path, parent)
             streams = connection.streams
             stream = streams[0] if len(streams) == 1 else min(streams, key=len)
             stream.submit(future, call)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            if self._tracing is not None:
+                future.span = self._tracing.begin(operation.path, parent)
             connection.unary.submit(future, operation.path, call.pieces, call.timeout)
         return future
 
-    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> asyncio.Future[T]:
+    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /, parent: Context | None = None) -> asyncio.Future[T]:
         future = CallFuture(rpc.decode)
+        if self._tracing is not None:
+            future.span = self._tracing.begin(rpc.path, parent)
         unary = self._connected().unary
         unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
         return future
 
     def _perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         future: CallFuture[T, T] = CallFuture(lambda result: result)
-        transaction = Transaction(self._turns, plan, self._send_request, future.settle)
+        parent = None if self._tracing is None else self._tracing.current()
+        transaction = Transaction(self._turns, plan, partial(self._send_request, parent), future.settle)
         future.withdraw = transaction.cancel
         transaction.begin()
         return future
 
-    def _send_request(self, request: Request, timeout: float | None) -> asyncio.Future[Any]:
+    def _send_request(self, parent: Context | None, request: Request, timeout: float | None) -> asyncio.Future[Any]:
         if isinstance(request, Rpc):
-            return self._ask(request, timeout)
+            return self._ask(request, timeout, parent)
         request.timeout = timeout
-        return self._send(request)
+        return self._send(request, parent)
 
     def _connected(self) -> _Connection:
         """The connection, made in the running loop when it is first needed."""

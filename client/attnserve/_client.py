@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -29,8 +30,13 @@ from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
 from attnserve._threads import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
 from attnserve._turns import Turns
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
 
@@ -58,6 +64,7 @@ class Client:
         retries: int = 3,
         streams: int = 1,
         options: Sequence[tuple[str, Any]] = (),
+        tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client; nothing is sent yet. ValueError names an argument that is wrong.
 
@@ -67,8 +74,11 @@ class Client:
         - `retries`: how often a call is sent again when the server goes away.
         - `streams`: how many streams the calls are spread over. One is enough for one server.
         - `options`: gRPC channel options, which win over the SDK's own.
+        - `tracing`: whether each call is a span of OpenTelemetry's, which the server's spans are below: True for the
+          global tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
         self._settings = Settings(address, transport, timeout, retries, streams, tuple(options))
+        self._tracing = tracing_of(tracing, address)
         channel = grpc.insecure_channel(address, options=self._settings.channel_options)
         policy = RetryPolicy(retries)
         self._unary = UnaryTransport(channel, policy)
@@ -269,25 +279,31 @@ class Client:
         self._forgotten.detach()
         _close(*self._parts)
 
-    def _send(self, call: EncodedCall[T]) -> Future[T]:
+    def _send(self, call: EncodedCall[T], parent: Context | None = None) -> Future[T]:
         future: CallFuture[Any, T]
         if self._streams:
             future = CallFuture(call.result)
             future.client = self  # before it is sent: the reply lets go of the client
+            if self._tracing is not None:
+                future.span = self._tracing.begin(call.operation.path, parent)
             stream = self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
             stream.submit(future, call)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
             future.client = self
+            if self._tracing is not None:
+                future.span = self._tracing.begin(operation.path, parent)
             self._unary.submit(future, operation.path, call.pieces, call.timeout)
         return future
 
     def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
         return _wait(self._send_rpc(rpc, timeout))
 
-    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None) -> Future[T]:
+    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None = None) -> Future[T]:
         future = CallFuture(rpc.decode)
+        if self._tracing is not None:
+            future.span = self._tracing.begin(rpc.path, parent)
         self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
         return future
 
@@ -296,17 +312,19 @@ class Client:
 
     def _carry_out(self, plan: Plan[T]) -> Future[T]:
         future: CallFuture[T, T] = CallFuture(lambda result: result)
-        transaction = Transaction(self._turns, plan, self._send_request, future.settle)
+        # The steps are taken by whatever thread brings the answer to the one before.
+        parent = None if self._tracing is None else self._tracing.current()
+        transaction = Transaction(self._turns, plan, partial(self._send_request, parent), future.settle)
         future.withdraw = transaction.cancel
         future.client = self
         transaction.begin()
         return future
 
-    def _send_request(self, request: Request, timeout: float | None) -> Future[Any]:
+    def _send_request(self, parent: Context | None, request: Request, timeout: float | None) -> Future[Any]:
         if isinstance(request, Rpc):
-            return self._send_rpc(request, timeout)
+            return self._send_rpc(request, timeout, parent)
         request.timeout = timeout
-        return self._send(request)
+        return self._send(request, parent)
 
     def __enter__(self) -> Self:
         return self

@@ -65,6 +65,7 @@ class Call(Generic[T]):
         "size",
         "stream",
         "timeout",
+        "trace",
     )
 
     def __init__(
@@ -81,6 +82,8 @@ class Call(Generic[T]):
         self.timeout: Final = timeout
         self.deadline: Final = inf if timeout is None else now + timeout
         """When nobody waits any more."""
+        self.trace = b""
+        """Its trace context, as serialised fields of a stream's call."""
         self.id = 0
         """What the call is named on the wire; 0 before it is added."""
         self.stream = 0
@@ -174,6 +177,8 @@ class Multiplexer(Generic[T]):
                 if call.deadline != inf:
                     timeout = _duration(call.deadline - now)
                     envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
+                if call.trace:
+                    envelope += call.trace
                 envelope += field_prefix(call.field, call.size)
                 message.append(field_prefix(_CALLS, len(envelope) + call.size) + envelope)
                 message += call.pieces

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -30,6 +31,7 @@ from attnserve._errors import (
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import NO_RETRIES, RetryPolicy
+from attnserve._tracing import CallSpan
 from attnserve._wire import Buffer
 
 R = TypeVar("R")
@@ -44,11 +46,15 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         self._finish = finish
         self.withdraw: Callable[[], object] = bool
         """Has the transport forget the call."""
+        self.span: CallSpan | None = None
+        """The call's span, if it is traced."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Gives up the call. False if it is too late."""
         if not super().cancel(msg):
             return False
+        if self.span is not None:
+            self.span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, bool
         withdraw()
         return True
@@ -58,15 +64,20 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         self.withdraw = bool  # which holds what the call holds
         if self.done():
             return
+        error: Exception | None = None
         if isinstance(outcome, Exception):
-            self.set_exception(outcome)
-            return
-        try:
-            result = self._finish(outcome)
-        except Exception as error:  # whatever it is (no memory on the device, too), it is the caller's to see
-            self.set_exception(error)
+            error = outcome
         else:
+            try:
+                result = self._finish(outcome)
+            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
+                error = raised
+        if self.span is not None:
+            self.span.end(error)
+        if error is None:
             self.set_result(result)
+        else:
+            self.set_exception(error)
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
@@ -94,6 +105,8 @@ class StreamTransport:
         if self._closed:
             raise ClientClosedError
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
+        if future.span is not None:
+            call.trace = future.span.fields
         future.withdraw = partial(self._withdraw, call)
         self._multiplexer.add(call)
         self._advance()
@@ -223,6 +236,7 @@ class UnaryTransport:
     async def _call(
         self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
     ) -> None:
+        metadata = None if future.span is None else future.span.metadata
         attempts = 0
         while True:
             remaining = None if deadline == inf else deadline - time.monotonic()
@@ -230,7 +244,7 @@ class UnaryTransport:
                 future.settle(DeadlineExceededError("no reply within the timeout"))
                 return
             try:
-                future.settle(await method(b"".join(pieces), timeout=remaining))
+                future.settle(await method(b"".join(pieces), timeout=remaining, metadata=metadata))
                 return
             except grpc.RpcError as error:
                 attempts += 1

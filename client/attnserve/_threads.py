@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -30,6 +30,7 @@ from attnserve._errors import (
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import NO_RETRIES, RetryPolicy
+from attnserve._tracing import CallSpan
 from attnserve._wire import Buffer
 
 R = TypeVar("R")
@@ -46,12 +47,16 @@ class CallFuture(Future[T], Generic[R, T]):
         """Has the transport forget the call; false if the call has its outcome already."""
         self.client: object = None
         """The client, which must not be collected before the reply is there."""
+        self.span: CallSpan | None = None
+        """The call's span, if it is traced."""
 
     def cancel(self) -> bool:
         """Gives up the call. False if it is too late."""
         if not super().cancel():
             return False
         self.client = None
+        if self.span is not None:
+            self.span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, bool
         if withdraw():
             self.set_running_or_notify_cancel()  # for who waits for several futures
@@ -63,15 +68,20 @@ class CallFuture(Future[T], Generic[R, T]):
         self.withdraw = bool  # which holds what the call holds
         if not self.set_running_or_notify_cancel():
             return
+        error: Exception | None = None
         if isinstance(outcome, Exception):
-            self.set_exception(outcome)
-            return
-        try:
-            result = self._finish(outcome)
-        except Exception as error:  # whatever it is (no memory on the device, too), it is the caller's to see
-            self.set_exception(error)
+            error = outcome
         else:
+            try:
+                result = self._finish(outcome)
+            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
+                error = raised
+        if self.span is not None:
+            self.span.end(error)
+        if error is None:
             self.set_result(result)
+        else:
+            self.set_exception(error)
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
@@ -98,6 +108,8 @@ class StreamTransport:
     def submit(self, future: StreamFuture, encoded: EncodedCall[Any]) -> None:
         """Sends a call. The future is settled when its outcome is there."""
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
+        if future.span is not None:
+            call.trace = future.span.fields
         future.withdraw = partial(self._withdraw, call)
         with self._lock:
             if self._closed:
@@ -199,12 +211,13 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
 class _UnaryCall:
     """One call that travels by itself, through all its attempts."""
 
-    __slots__ = ("attempts", "deadline", "future", "method", "pieces", "policy", "rpc", "timer")
+    __slots__ = ("attempts", "deadline", "future", "metadata", "method", "pieces", "policy", "rpc", "timer")
 
     def __init__(
         self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
     ) -> None:
         self.future: Final = future
+        self.metadata: Final = None if future.span is None else future.span.metadata
         self.method: Final = method
         self.pieces: Final = pieces
         self.deadline: Final = deadline
@@ -263,7 +276,7 @@ class UnaryTransport:
         with self._lock:
             if call not in self._calls:
                 return
-            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining)
+            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining, metadata=call.metadata)
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _UnaryCall, rpc: Any) -> None:

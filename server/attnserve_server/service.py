@@ -115,7 +115,7 @@ class AttentionService:
         message: bytes,
         arrival: float,
         timeout: float | None,
-        trace: Trace | None,
+        trace: Trace | None = None,
     ) -> bytes:
         """The reply to a unary call. Raises RequestError."""
         request = read(caller, message, 0, len(message))

@@ -25,6 +25,7 @@ ROOMS = (
     "service",
     "stream",
     "tensors",
+    "tracing",
     "work",
     "__main__",
 )

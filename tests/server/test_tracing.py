@@ -16,7 +16,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from attnserve_server import tracing
 from attnserve_server.config import Config, ConfigError
-from attnserve_server.tracing import TraceParent, in_metadata
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -79,7 +78,7 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
         server = start_server("--tracing-endpoint", collected.endpoint, "--tracing-sample", "0", "--max-wait", "1ms")
         assert server.startup["traces_to"] == collected.endpoint.removeprefix("http://")
         with grpc.insecure_channel(server.address) as channel:
-            # Not recorded: no trace of the caller's (the share is 0), one that is not recorded, one that makes no sense.
+            # Not recorded: no trace of the caller's (the share is 0), one that is not recorded, one that is malformed.
             for metadata in ((), (("traceparent", header(1, sampled=False)),), (("traceparent", "00-0-0-01"),)):
                 calls.unary(channel, "Attend", request.SerializeToString(), metadata=metadata)
 
@@ -133,11 +132,18 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
             assert set() < exemplars(server.http_address, duration) <= ids
             assert set() < exemplars(server.http_address, phase) <= ids
 
-            # The stream's own context is that of calls without one.
-            assert in_metadata((("traceparent", header(9)),)) == TraceParent(header(9), "")
+            # What has no context of its own has that of its stream.
+            stream = calls.Stream(channel, (("traceparent", header(9)),))
+            stream.send(calls.call(1, request), calls.call(2, request, traceparent=header(10)))
+            stream.replies(2)
+            stream.half_close()
+            assert stream.rest() == []
+            batches = collected.spans(named("batch"), 3)
+            for trace in (9, 10):
+                assert_whole(collected.spans(of_trace(trace), 6), batches)
         assert server.stop() == 0, server.stderr()
         recorded = collected.spans(lambda span: span.kind == Span.SPAN_KIND_SERVER)
-        assert {int.from_bytes(span.trace_id, "big") for span in recorded} == {2, 3, 4, 7, 8}
+        assert {int.from_bytes(span.trace_id, "big") for span in recorded} == {2, 3, 4, 7, 8, 9, 10}
         assert collected.resources[0]["service.name"] == "attnserve-server"
         assert collected.resources[0]["deployment.environment"] == "tests"
 

@@ -1,0 +1,89 @@
+"""Traces of calls, through OpenTelemetry, where a client is told to make them. The rest of the SDK does not import it.
+
+In: what is called, and the trace that the caller is in. Out: a span a call, and the W3C context that travels with the
+call, so that the server's spans are below it: as metadata of a unary call, and as fields of a call on a stream, since
+the calls of a stream belong to many traces.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from attnserve._errors import AttnServeError
+from attnserve._version import __version__
+from attnserve.v1 import attention_pb2 as pb
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, TracerProvider
+
+
+class CallSpan:
+    """The span of one call, through all its attempts."""
+
+    def __init__(self, span: Span, carrier: dict[str, str], error_status: Any) -> None:
+        self._span = span
+        self._carrier = carrier
+        self._error_status = error_status
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The trace context as the metadata of an RPC."""
+        return tuple(self._carrier.items())
+
+    @cached_property
+    def fields(self) -> bytes:
+        """The trace context as serialised fields of a stream's call."""
+        return pb.AttendStreamCall(**self._carrier).SerializeToString()  # type: ignore[arg-type]
+
+    def end(self, error: BaseException | None) -> None:
+        """The call has its outcome. To be called once."""
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__qualname__)
+            if isinstance(error, AttnServeError):
+                self._span.set_attribute("rpc.grpc.status_code", error.code.value[0])
+            self._span.set_status(self._error_status, "cancelled" if isinstance(error, CancelledError) else str(error))
+        else:
+            self._span.set_attribute("rpc.grpc.status_code", 0)
+        self._span.end()
+
+
+class Tracing:
+    """Makes the spans of one client."""
+
+    def __init__(self, provider: TracerProvider | None, address: str) -> None:
+        """`provider` is None for OpenTelemetry's global one. ImportError if OpenTelemetry is not installed."""
+        try:
+            from opentelemetry import context, trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ImportError(f"tracing needs OpenTelemetry: pip install 'attnserve[tracing]' ({error})") from error
+        self._api = trace
+        self._tracer = trace.get_tracer("attnserve", __version__, provider)
+        self._inject = TraceContextTextMapPropagator().inject
+        self._address = address
+        self.current = context.get_current
+        """The trace that the caller is in now."""
+
+    def begin(self, path: str, parent: Context | None) -> CallSpan:
+        """A call of a method begins; it is below the span of `parent`, or of the caller where that is None."""
+        service, _, method = path[1:].partition("/")
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": service,
+            "rpc.method": method,
+            "server.address": self._address,
+        }
+        span = self._tracer.start_span(f"{service}/{method}", parent, self._api.SpanKind.CLIENT, attributes)
+        carrier: dict[str, str] = {}
+        self._inject(carrier, self._api.set_span_in_context(span, parent))
+        return CallSpan(span, carrier, self._api.StatusCode.ERROR)
+
+
+def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:
+    """What a client's argument `tracing` means."""
+    if tracing is False:
+        return None
+    return Tracing(None if tracing is True else tracing, address)
