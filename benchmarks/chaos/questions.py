@@ -39,15 +39,17 @@ class Question:
     causal: bool
 
     @classmethod
-    def numbered(cls, number: int) -> Self:
-        """The question of a number, always the same."""
-        random = np.random.default_rng(number)
+    def numbered(cls, number: int, shape: int | None = None) -> Self:
+        """The question of a number, always the same; of the shape that another one has."""
+        random = np.random.default_rng(number if shape is None else shape)
         heads, length, keys = (int(random.integers(1, most)) for most in (4, 17, 33))
+        causal = bool(random.integers(2))
+        random = np.random.default_rng((number, 1))
         query, key, value = (
             random.standard_normal((heads, rows, 8), dtype=np.float32) for rows in (length, keys, keys)
         )
         value[..., 0] = number % FINGERPRINTS
-        return cls(number, query, key, value, bool(random.integers(2)))
+        return cls(number, query, key, value, causal)
 
     def judge(self, output: Array) -> Verdict:
         """What an answer to it is."""

@@ -23,8 +23,9 @@ def kept(name: str, minutes: float = 0.05) -> Outcome:
     return outcome
 
 
-def test_drain() -> None:
-    kept("drain")
+@pytest.mark.parametrize("name", ["guilt", "device", "drain"])
+def test_the_promise_is_kept(name: str) -> None:
+    kept(name)
 
 
 def test_figures_know_whether_they_are_within_their_bounds() -> None:
