@@ -40,8 +40,9 @@ format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.dev ## write the table of settings into the documents
+docs: $(VENV)/.dev ## write the table of settings into the documents, and the rules of Prometheus for Kubernetes
 	$(BIN)/python -m attnserve_server.config README.md docs/configuration.md
+	$(BIN)/python scripts/prometheus_rule.py
 
 bench: $(VENV)/.dev ## compare the service with the same torch calls in process
 	$(BIN)/python -m benchmarks $(ARGS)

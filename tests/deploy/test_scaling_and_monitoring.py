@@ -1,0 +1,140 @@
+"""What is measured in a cluster: everything asked for by name is a metric that a server has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Server
+from manifests import DEPLOY, ROOT, combine, needs_kubectl
+from prometheus_client.parser import text_string_to_metric_families
+
+from attnserve_server.config import Config
+from scripts import prometheus_rule
+
+
+@pytest.fixture(scope="module")
+def series(server: Server) -> dict[str, set[str]]:
+    """The labels of every series that a server exposes, by the name of the series."""
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def scaling_queries() -> Iterator[tuple[str, str]]:
+    """What autoscaling is based on, with who asks for it."""
+    scaler = yaml.safe_load((DEPLOY / "components/autoscaling/autoscaler.yaml").read_text())
+    for metric in scaler["spec"]["metrics"]:
+        yield "autoscaler", metric["pods"]["metric"]["name"]
+    adapter = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
+    for rule in adapter["rules"]["custom"]:
+        yield from (("adapter", rule[field]) for field in ("seriesQuery", "metricsQuery"))
+    scaled = yaml.safe_load((DEPLOY / "components/autoscaling-keda/scaledobject.yaml").read_text())
+    for trigger in scaled["spec"]["triggers"]:
+        yield "keda", trigger["metadata"]["query"]
+
+
+def test_what_autoscaling_asks_for_is_measured(series: dict[str, set[str]]) -> None:
+    for who, query in scaling_queries():
+        names = re.findall(r"attnserve_\w+", query)
+        assert names, (who, query)
+        assert set(names) <= series.keys(), (who, query)
+
+
+def test_the_adapter_gives_what_the_autoscaler_takes() -> None:
+    adapter = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
+    given = {rule["name"]["as"] for rule in adapter["rules"]["custom"]}
+    assert {name for who, name in scaling_queries() if who == "autoscaler"} == given
+    for rule in adapter["rules"]["custom"]:
+        # The labels that say whose a series is: the PodMonitor's targets have both.
+        assert set(rule["resources"]["overrides"]) == {"namespace", "pod"}
+
+
+@needs_kubectl
+def test_both_autoscalings_want_the_same() -> None:
+    (horizontal,) = combine("autoscaling").of_kind("HorizontalPodAutoscaler")
+    (scaled,) = combine("autoscaling-keda").of_kind("ScaledObject")
+    horizontal, scaled = horizontal["spec"], scaled["spec"]
+    (metric,), (trigger,) = horizontal["metrics"], scaled["triggers"]
+    threshold = int(metric["pods"]["target"]["averageValue"])
+    assert threshold == int(trigger["metadata"]["threshold"])
+    assert 1 <= threshold < Config().max_batch_requests  # below what would run at once anyway
+    assert horizontal["behavior"] == scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert (horizontal["minReplicas"], horizontal["maxReplicas"]) == (
+        scaled["minReplicaCount"],
+        scaled["maxReplicaCount"],
+    )
+    assert scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
+    down, up = horizontal["behavior"]["scaleDown"], horizontal["behavior"]["scaleUp"]
+    assert down["stabilizationWindowSeconds"] >= 300 > up["stabilizationWindowSeconds"]
+    assert all(policy["type"] == "Pods" and policy["value"] == 1 for policy in down["policies"])
+    # KEDA asks for the namespace by name.
+    (namespace,) = combine("autoscaling-keda").of_kind("Namespace")
+    assert f'namespace="{namespace["metadata"]["name"]}"' in trigger["metadata"]["query"]
+
+
+@needs_kubectl
+def test_the_metrics_are_where_the_monitor_looks(server: Server) -> None:
+    (monitor,) = combine("monitoring").of_kind("PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    with urllib.request.urlopen(f"http://{server.http_address}{endpoint['path']}", timeout=30) as reply:
+        assert reply.headers["Content-Type"].startswith("text/plain")
+    labels = combine("monitoring").workload["spec"]["template"]["metadata"]["labels"]
+    # The rules and the dashboard know the job by this name.
+    assert labels[monitor["spec"]["jobLabel"]] == "attnserve"
+
+
+def without_line_breaks(value: Any) -> Any:
+    """A value with single spaces in all its text."""
+    if isinstance(value, dict):
+        return {key: without_line_breaks(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_line_breaks(part) for part in value]
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+@needs_kubectl
+def test_the_rules_are_those_of_prometheus() -> None:
+    rules = prometheus_rule.RULES.read_text()
+    assert prometheus_rule.RESOURCE.read_text() == prometheus_rule.resource(rules), "make docs writes it anew"
+    (resource,) = combine("monitoring").of_kind("PrometheusRule")
+    # Kustomize adds empty lines to expressions of several lines, which mean nothing.
+    assert without_line_breaks(resource["spec"]) == without_line_breaks(yaml.safe_load(rules))
+
+
+@needs_kubectl
+def test_the_dashboard_is_the_file() -> None:
+    found = combine("monitoring").named("ConfigMap", "attnserve-dashboard")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    dashboard = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text())
+    assert {name: json.loads(text) for name, text in found["data"].items()} == {"attnserve.json": dashboard}
+    # `kubectl apply` keeps a copy in an annotation, which may have 256 KiB.
+    assert len(json.dumps(found)) < 200_000
+
+
+def every_command(document: str) -> list[str]:
+    """The lines of the shell blocks of a document."""
+    return [line for block in re.findall(r"```sh\n(.*?)```", document, re.DOTALL) for line in block.splitlines()]
+
+
+@needs_kubectl
+def test_the_readme_applies_what_is_there() -> None:
+    applied = [
+        match[1]
+        for line in every_command((ROOT / "README.md").read_text())
+        if (match := re.search(r"kubectl (?:apply|kustomize)(?: -k)? (deploy/\S+)", line))
+    ]
+    assert applied
+    for directory in applied:
+        done = subprocess.run(["kubectl", "kustomize", ROOT / directory], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
