@@ -1,7 +1,7 @@
 """The rules of Prometheus, as the Prometheus operator takes them.
 
-In: deploy/monitoring/rules.yaml, a file of Prometheus' own, which promtool checks and tests. Out: the PrometheusRule with
-the same rules and comments, which kustomize, that includes no file in another, could not make of it.
+In: deploy/monitoring/rules.yaml, a file of Prometheus' own, which promtool checks and tests. Out: the PrometheusRule
+with the same rules and comments, which kustomize, that includes no file in another, could not make of it.
 
     python scripts/prometheus_rule.py    writes it
 """

@@ -108,7 +108,9 @@ def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None
     host, _, port = target.partition(":")
     assert host in compose["services"]
     assert int(port) == parse_address(load(variables("base/settings.env")).http_listen).port
-    mounted = {volume.split(":")[1] for volume in compose["services"]["prometheus"]["volumes"] if volume.startswith(".")}
+    mounted = {
+        volume.split(":")[1] for volume in compose["services"]["prometheus"]["volumes"] if volume.startswith(".")
+    }
     assert {f"/etc/prometheus/{name}" for name in ("prometheus.yaml", *prometheus["rule_files"])} == mounted
 
     (datasource,) = yaml.safe_load(compose["configs"]["datasource"]["content"])["datasources"]

@@ -22,8 +22,8 @@ from attnserve_server.config import Config
 from attnserve_server.units import parse_address
 
 DOCKERFILE = DEPLOY / "Dockerfile"
-EXTRA = "server"
-"""The extra that the image has unless it is built with others."""
+EXTRAS = ("server", "tracing")
+"""What the image has unless it is built with others."""
 
 
 class Instruction(NamedTuple):
@@ -75,7 +75,7 @@ def test_every_variant_is_a_stage_of_the_same_python(dockerfile: list[Instructio
 
 
 def test_the_last_stage_only_takes_what_was_installed(dockerfile: list[Instruction]) -> None:
-    assert f"EXTRAS={EXTRA}" in values(dockerfile, "ARG")
+    assert f"EXTRAS={','.join(EXTRAS)}" in values(dockerfile, "ARG")
     last = last_stage(dockerfile)
     assert values(last, "COPY") == ["--from=build /opt/attnserve /opt/attnserve"]
     (run,) = values(last, "RUN")
@@ -132,7 +132,7 @@ def test_everything_copied_is_there_and_not_ignored(dockerfile: list[Instruction
 
 
 def test_everything_installed_is_pinned() -> None:
-    """Whatever the server's extra asks for, and what that asks for, has its version in constraints.txt."""
+    """Whatever the image's extras ask for, and what that asks for, has its version in constraints.txt."""
     pinned = {
         canonicalize_name(line.partition("==")[0])
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -140,7 +140,8 @@ def test_everything_installed_is_pinned() -> None:
     }
     needed: set[tuple[str, str]] = set()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    waiting = [("", line) for line in (*project["dependencies"], *project["optional-dependencies"][EXTRA])]
+    extras = [project["optional-dependencies"][extra] for extra in EXTRAS]
+    waiting = [("", line) for lines in (project["dependencies"], *extras) for line in lines]
     while waiting:
         wanted_by, line = waiting.pop()
         requirement = Requirement(line)
