@@ -1,0 +1,234 @@
+"""Every RPC of a live server under random and mutated bytes.
+
+In: the addresses of a server that has the layers of `checkpoints`. Out: how many inputs it took, and what came of them;
+`Finding` if a reply is INTERNAL, does not come, or says what it must not. What inputs changed (caches made, layers
+unloaded) is put right after each round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+import calls
+import grpc
+import numpy as np
+from caller import Caller
+from google.protobuf.message import DecodeError, Message
+from google.rpc import status_pb2
+from mutation import mutated, random_bytes
+from sound import DECODER_CACHE, METHODS, PLAIN_CACHE, Caches, D, HK, S, requests
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import layers_pb2
+
+PATIENCE_S: Final = 120.0
+IN_FLIGHT: Final = 32
+CALLS: Final = 64
+ROUND: Final = 2000
+
+MAY_BE: Final = {
+    grpc.StatusCode[name]
+    for name in (
+        "OK", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED",
+        "CANCELLED",
+    )
+}  # fmt: skip
+NAMES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+SHARES: Final = {"unary": 0.3, "calls": 0.6, "messages": 0.1}
+RARE: Final = {"LayerService/Load": 0.02, "LayerService/Unload": 0.1}
+"""Of these RPCs only such a part of the inputs is sent: they take long, or spoil what comes after."""
+
+FORBIDDEN: Final = re.compile(
+    rb"Traceback|File \"|\.py\b|site-packages|<frozen|object at 0x|/(?:home|root|usr|tmp|var|proc|work|opt)/|"
+    rb"Exception|Unexpected <|torch\.|SECRET-FINGERPRINT"
+)
+"""What no reply may hold: traces, paths, names of the server's own classes, and what another caller has sent."""
+SECRET: Final = b"SECRET-FINGERPRINT"
+
+
+class Finding(AssertionError):
+    """Something that the server should not have done, and the input that made it."""
+
+    def __init__(self, what: str, method: str, data: bytes) -> None:
+        super().__init__(f"{what}\n{method}\n{data.hex()}")
+        self.method, self.data = method, data
+
+
+@dataclass
+class Attack:
+    """One caller that sends what it should not."""
+
+    channel: grpc.Channel
+    random: Random
+    codes: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._caller = Caller(self.channel)
+        self._caches = Caches("", "")
+        self._pool: dict[str, list[bytes]] = {}
+        self._flight: deque[tuple[str, bytes, Any]] = deque()
+        self._others: list[str] = []
+
+    def run(self, inputs: int) -> None:
+        """Sends so many inputs. Raises Finding."""
+        while inputs > 0:
+            self._prepare()
+            for _ in range(min(ROUND, inputs) // CALLS or 1):
+                inputs -= self._some()
+            while self._flight:
+                self._settle()
+
+    def _prepare(self) -> None:
+        """Caches and layers as the sound requests need them."""
+        self._caller.delete(*(cache.name for cache in self._caller.list().caches), "nothing")
+        load = layers_pb2.LayerServiceLoadRequest(definitions="layers.toml")
+        if len(self._ask("LayerService/List", b"").layers) < 10:
+            self._ask("LayerService/Load", load.SerializeToString())
+        names = [self._ask("CacheService/Create", _cache(shape)).cache.name for shape in (PLAIN_CACHE, DECODER_CACHE)]
+        self._caches = Caches(*names)
+        self._caller.append(names[0], *(np.zeros((HK, S, D), np.float32) for _ in range(2)))
+        # What another caller has here, and an attacker must not see.
+        secret = np.frombuffer(SECRET * 16, np.uint8)[: 16 * 16].copy().view(np.float32).reshape(2, 4, 8)
+        self._caller.append(self._caller.create(2, 8), secret, secret)
+        self._pool = {
+            name: [message.SerializeToString() for message in kinds.values()]
+            for name, kinds in requests(self._caches).items()
+        }
+
+    def _ask(self, method: str, data: bytes) -> Any:
+        reply = self.channel.unary_unary(METHODS[method].path)(data, timeout=PATIENCE_S)
+        return METHODS[method].response.FromString(reply)
+
+    def _input(self, method: str) -> bytes:
+        if self.random.random() < 0.03:
+            return random_bytes(self.random)
+        pool = self._pool[method]
+        data = mutated(self.random, METHODS[method].request, self.random.choice(pool), self.random.choice(pool))
+        if len(pool) < 100:
+            pool.append(data)
+        return data
+
+    def _some(self) -> int:
+        """Sends some inputs of one kind; how many."""
+        kind = self.random.choices(list(SHARES), list(SHARES.values()))[0]
+        if kind == "calls":
+            return self._send_calls()
+        if kind == "messages":
+            data = self._input("AttentionService/AttendStream")
+            self._send_messages([data], half_close=self.random.random() < 0.9)
+            return 1
+        for _ in range(CALLS):
+            method = self.random.choice([name for name in METHODS if not METHODS[name].streaming])
+            if self.random.random() < RARE.get(method, 1.0):
+                self._send(method, self._input(method))
+        return CALLS
+
+    def _send(self, method: str, data: bytes) -> None:
+        if len(self._flight) >= IN_FLIGHT:
+            self._settle()
+        call = self.channel.unary_unary(METHODS[method].path).future(data, timeout=PATIENCE_S)
+        self._flight.append((method, data, call))
+        self.sent[method] += 1
+
+    def _settle(self) -> None:
+        method, data, call = self._flight.popleft()
+        try:
+            reply = call.result()
+        except grpc.RpcError:
+            self._judge(method, data, call.code(), calls.status_of(call), call.details())
+            return
+        self._judge(method, data, grpc.StatusCode.OK, None, "")
+        self._parse(method, data, METHODS[method].response, reply)
+
+    def _send_calls(self) -> int:
+        """Sound calls with mutated requests: each gets one reply, and the stream ends well."""
+        sent: dict[int, tuple[str, bytes]] = {}
+        pieces = []
+        for call_id in range(CALLS):
+            operation = self.random.choice(("attend", "apply"))
+            data = self._input(f"AttentionService/{operation.capitalize()}")
+            sent[call_id] = operation, data
+            number = pb.AttendStreamCall.DESCRIPTOR.fields_by_name[operation].number
+            call = pb.AttendStreamCall(id=call_id).SerializeToString() + _field(number, data)
+            pieces.append(_field(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, call))
+            self.sent[f"stream/{operation}"] += 1
+        whole = b"".join(pieces)
+        for reply in self._replies([whole]):
+            if reply.id not in sent:
+                raise Finding(f"a reply to {reply.id}, which is no call or has had its reply", "AttendStream", whole)
+            operation, data = sent.pop(reply.id)
+            code = NAMES[reply.error.code]
+            self._judge(f"AttentionService/{operation.capitalize()}", data, code, reply.error, reply.error.message)
+        if sent:
+            raise Finding(f"no reply to {sorted(sent)}", "AttendStream", whole)
+        return CALLS
+
+    def _send_messages(self, messages: list[bytes], half_close: bool) -> None:
+        """What may be messages of a stream: it ends with an error or well, and it ends."""
+        method = "AttentionService/AttendStream"
+        self.sent[method] += len(messages)
+        call = self.channel.stream_stream(METHODS[method].path)(
+            iter(messages) if half_close else _then_wait(messages), timeout=PATIENCE_S
+        )
+        try:
+            if not half_close:
+                call.cancel()
+            for reply in call:
+                for each in self._parse(method, messages[0], pb.AttendStreamResponse, reply).replies:
+                    self._judge(method, messages[0], NAMES[each.error.code], each.error, each.error.message)
+        except grpc.RpcError:
+            if half_close:
+                self._judge(method, messages[0], call.code(), calls.status_of(call), call.details())
+
+    def _replies(self, messages: list[bytes]) -> Iterator[pb.AttendStreamReply]:
+        method = "AttentionService/AttendStream"
+        call = self.channel.stream_stream(METHODS[method].path)(iter(messages), timeout=PATIENCE_S)
+        try:
+            for message in call:
+                yield from self._parse(method, messages[0], pb.AttendStreamResponse, message).replies
+        except grpc.RpcError as error:
+            raise Finding(f"the stream failed: {call.code()} {call.details()}", method, messages[0]) from error
+
+    def _judge(
+        self, method: str, data: bytes, code: grpc.StatusCode, status: status_pb2.Status | None, details: str
+    ) -> None:
+        self.codes[f"{method} {code.name}"] += 1
+        if code not in MAY_BE:
+            raise Finding(f"{code.name}: {details}", method, data)
+        if status is None:
+            return
+        if code is not grpc.StatusCode.OK and not status.details:
+            raise Finding(f"{code.name} without details: {details}", method, data)
+        said = status.SerializeToString() + details.encode()
+        if (found := FORBIDDEN.search(said)) and found.group() not in data:
+            raise Finding(f"it says {found.group()!r}: {details}", method, data)
+
+    def _parse(self, method: str, data: bytes, message_type: type[Message], reply: bytes) -> Any:
+        if SECRET in reply:
+            raise Finding("it says what another caller has", method, data)
+        try:
+            return message_type.FromString(reply)
+        except DecodeError as error:
+            raise Finding(f"the reply is no {message_type.__name__}: {error}", method, data) from None
+
+
+def _cache(shape: dict[str, Any]) -> bytes:
+    return METHODS["CacheService/Create"].request(**shape).SerializeToString()
+
+
+def _field(number: int, content: bytes) -> bytes:
+    from attnserve import _wire
+
+    return _wire.field_prefix(number, len(content)) + content
+
+
+def _then_wait(messages: list[bytes]) -> Iterator[bytes]:
+    """The messages, and no half-close: the caller goes away instead."""
+    yield from messages
