@@ -6,7 +6,7 @@ a whole bound can never come in; that is the caller's mistake, not load.
 
 from __future__ import annotations
 
-from attnserve_server.errors import InvalidRequest, Overloaded
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded
 
 MIN_RETRY_DELAY = 0.005
 MAX_RETRY_DELAY = 10.0
@@ -34,15 +34,13 @@ class Admission:
         """
         if size > self._max_bytes:
             raise InvalidRequest(
-                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", "LIMIT_EXCEEDED"
+                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", LIMIT_EXCEEDED
             )
         if reply_bytes > self._max_reply_bytes:
             expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
-            raise InvalidRequest("", expected, f"{reply_bytes} bytes", "LIMIT_EXCEEDED")
+            raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED)
         if flops > self._max_flops:
-            raise InvalidRequest(
-                "", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", "LIMIT_EXCEEDED"
-            )
+            raise InvalidRequest("", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", LIMIT_EXCEEDED)
         if self.requests >= self._max_requests:
             raise Overloaded("requests", self._max_requests, self._delay())
         if self.bytes + size > self._max_bytes:

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.errors import InvalidRequest, Malformed, RequestError
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
 from attnserve_server.tracing import TraceParent
 
 MAX_ID_BYTES: Final = 10
@@ -53,11 +53,11 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
         if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
             if len(calls) == max_calls:
-                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason="LIMIT_EXCEEDED")
+                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason=LIMIT_EXCEEDED)
             calls.append(_read_call(message, content, end))
         else:
             if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
-                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason="LIMIT_EXCEEDED")
+                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason=LIMIT_EXCEEDED)
             rest.append(message[start:end])
     if rest:
         cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel

@@ -5,6 +5,7 @@
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
+    │   └── TooManyStreams
     ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "attnserve"
 """The domain of every ErrorInfo."""
+
+LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+"""The reason where something is larger than the server takes from anybody; the message says the limit."""
 
 MAX_SHOWN = 1000
 """The longest part of a message that says what was found, in characters: a unary call's status travels, several times
@@ -134,6 +138,17 @@ class OutOfMemory(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the device has not the memory for this", "OUT_OF_MEMORY")
+
+
+class TooManyStreams(Overloaded):
+    """A stream of a caller that has as many as one may have."""
+
+    def __init__(self, limit: int) -> None:
+        RequestError.__init__(
+            self, f"the caller has {limit} streams, the most that one may have", "TOO_MANY_STREAMS", limit=str(limit)
+        )
+        self.bound = "caller_streams"
+        self.retry_delay = 1.0
 
 
 class DeadlineExceeded(RequestError):

@@ -11,10 +11,15 @@ import asyncio
 from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failed"]
 """What a server goes through, in this order, steps left out or not; `failed` is a device that cannot compute."""
+
+SERVICE_NAME: Final = "grpc.health.v1.Health"
 
 _ORDER: Final[tuple[State, ...]] = get_args(State)
 _READINESS: Final = frozenset(("", "attnserve.v1.AttentionService", "readiness"))
@@ -61,7 +66,12 @@ class Health:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds grpc.health.v1 to a gRPC server that has not started."""
-        health_pb2_grpc.add_HealthServicer_to_server(_HealthService(self), server)
+        service = _HealthService(self)
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Check": grpc.unary_unary_rpc_method_handler(service.check),
+            "Watch": grpc.unary_stream_rpc_method_handler(service.watch),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     def status(self, service: str) -> Any:
         """The ServingStatus of a service, SERVICE_UNKNOWN of one that is not here."""
@@ -91,15 +101,31 @@ class _HealthService:
     def __init__(self, health: Health) -> None:
         self._health = health
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802 (gRPC's name)
-        status = self._health.status(request.service)
+    async def check(self, data: bytes, context: Context) -> bytes:
+        """How a service is now."""
+        status = self._health.status(await _service_of(data, context))
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=status)
+        return _encoded(status)
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:  # noqa: N802
-        last: Any = None
-        while await self._health.changed(request.service, last):
-            last = self._health.status(request.service)
-            await context.write(health_pb2.HealthCheckResponse(status=last))
+    async def watch(self, data: bytes, context: Context) -> NoReturn:
+        """How a service is now, and each time that it changes."""
+        service, last = await _service_of(data, context), None
+        while await self._health.changed(service, last):
+            last = self._health.status(service)
+            await context.write(_encoded(last))
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+
+async def _service_of(data: bytes, context: Context) -> str:
+    """Which service is asked for. Bytes that are no request end the RPC."""
+    try:
+        service: str = health_pb2.HealthCheckRequest.FromString(data).service
+    except DecodeError:  # gRPC would say that it was the server's fault
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HealthCheckRequest")
+    return service
+
+
+def _encoded(status: Any) -> bytes:
+    message: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return message

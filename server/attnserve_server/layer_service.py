@@ -3,77 +3,88 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
+import grpc
 from grpc import aio
 
 from attnserve.v1 import layers_pb2 as pb
-from attnserve.v1 import layers_pb2_grpc
-from attnserve_server.errors import MAX_SHOWN, ComputationFailed, InvalidRequest, NotFound, RequestError
+from attnserve_server.callers import Caller
+from attnserve_server.errors import (
+    LIMIT_EXCEEDED,
+    MAX_NAME,
+    MAX_SHOWN,
+    ComputationFailed,
+    InvalidRequest,
+    NotFound,
+    RequestError,
+)
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.registry import Loaded, Registry
-from attnserve_server.service import abort
+from attnserve_server.rpc import Rpcs
 
 logger = logging.getLogger(__name__)
 
-LAYER_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
-
-Context = aio.ServicerContext[Any, Any]
+LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
 
 
 class LayerService:
-    """The service on one registry. RPCs bear the names that gRPC gives them."""
+    """The service on one registry."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, rpcs: Rpcs) -> None:
         self._registry = registry
+        self._rpcs = rpcs
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
-        layers_pb2_grpc.add_LayerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        answering = self._rpcs.answering
+        handlers = {
+            "List": answering("list_layers", pb.LayerServiceListRequest, self._list),
+            "Get": answering("get_layer", pb.LayerServiceGetRequest, self._get),
+            "Load": answering("load_layers", pb.LayerServiceLoadRequest, self._load),
+            "Unload": answering("unload_layers", pb.LayerServiceUnloadRequest, self._unload),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(LAYER_SERVICE_NAME, handlers),))
 
-    async def List(self, request: pb.LayerServiceListRequest, context: Context) -> pb.LayerServiceListResponse:  # noqa: N802
-        """All layers."""
+    def _list(self, caller: Caller, request: pb.LayerServiceListRequest) -> pb.LayerServiceListResponse:
         return pb.LayerServiceListResponse(layers=map(_message, self._registry.all()))
 
-    async def Get(self, request: pb.LayerServiceGetRequest, context: Context) -> pb.LayerServiceGetResponse:  # noqa: N802
-        """One layer."""
-        try:
-            return pb.LayerServiceGetResponse(layer=_message(self._registry.get(request.name)))
-        except RequestError as error:
-            return await abort(context, error)
+    def _get(self, caller: Caller, request: pb.LayerServiceGetRequest) -> pb.LayerServiceGetResponse:
+        return pb.LayerServiceGetResponse(layer=_message(self._registry.get(request.name)))
 
-    async def Load(self, request: pb.LayerServiceLoadRequest, context: Context) -> pb.LayerServiceLoadResponse:  # noqa: N802
-        """Loads layers from definitions below the model directory."""
+    async def _load(self, caller: Caller, request: pb.LayerServiceLoadRequest) -> pb.LayerServiceLoadResponse:
+        if not request.definitions:
+            raise InvalidRequest("definitions", "a file below the model directory", "nothing")
+        self._check_names(request.names)
+        file = request.definitions[:MAX_NAME]
         try:
-            if not request.definitions:
-                raise InvalidRequest("definitions", "a file below the model directory", "nothing")
             loaded = await self._registry.load(request.definitions, list(request.names))
         except NoSuchFileError as error:
-            logger.warning("layers were not loaded", extra={"definitions": request.definitions, "error": error})
-            return await abort(context, NotFound("file", request.definitions))
+            logger.warning("layers were not loaded", extra={"definitions": file, "error": error})
+            raise NotFound("file", request.definitions) from None
         except LayerError as error:
-            logger.warning("layers were not loaded", extra={"definitions": request.definitions, "error": error})
-            return await abort(context, InvalidRequest("definitions", "layers that can be loaded", _summary(error)))
-        except RequestError as error:
-            return await abort(context, error)
-        except Exception:  # no memory, most likely; what gRPC would tell the caller of it is not for callers
-            logger.exception("layers were not loaded", extra={"definitions": request.definitions})
-            return await abort(context, ComputationFailed("the layers could not be brought to the device"))
+            logger.warning("layers were not loaded", extra={"definitions": file, "error": error})
+            raise InvalidRequest("definitions", "layers that can be loaded", _summary(error)) from None
+        except RequestError:
+            raise
+        except Exception:  # no memory, most likely
+            logger.exception("layers were not loaded", extra={"definitions": file})
+            raise ComputationFailed("the layers could not be brought to the device") from None
         logger.info("loaded %s", ", ".join(each.name for each in loaded))
         return pb.LayerServiceLoadResponse(layers=map(_message, loaded))
 
-    async def Unload(  # noqa: N802
-        self, request: pb.LayerServiceUnloadRequest, context: Context
-    ) -> pb.LayerServiceUnloadResponse:
-        """Unloads layers."""
-        try:
-            if not request.names:
-                raise InvalidRequest("names", "at least one name", "none")
-            self._registry.unload(request.names)
-        except RequestError as error:
-            return await abort(context, error)
+    def _unload(self, caller: Caller, request: pb.LayerServiceUnloadRequest) -> pb.LayerServiceUnloadResponse:
+        if not request.names:
+            raise InvalidRequest("names", "at least one name", "none")
+        self._check_names(request.names)
+        self._registry.unload(request.names)
         logger.info("unloaded %s", ", ".join(request.names))
         return pb.LayerServiceUnloadResponse()
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if len(names) > self._registry.max_layers:
+            raise InvalidRequest("names", f"at most {self._registry.max_layers} names", len(names), LIMIT_EXCEEDED)
 
 
 def _summary(error: LayerError) -> str:

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from attnserve_server.errors import InvalidRequest
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 from attnserve_server.tensors import MAX_LENGTH, TensorSpec
-
-LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,7 +43,7 @@ CODES: Final = (
 """How a request can end. A code that is missing here counts as UNKNOWN."""
 
 PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
-REJECTIONS: Final = ("requests", "bytes", "flops", "draining", "failed", "cache_bytes", "caches")
+REJECTIONS: Final = ("requests", "bytes", "flops", "draining", "failed", "cache_bytes", "caches", "caller_streams")
 CANCELLATIONS: Final = ("cancelled", "deadline")
 
 # Two buckets a decade, from 10 us (the decoding of a small request) to 10 s.

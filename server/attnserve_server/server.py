@@ -15,11 +15,10 @@ from typing import Final, TypeAlias
 import grpc
 import torch
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server import __version__
+from attnserve_server import __version__, health, reflection
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
@@ -40,6 +39,7 @@ from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
 from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
+from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 from attnserve_server.tracing import open_tracing
 from attnserve_server.watchdog import Watchdog
@@ -125,19 +125,21 @@ class Server:
             "attend": partial(read_attend, self.caches, limits=self._limits),
             "apply": partial(read_apply, self.caches, self.registry, limits=self._limits),
         }
-        callers = Callers()
+        rpcs = Rpcs(Callers())
+        self._refusals = rpcs.refusals
         self._service = AttentionService(
             self.engine,
             self.metrics,
-            callers,
+            rpcs,
             readers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
             self._info,
             self.tracing,
+            config.max_caller_streams,
         )
-        self._layer_service = LayerService(self.registry)
-        self._cache_service = CacheService(self.caches, callers, self._service)
+        self._layer_service = LayerService(self.registry, rpcs)
+        self._cache_service = CacheService(self.caches, rpcs, self._service)
         self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
         self._grpc = aio.server(
             options=(
@@ -157,16 +159,7 @@ class Server:
         self._cache_service.register(self._grpc)
         self.health.register(self._grpc)
         if self._config.reflection:
-            reflection.enable_server_reflection(
-                (
-                    SERVICE_NAME,
-                    LAYER_SERVICE_NAME,
-                    CACHE_SERVICE_NAME,
-                    "grpc.health.v1.Health",
-                    reflection.SERVICE_NAME,
-                ),
-                self._grpc,
-            )
+            reflection.register(self._grpc, (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, health.SERVICE_NAME))
         listen = self._config.listen
         if listen.startswith("unix:"):
             _make_way(listen)
@@ -223,6 +216,7 @@ class Server:
         await self._http.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+        self._refusals.close()
         self.engine.close()
         if not self.engine.stuck and self.engine.failure is None:
             self.device.close()

@@ -7,28 +7,27 @@ unary call is the status of its RPC, an error of a call on a stream travels in i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.callers import Caller, Callers
+from attnserve_server.callers import Caller
 from attnserve_server.engine import Engine, Entry, Outcome
-from attnserve_server.errors import Overloaded, RequestError, error_for_caller
+from attnserve_server.errors import Overloaded, RequestError, TooManyStreams, error_for_caller
 from attnserve_server.metrics import Metrics
+from attnserve_server.rpc import Context, Rpcs
 from attnserve_server.stream import CallStream
 from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
-
-Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 
 Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
 """Reads a caller's request out of a part of a message. Raises RequestError."""
@@ -43,22 +42,25 @@ class AttentionService:
         self,
         engine: Engine,
         metrics: Metrics,
-        callers: Callers,
+        rpcs: Rpcs,
         readers: Mapping[str, Read],
         max_message_calls: int,
         max_unanswered: int,
         info: Callable[[], pb.ServerInfoResponse],
         tracing: Tracing | None = None,
+        max_caller_streams: int = 1024,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._callers = callers
+        self._rpcs = rpcs
         self._readers = readers
         self._max_message_calls = max_message_calls
         self._max_unanswered = max_unanswered
         self._info = info
         self._tracing = tracing
+        self._max_caller_streams = max_caller_streams
         self._streams: set[CallStream] = set()
+        self._streams_by_share: Counter[Hashable] = Counter()
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
@@ -66,7 +68,9 @@ class AttentionService:
             "Attend": grpc.unary_unary_rpc_method_handler(self.handler("attend", self._readers["attend"])),
             "Apply": grpc.unary_unary_rpc_method_handler(self.handler("apply", self._readers["apply"])),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
-            "ServerInfo": grpc.unary_unary_rpc_method_handler(self._server_info),
+            "ServerInfo": self._rpcs.answering(
+                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info()
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -87,7 +91,7 @@ class AttentionService:
             trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
         caller: Caller | None = None
         try:
-            caller = self._callers.identify(context)
+            caller = self._rpcs.callers.identify(context)
             reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
@@ -98,7 +102,7 @@ class AttentionService:
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
             if trace is not None:
                 trace.finish(error.code.name, perf_counter())
-            await abort(context, error)
+            await self._rpcs.refuse(context, operation, error, caller)
         except asyncio.CancelledError:
             self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
             if trace is not None:
@@ -155,38 +159,42 @@ class AttentionService:
 
     async def _attend_stream(self, _: object, context: Context) -> None:
         self._metrics.stream_opened()
+        caller: Caller | None = None
         stream: CallStream | None = None
         try:
+            caller = self._rpcs.callers.identify(context)
+            self._enter_stream(caller)
             stream = CallStream(
                 self._engine,
                 self._metrics,
                 self._readers,
-                self._callers.identify(context),
+                caller,
                 context,
                 self._max_message_calls,
                 self._max_unanswered,
                 self._tracing,
+                self._rpcs.refusals,
             )
             self._streams.add(stream)
             await stream.serve()
-        except Exception as error:
-            await abort(context, error_for_caller(error))
+        except Exception as raised:
+            error = error_for_caller(raised)
+            if isinstance(error, Overloaded):
+                self._metrics.rejected(error.bound)
+            await self._rpcs.refuse(context, "stream", error, caller)
         finally:
-            if stream is not None:
+            if stream is not None and caller is not None:
                 self._streams.discard(stream)
+                self._leave_stream(caller)
             self._metrics.stream_closed()
 
-    async def _server_info(self, message: bytes, context: Context) -> bytes:
-        try:
-            pb.ServerInfoRequest.FromString(message)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ServerInfoRequest")
-        return self._info().SerializeToString()
+    def _enter_stream(self, caller: Caller) -> None:
+        """Raises TooManyStreams if the caller has as many streams as one may have."""
+        if self._streams_by_share[caller.share] >= self._max_caller_streams:
+            raise TooManyStreams(self._max_caller_streams)
+        self._streams_by_share[caller.share] += 1
 
-
-async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
-    """Ends an RPC with an error's status and details."""
-    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.status().SerializeToString())]
-    if isinstance(error, Overloaded):
-        metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_delay * 1000)))))
-    await context.abort(error.code, error.message, tuple(metadata))
+    def _leave_stream(self, caller: Caller) -> None:
+        self._streams_by_share[caller.share] -= 1
+        if not self._streams_by_share[caller.share]:
+            del self._streams_by_share[caller.share]

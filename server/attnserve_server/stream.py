@@ -32,6 +32,7 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.metrics import Metrics
+from attnserve_server.refusals import Refusals, request_id_of
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
@@ -64,6 +65,7 @@ class CallStream:
         max_message_calls: int,
         max_unanswered: int,
         tracing: Tracing | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -75,6 +77,8 @@ class CallStream:
         self._max_unanswered = max_unanswered
         self._tracing = tracing
         self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
+        self._refusals = Refusals() if refusals is None else refusals
+        self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
@@ -220,9 +224,16 @@ class CallStream:
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
         if trace is not None:
             trace.finish(error.code.name, perf_counter())
+        self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
         status = error.status().SerializeToString()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
         self._send(Unsent(pieces, size, entry))
+
+    def _request_id(self, call_id: int) -> str:
+        """What a call is called in the log: by the stream's id and its own."""
+        if self._id is None:
+            self._id = request_id_of(self._context)
+        return f"{self._id}/{call_id}"
 
     def _send(self, unsent: Unsent) -> None:
         self._outbox.append(unsent)

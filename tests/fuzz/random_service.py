@@ -21,7 +21,7 @@ from caller import Caller
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 from mutation import mutated, random_bytes
-from sound import DECODER_CACHE, METHODS, PLAIN_CACHE, Caches, D, HK, S, requests
+from sound import DECODER_CACHE, HK, METHODS, PLAIN_CACHE, Caches, D, S, requests
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import layers_pb2

@@ -34,6 +34,7 @@ from attnserve_server.errors import (
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import Request, read_request
+from attnserve_server.rpc import Rpcs
 from attnserve_server.service import AttentionService
 from attnserve_server.work import BatchResult
 
@@ -483,7 +484,7 @@ async def test_metrics_of_batches() -> None:
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
     bench = Bench(CpuDevice(1, INLINE))
-    service = AttentionService(bench.engine, bench.metrics, Callers(), {}, 64, 64, pb.ServerInfoResponse)
+    service = AttentionService(bench.engine, bench.metrics, Rpcs(Callers()), {}, 64, 64, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(anybody("here"), lambda _, *part: read_request(*part), message, perf_counter(), None)

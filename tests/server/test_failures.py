@@ -24,6 +24,7 @@ from attnserve_server.engine import Engine, Entry
 from attnserve_server.errors import Cancelled
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import read_request
+from attnserve_server.rpc import Rpcs
 from attnserve_server.service import AttentionService
 from attnserve_server.stream import CallStream
 from attnserve_server.work import Work
@@ -59,7 +60,9 @@ async def engine() -> AsyncIterator[Engine]:
 async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that reads Attend as it should, and fails at Apply."""
     readers = {"attend": read_attention, "apply": read_badly}
-    service = AttentionService(engine, Metrics("0", "0", "cpu"), Callers(), readers, 64, 64, pb.ServerInfoResponse)
+    service = AttentionService(
+        engine, Metrics("0", "0", "cpu"), Rpcs(Callers()), readers, 64, 64, pb.ServerInfoResponse
+    )
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

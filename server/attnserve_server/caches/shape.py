@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal, TypeAlias
 
-from attnserve_server.errors import InvalidRequest
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 
 CacheDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """The dtypes in which keys and values can be stored."""
@@ -53,7 +53,7 @@ class CacheShape:
                 "head_dim",
                 f"tokens of at most {page_bytes} bytes, num_kv_heads * (head_dim + value_dim) of {self.dtype}",
                 self.token_bytes,
-                "LIMIT_EXCEEDED",
+                LIMIT_EXCEEDED,
             )
         return tokens
 

@@ -23,7 +23,7 @@ from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.reservation import Append, Reservation
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
-from attnserve_server.errors import InvalidRequest, NotFound, Overloaded, RequestError
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, Overloaded, RequestError
 
 __all__ = ["CacheStore", "Placement", "Reservation"]
 
@@ -46,7 +46,8 @@ class CacheStore:
         self.tokens = 0
         """The tokens of all layers of all caches; those that are shared count for each."""
         self._allocator = PageAllocator(pool_bytes // page_bytes)
-        self._max_caches = max_caches
+        self.max_caches = max_caches
+        """The most that there may be."""
         self._max_layers = max_layers
         self._caches: dict[str, Cache] = {}
         self._leases = Leases()
@@ -85,7 +86,7 @@ class CacheStore:
         hold a token or it would have too many layers.
         """
         if shape.layers > self._max_layers:
-            raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, "LIMIT_EXCEEDED")
+            raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, LIMIT_EXCEEDED)
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
         self._make_room_for_one(now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
@@ -238,7 +239,7 @@ class CacheStore:
             exact = sum(layer.pages_for(tokens) for _, layer, tokens in layers)
             if exact > self._allocator.pages:
                 raise InvalidRequest(
-                    "", f"at most {self.pool_bytes} bytes to append", exact * self.page_bytes, "LIMIT_EXCEEDED"
+                    "", f"at most {self.pool_bytes} bytes to append", exact * self.page_bytes, LIMIT_EXCEEDED
                 )
             # What is evicted may have shared a last page, which then need not be copied: so needs are counted again.
             needed = sum(
@@ -252,9 +253,9 @@ class CacheStore:
                 raise CacheFull(needed * self.page_bytes, available * self.page_bytes, self._retry_delay(now))
 
     def _make_room_for_one(self, now: float) -> None:
-        while len(self._caches) >= self._max_caches:
+        while len(self._caches) >= self.max_caches:
             if not self._evict_oldest(now, "caches"):
-                raise Overloaded("caches", self._max_caches, self._retry_delay(now))
+                raise Overloaded("caches", self.max_caches, self._retry_delay(now))
 
     def _enter(
         self, shape: CacheShape, layers: Sequence[CacheLayer], ttl: float | None, now: float, owner: str | None

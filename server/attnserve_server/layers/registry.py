@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from attnserve_server.devices import Device
-from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
+from attnserve_server.errors import LIMIT_EXCEEDED, FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers.checkpoint import load, resolve_file
 from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.layer import Layer
@@ -61,7 +61,8 @@ class Registry:
         self._device = device
         self._changed = changed
         self._directory = directory
-        self._max_layers = max_layers
+        self.max_layers = max_layers
+        """The most that may be loaded."""
         self._layers: dict[str, Loaded] = {}
         self._versions = itertools.count(1)
         self._loading = asyncio.Lock()
@@ -117,10 +118,10 @@ class Registry:
         loaded = []
         path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
         specifications = load_definitions(path, directory, names)
-        if len(self._layers.keys() | {each.name for each in specifications}) > self._max_layers:
+        if len(self._layers.keys() | {each.name for each in specifications}) > self.max_layers:
             raise FailedPrecondition(
-                f"at most {self._max_layers} layers may be loaded; unload some",
-                "LIMIT_EXCEEDED",
+                f"at most {self.max_layers} layers may be loaded; unload some",
+                LIMIT_EXCEEDED,
                 loaded=str(len(self._layers)),
             )
         for specification in specifications:

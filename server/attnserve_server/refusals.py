@@ -1,0 +1,117 @@
+"""Log lines of requests that were refused or failed: one for each, until there are too many of a kind.
+
+In: the error that a request ends with, and whose request it was. Out: a line with the reason and the request's id; of
+each reason a few a second at most, and then a line that says how many there were besides. Nothing of what was sent is
+in them, and what a caller names (an id, a cache) is cut short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from attnserve_server.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+LINES_PER_SECOND: Final = 5.0
+"""Of one reason, in the long run."""
+BURST: Final = 20.0
+SUMMARY_AFTER: Final = 1.0
+"""Seconds from the first line that is left out to the line that says how many were."""
+REQUEST_ID: Final = "x-request-id"
+MAX_ID: Final = 128
+
+_NOT_FOR_LOGS: Final = re.compile(r"[^\x21-\x7e]")
+_LEVELS: Final = {
+    grpc.StatusCode.INTERNAL: logging.ERROR,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: logging.WARNING,
+    grpc.StatusCode.UNAVAILABLE: logging.WARNING,
+}
+"""Mistakes of callers are INFO."""
+
+_numbers = itertools.count(1)
+
+
+def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
+    """What an RPC is called: what its caller calls it in the metadata `x-request-id`, else a number of our own."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID and isinstance(value, str) and value:
+            return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
+    return f"rpc-{next(_numbers)}"
+
+
+class _Allowance:
+    """The lines that may be written for one reason: a bucket that fills at a constant rate."""
+
+    __slots__ = ("filled", "left_out", "lines", "summary")
+
+    def __init__(self, now: float) -> None:
+        self.lines = BURST
+        self.filled = now
+        self.left_out = 0
+        self.summary: asyncio.TimerHandle | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether a line may be written now."""
+        self.lines = min(BURST, self.lines + (now - self.filled) * LINES_PER_SECOND)
+        self.filled = now
+        if self.lines < 1.0:
+            return False
+        self.lines -= 1.0
+        return True
+
+
+class Refusals:
+    """The lines of one server. Lives on the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._allowances: dict[str, _Allowance] = {}
+
+    def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
+        """Writes a line for a request that ends with an error, unless there have been too many for its reason.
+
+        A caller that gives a request up is no refusal. `request_id` is asked only if a line is written.
+        """
+        if error.code is grpc.StatusCode.CANCELLED:
+            return
+        level = _LEVELS.get(error.code, logging.INFO)
+        if not logger.isEnabledFor(level):
+            return
+        now = self._clock()
+        allowance = self._allowances.get(error.reason)
+        if allowance is None:  # reasons are the server's own words, and few
+            allowance = self._allowances[error.reason] = _Allowance(now)
+        if not allowance.take(now):
+            allowance.left_out += 1
+            if allowance.summary is None:
+                loop = asyncio.get_running_loop()
+                allowance.summary = loop.call_later(SUMMARY_AFTER, self._summarise, error.reason, level)
+            return
+        fields = {"operation": operation, "code": error.code.name, "reason": error.reason, "request_id": request_id()}
+        if caller is not None:
+            fields["caller"] = caller
+        logger.log(level, "refused: %s", error.message, extra=fields)
+
+    def close(self) -> None:
+        """Says what has not been said yet."""
+        for reason, allowance in self._allowances.items():
+            if allowance.summary is not None:
+                allowance.summary.cancel()
+                self._summarise(reason, logging.INFO)
+
+    def _summarise(self, reason: str, level: int) -> None:
+        allowance = self._allowances[reason]
+        left_out, allowance.left_out, allowance.summary = allowance.left_out, 0, None
+        logger.log(
+            level, "refused %d more for the same reason", left_out, extra={"reason": reason, "left_out": left_out}
+        )

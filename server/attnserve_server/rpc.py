@@ -1,0 +1,70 @@
+"""How RPCs end: with a reply, or with the status of an error, of which the log has a line.
+
+Messages are parsed here and not by gRPC, which would tell callers in its own words, and as a fault of the server, that
+bytes are no message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+
+from attnserve_server.callers import Caller, Callers
+from attnserve_server.errors import Malformed, Overloaded, RequestError, error_for_caller
+from attnserve_server.refusals import Refusals, request_id_of
+
+Context: TypeAlias = aio.ServicerContext[bytes, bytes]
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+M = TypeVar("M", bound=Message)
+
+
+class Rpcs:
+    """What the services of one server have in common: who calls, and what becomes of errors."""
+
+    def __init__(self, callers: Callers, refusals: Refusals | None = None) -> None:
+        self.callers = callers
+        self.refusals = Refusals() if refusals is None else refusals
+
+    def answering(
+        self, operation: str, request_type: type[M], answer: Callable[[Caller, M], Message | Awaitable[Message]]
+    ) -> Handler:
+        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` raises RequestError."""
+
+        async def handle(data: bytes, context: Context) -> bytes:
+            caller: Caller | None = None
+            try:
+                caller = self.callers.identify(context)
+                reply = answer(caller, parsed(request_type, data))
+                if inspect.isawaitable(reply):
+                    reply = await reply
+                return reply.SerializeToString()
+            except Exception as error:
+                return await self.refuse(context, operation, error_for_caller(error), caller)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
+        """Ends an RPC with an error."""
+        self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
+        await abort(context, error)
+
+
+def parsed(message_type: type[M], data: bytes) -> M:
+    """The message that the bytes are. Raises Malformed."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+
+
+async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
+    """Ends an RPC with an error's status and details."""
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.status().SerializeToString())]
+    if isinstance(error, Overloaded):
+        metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_delay * 1000)))))
+    await context.abort(error.code, error.message, tuple(metadata))
