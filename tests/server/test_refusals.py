@@ -1,0 +1,165 @@
+"""Log lines of refused requests: the reason and the request's id, and few of a kind however many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import Cancelled, ComputationFailed, InvalidRequest, RequestError
+from attnserve_server.refusals import BURST, LINES_PER_SECOND, Refusals
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+SECRET = b"never-in-a-log!!"
+
+
+class Lines(logging.Handler):
+    """What has been logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Any]]:
+    logger, handler = logging.getLogger("attnserve_server.refusals"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def invalid() -> RequestError:
+    return InvalidRequest("query.shape", "rank 4", 5)
+
+
+def note(refusals: Refusals, error: RequestError, times: int = 1) -> None:
+    for n in range(times):
+        refusals.note("attend", error, lambda n=n: f"r-{n}", "team")  # type: ignore[misc]
+
+
+async def test_a_line_says_what_whose_and_why(lines: list[Any]) -> None:
+    note(Refusals(), invalid())
+    (line,) = lines
+    assert line.getMessage() == "refused: query.shape: expected rank 4, found 5"
+    assert (line.levelname, line.operation, line.code) == ("INFO", "attend", "INVALID_ARGUMENT")
+    assert (line.reason, line.request_id, line.caller) == ("INVALID_FIELD", "r-0", "team")
+
+
+async def test_faults_of_the_server_are_errors_and_calls_given_up_are_none(lines: list[Any]) -> None:
+    refusals = Refusals()
+    note(refusals, ComputationFailed("a kernel"))
+    note(refusals, Cancelled())
+    assert [line.levelname for line in lines] == ["ERROR"]
+
+
+async def test_under_attack_there_are_few_lines_of_a_reason_and_the_rest_is_counted(lines: list[Any]) -> None:
+    now = 0.0
+    refusals = Refusals(lambda: now)
+    asked: list[int] = []
+    for n in range(10_000):
+        refusals.note("attend", invalid(), lambda n=n: str(asked.append(n)), None)  # type: ignore[misc]
+    assert len(lines) == len(asked) == BURST
+    note(refusals, ComputationFailed("a kernel"))
+    assert len(lines) == BURST + 1, "each reason has lines of its own"
+    now = 2.0
+    note(refusals, invalid(), 10_000)
+    written = BURST + 1 + 2 * LINES_PER_SECOND
+    assert len(lines) == written
+    refusals.close()
+    summary = lines[-1]
+    assert (len(lines), summary.reason, summary.left_out) == (written + 1, "INVALID_FIELD", 20_001 - written)
+    refusals.close()
+    assert len(lines) == written + 1
+
+
+async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnserve_server.refusals.SUMMARY_AFTER", 0.0)
+    refusals = Refusals(lambda: 0.0)
+    note(refusals, invalid(), int(BURST) + 7)
+    for _ in range(100):  # turns of the loop, in one of which the timer fires
+        await asyncio.sleep(0)
+    assert (len(lines), lines[-1].left_out) == (BURST + 1, 7)
+
+
+def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
+    """Over a socket: lines have the ids that callers gave, there are few, and nothing that was sent is in them."""
+    server = start_server("--log-format", "json", "--device", "cpu")
+    bad = messages.random_attend(0, kv_lengths=np.array([99]))
+    bad.query.data = (SECRET * len(bad.query.data))[: len(bad.query.data)]
+    with grpc.insecure_channel(server.address) as channel:
+        metadata = (("x-request-id", "mine one"),)
+        with pytest.raises(grpc.RpcError) as caught:
+            calls.unary(channel, "Attend", bad.SerializeToString(), metadata=metadata)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        with pytest.raises(grpc.RpcError):
+            calls.unary(channel, "ServerInfo", b"\xff" + SECRET)
+        stream = calls.Stream(channel)
+        stream.send(*(calls.call(n, bad) for n in range(1000)))
+        assert all(reply.error.code for reply in stream.replies(1000))
+        stream.half_close()
+        stream.rest()
+    assert server.stop() == 0
+    said = server.stderr()
+    assert SECRET.decode() not in said
+    logged = [json.loads(line) for line in said.splitlines()]
+    refused = [line for line in logged if line["logger"] == "attnserve_server.refusals"]
+    first, malformed, *others = refused
+    assert (first["operation"], first["reason"], first["request_id"]) == ("attend", "INVALID_FIELD", "mine?one")
+    assert "kv_lengths[0]: expected from 0 to 3, found 99" in first["message"]
+    assert (malformed["operation"], malformed["reason"]) == ("server_info", "MALFORMED_MESSAGE")
+    lines = [line for line in others if "request_id" in line]
+    assert BURST - 1 <= len(lines) < 300
+    assert all(re.fullmatch(r"rpc-\d+/\d+", line["request_id"]) for line in lines)
+    assert len(lines) + sum(line["left_out"] for line in others if "left_out" in line) == 1000
+
+
+def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Server]) -> None:
+    server = start_server("--max-caller-streams", "2", "--device", "cpu")
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    with (
+        grpc.insecure_channel(server.address, own) as channel,
+        grpc.insecure_channel(server.address, own) as neighbour,
+    ):
+        info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
+        assert info.limits.max_caller_streams == 2
+        streams = [calls.Stream(channel) for _ in range(2)]
+        request = messages.random_attend(0)
+        for stream in streams:
+            stream.send(calls.call(1, request))
+            stream.replies(1)
+        code, status = calls.Stream(channel).error()
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "has 2 streams" in status.message
+        info_of_error = calls.detail(status, error_details_pb2.ErrorInfo)
+        assert (info_of_error.reason, info_of_error.metadata["limit"]) == ("TOO_MANY_STREAMS", "2")
+        other = calls.Stream(neighbour)
+        other.send(calls.call(1, request))
+        other.replies(1)
+        streams[0].half_close()
+        streams[0].rest()
+        another = calls.Stream(channel)
+        another.send(calls.call(1, request))
+        another.replies(1)
+        for stream in (streams[1], other, another):
+            stream.half_close()
+            stream.rest()
