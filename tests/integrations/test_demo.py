@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -48,35 +46,3 @@ def test_demo_without_a_service() -> None:
     assert demo.returncode == 1
     assert demo.stderr.startswith("embed_sentences: no metrics at http://127.0.0.1:9/metrics")
     assert "Traceback" not in demo.stderr
-
-
-@pytest.fixture
-def latency(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A reading of one histogram, in two series: 8 observations up to 1, 1 up to 2, 1 beyond."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from service_metrics import Reading
-
-    buckets = {("a", "1.0"): 8.0, ("a", "2.0"): 8.0, ("a", "+Inf"): 8.0}
-    buckets |= {("b", "1.0"): 0.0, ("b", "2.0"): 1.0, ("b", "+Inf"): 2.0}
-    samples = {
-        ("t_bucket", frozenset({("operation", operation), ("le", bound)})): count
-        for (operation, bound), count in buckets.items()
-    }
-    samples |= {("t_count", frozenset()): 10.0, ("t_sum", frozenset()): 25.0}
-    return Reading(samples)
-
-
-def test_quantiles(latency: Any) -> None:
-    assert latency.quantile(0.4, "t") == pytest.approx(0.5)
-    assert latency.quantile(0.85, "t") == pytest.approx(1.5)
-    assert latency.quantile(0.99, "t") == 2.0  # beyond the last bound: the last bound
-    assert latency.quantile(0.5, "t", operation="b") == pytest.approx(2.0)
-    assert latency.mean("t") == 2.5
-
-
-def test_readings_subtract(latency: Any) -> None:
-    nothing = latency.since(latency)
-    assert nothing.by("t_bucket", "operation") == {}
-    assert nothing.quantile(0.5, "t") != nothing.quantile(0.5, "t")  # NaN: of nothing there is no quantile
-    assert latency.since(nothing) == latency
-    assert latency.total("t_bucket", le="+Inf") == 10.0

@@ -1,0 +1,74 @@
+"""`attnserve top`: what one server does, live in a terminal, read from its metrics.
+
+In: the address of its HTTP port. Out: a view that is drawn anew at each reading until it is interrupted; or, once, a
+view or JSON, for scripts. Needs the extra `top`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections import deque
+from typing import Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from attnserve._reading import Reading
+from attnserve._top_figures import Figures, figures, without_nan
+from attnserve._top_view import view
+
+_HISTORY: Final = 40
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Runs the command as it was parsed; its exit status."""
+    try:
+        if parsed.once or parsed.json:
+            return _once(parsed)
+        return _live(parsed)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _once(parsed: argparse.Namespace) -> int:
+    try:
+        before = Reading.of(parsed.address, parsed.timeout)
+        time.sleep(parsed.interval)
+        found = figures(before, Reading.of(parsed.address, parsed.timeout))
+    except OSError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 1
+    if parsed.json:
+        print(json.dumps(without_nan(dataclasses.asdict(found)), indent=2))
+    else:
+        Console(highlight=False).print(view(found, parsed.address, time.time()))
+    return 0
+
+
+def _live(parsed: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print("attnserve: top: this is no terminal; --once and --json are for scripts", file=sys.stderr)
+        return 2
+    before: Reading | None = None
+    last: Figures | None = None
+    history: deque[float] = deque(maxlen=_HISTORY)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            said = Text(f"every {parsed.interval:g} s, until ctrl-c", style="dim")
+            try:
+                after = Reading.of(parsed.address, parsed.timeout)
+                if before is not None:
+                    last = figures(before, after)
+                    history.append(last.requests)
+                before = after
+            except OSError as error:  # it may come back: servers are replaced
+                said = Text(str(error), style="bold red")
+            shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history)), Text()]
+            live.update(Group(*shown, said), refresh=True)
+            time.sleep(parsed.interval)

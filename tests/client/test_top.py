@@ -1,0 +1,220 @@
+"""`attnserve top`: figures worked out of readings, the view, and the command against the real server."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import calls
+import numpy as np
+import pytest
+from rich.console import Console
+
+from attnserve import Client, _cli
+from attnserve._reading import Reading
+from attnserve._top_figures import Figures, figures
+from attnserve._top_view import view
+
+NOBODY = "127.0.0.1:9"
+PAGE = """
+# TYPE attnserve_build info
+attnserve_build_info{{version="1.2.3",torch="2.13.0",device="cpu"}} 1
+# TYPE attnserve_state gauge
+attnserve_state{{state="serving"}} 1
+attnserve_state{{state="draining"}} 0
+# TYPE attnserve_requests counter
+attnserve_requests_total{{operation="attend",code="OK"}} {ok}
+attnserve_requests_total{{operation="attend",code="INTERNAL"}} {failed}
+attnserve_requests_total{{operation="apply",code="OK"}} 0
+# TYPE attnserve_request_duration_seconds histogram
+attnserve_request_duration_seconds_bucket{{operation="attend",le="0.001"}} {ok}
+attnserve_request_duration_seconds_bucket{{operation="attend",le="+Inf"}} {ok}
+attnserve_request_duration_seconds_sum{{operation="attend"}} 1
+attnserve_request_duration_seconds_count{{operation="attend"}} {ok}
+# TYPE attnserve_device_busy_seconds counter
+attnserve_device_busy_seconds_total {busy}
+# TYPE attnserve_in_flight_requests gauge
+attnserve_in_flight_requests 30
+# TYPE attnserve_in_flight_bytes gauge
+attnserve_in_flight_bytes 100
+# TYPE attnserve_in_flight_limit gauge
+attnserve_in_flight_limit{{bound="requests"}} 40
+attnserve_in_flight_limit{{bound="bytes"}} 1000
+# TYPE attnserve_caller_flops counter
+attnserve_caller_flops_total{{caller="search"}} {flops}
+attnserve_caller_flops_total{{caller="ranking"}} 0
+"""
+
+
+def reading(at: float, ok: int, failed: int = 0, busy: float = 0.0, flops: float = 0.0) -> Reading:
+    """What a page says that was read at this moment."""
+    return Reading(Reading.parse(PAGE.format(ok=ok, failed=failed, busy=busy, flops=flops)).samples, at)
+
+
+def text(found: Figures, width: int = 80, history: tuple[float, ...] = ()) -> str:
+    """The view as it is printed."""
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(view(found, "host:8002", found.started_at + 61, history))
+    return out.getvalue()
+
+
+def test_rates_are_per_second() -> None:
+    found = figures(reading(10, 100, 2, 1.0, 1e9), reading(14, 500, 6, 3.0, 5e9))
+    assert found.seconds == 4
+    assert found.requests == 101
+    attend = found.operations["attend"]
+    assert (attend.requests, attend.failed) == (101, 1)
+    assert attend.p50 == pytest.approx(0.0005)
+    assert set(found.operations) == {"attend"}, "nobody has ever applied"
+    assert found.codes == {"OK": 100, "INTERNAL": 1}
+    assert found.device.use == 0.5
+    assert found.load.fullest == ("requests", 0.75)
+    assert found.callers == {"search": 1e9}
+    assert (found.version, found.device.name, found.state) == ("1.2.3", "cpu", "serving")
+
+
+def test_a_server_that_was_started_anew_has_done_nothing_before() -> None:
+    found = figures(reading(0, 100_000), reading(2, 10))
+    assert found.requests == 5
+    assert found.codes == {"OK": 5}
+
+
+def test_nothing_between_two_readings_is_no_latency() -> None:
+    found = figures(reading(0, 100), reading(1, 100))
+    assert found.requests == 0
+    assert math.isnan(found.operations["attend"].p99)
+    assert math.isnan(found.batches.mean_requests)
+    assert "nan" not in text(found)
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_view_fits(width: int) -> None:
+    shown = text(figures(reading(0, 0), reading(1, 1234, 7, 0.25)), width, tuple(range(40)))
+    assert max(map(len, shown.splitlines())) <= width
+    for words in ("1,241 requests/s", "25% in use", "75% of the bound on requests", "serving, up 0:01:01", "▁", "█"):
+        assert words in shown
+    assert "…" not in shown
+
+
+def test_the_figures_of_a_real_server(server: Any) -> None:
+    calls.until_nothing_is_in_flight(server.http_address)
+    query = np.ones((2, 3, 16), np.float32)
+    before = Reading.of(server.http_address)
+    with Client(server.address) as client, client.create_cache(num_kv_heads=2, head_dim=16) as cache:
+        futures = [client.submit(query, query, query) for _ in range(20)]
+        sizes = [future.result().batch_size for future in futures]
+        cache.append(query, query)
+        calls.until_nothing_is_in_flight(server.http_address)
+        after = Reading.of(f"http://{server.http_address}/")
+    found = figures(before, after)
+    assert found.requests * found.seconds == pytest.approx(21)
+    assert found.query_tokens * found.seconds == pytest.approx(60)
+    assert found.operations["attend_stream"].requests * found.seconds == pytest.approx(20)
+    assert found.operations["append"].requests * found.seconds == pytest.approx(1)
+    assert 0 < found.operations["attend_stream"].p50 <= found.operations["attend_stream"].p99
+    assert found.batches.batches * found.seconds == pytest.approx(sum(1 / size for size in sizes) + 1)
+    assert (found.caches.open, found.caches.tokens) == (before.total("attnserve_caches") + 1, 3)
+    assert found.caches.pool_bytes == 512 << 20
+    assert 0 < found.device.use < 1
+    assert found.device.resident_bytes > 1e6
+    assert set(found.phases) == {"decode", "queue", "staging", "compute", "encode"}
+    assert found.state == "serving"
+    assert set(found.load.limits) >= {"requests", "bytes", "flops"}
+    assert sum(found.callers.values()) == pytest.approx(found.flops)
+    assert "20" not in found.rejected
+
+
+def test_once(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["top", server.http_address, "--once", "--interval", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert server.http_address in shown
+    assert "requests/s" in shown
+    assert "in use" in shown
+
+
+def test_json(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["top", server.http_address, "--json", "--interval", "0.1"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found["state"] == "serving"
+    assert found["device"]["name"] == "cpu"
+    assert found["load"]["limits"]["requests"] == 4096
+    assert found["seconds"] >= 0.1
+
+
+def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["top", NOBODY, "--once"]) == 1
+    assert capsys.readouterr().err.startswith(f"attnserve: no metrics at http://{NOBODY}/metrics: ")
+    assert _cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
+    assert "404" in capsys.readouterr().err
+    assert _cli.main(["top", server.http_address]) == 2
+    assert "--once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["rich", "prometheus_client"])
+def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from attnserve._cli import main; sys.exit(main(['top']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"attnserve: top needs {missing}")
+    assert "pip install 'attnserve[top]'" in done.stderr
+
+
+class Terminal:
+    """The command in a terminal, and what it has written there."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+        command = [sys.executable, "-m", "attnserve._cli", "top", *arguments]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        self.written = ""
+
+    def until(self, words: str) -> None:
+        """Waits until it has written something, after what it had been waited for before."""
+        deadline = time.monotonic() + calls.PATIENCE_S
+        while words not in self.written:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{words!r} did not come: {self.written}"
+            self.written += os.read(self._ours, 65536).decode(errors="replace")
+        self.written = self.written.partition(words)[2]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(calls.PATIENCE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            os.close(self._ours)
+
+
+def test_live(server: Any) -> None:
+    terminal = Terminal(server.http_address, "--interval", "0.1")
+    try:
+        for _ in range(3):
+            terminal.until("requests/s")
+            terminal.until("until ctrl-c")
+    finally:
+        status = terminal.interrupt()
+    assert status == 0
+
+
+def test_live_waits_for_a_server_that_is_not_there() -> None:
+    terminal = Terminal(NOBODY, "--interval", "0.05")
+    try:
+        terminal.until("no metrics at")
+        terminal.until("no metrics at")
+    finally:
+        status = terminal.interrupt()
+    assert status == 0
