@@ -27,6 +27,8 @@ class Victim:
         self._flags = flags
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self._process: subprocess.Popen[str] | None = None
+        self.ends: list[int] = []
+        """The exit statuses of its lives that are over."""
 
     def start(self) -> None:
         """Starts it and waits until it is ready. RuntimeError if it does not become so."""
@@ -78,9 +80,12 @@ class Victim:
 
     def wait(self) -> int:
         """Its exit status, once it has ended. subprocess.TimeoutExpired if it does not."""
-        status = self.process.wait(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        process = self.process
+        status = process.wait(PATIENCE_S)
+        assert process.stdout is not None
+        if not process.stdout.closed:
+            process.stdout.close()
+            self.ends.append(status)
         return status
 
     def stderr(self) -> str:

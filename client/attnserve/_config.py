@@ -25,7 +25,16 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
     # A name that resolves to several servers (a headless Service) has its streams spread over them.
-    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
+    # A server that says that it is not ready, as one does that drains, gets no new calls; one that says nothing does.
+    (
+        "grpc.service_config",
+        json.dumps(
+            {
+                "loadBalancingConfig": [{"round_robin": {}}],
+                "healthCheckConfig": {"serviceName": "attnserve.v1.AttentionService"},
+            }
+        ),
+    ),
     # gRPC's own retries buffer messages, and give up on those above 256 KiB. Ours need no buffer.
     ("grpc.enable_retries", 0),
     # The retries of a call take under a second unless told otherwise; reconnecting must keep up with them.

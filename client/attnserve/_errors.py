@@ -220,6 +220,11 @@ def _field(details: list[Message]) -> str | None:
     return None
 
 
+def unreadable(error: Exception) -> str:
+    """The message of the ProtocolError of calls whose replies could not be taken, whatever the reason."""
+    return str(error) if isinstance(error, ProtocolError) else f"a reply could not be taken: {error!r}"
+
+
 def status_from_rpc_error(error: grpc.RpcError) -> Status:
     """The status that an RPC ended with, with its details where the server sent any (gRPC's rich error model)."""
     try:

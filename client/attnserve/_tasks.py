@@ -27,6 +27,7 @@ from attnserve._errors import (
     DeadlineExceededError,
     ProtocolError,
     status_from_rpc_error,
+    unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._reply import Response, decode_replies
@@ -159,6 +160,8 @@ class StreamTransport:
             await rpc.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the stream has ended, and the reading task says why
+        except Exception as error:
+            self._distrust(stream, rpc, error)
 
     async def _read(self, stream: int, rpc: Any) -> None:
         """Takes replies until the stream ends, and then its end."""
@@ -171,12 +174,20 @@ class StreamTransport:
                 del data, outcomes  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
-        except ProtocolError as error:
-            _settle(self._multiplexer.distrusted(stream, str(error)))
-            rpc.cancel()
+        except asyncio.CancelledError:
+            if self._closed:
+                raise
+            # It was not this task that was cancelled but the stream, by the one that writes.
+        except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
+            self._distrust(stream, rpc, error)
         outcomes = self._multiplexer.broken(stream, status, time.monotonic())
         self._advance()
         _settle(outcomes)
+
+    def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
+        """Gives up a stream that cannot be read or written, and the calls on it."""
+        _settle(self._multiplexer.distrusted(stream, unreadable(error)))
+        rpc.cancel()
 
     def _tick(self) -> None:
         """Does what is due, whatever the streams do."""
@@ -234,6 +245,14 @@ class UnaryTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(
+        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+    ) -> None:
+        try:
+            await self._attempt(future, method, pieces, deadline, policy)
+        except Exception as error:  # of which asyncio would only tell when the task is collected
+            future.settle(ProtocolError(unreadable(error)))
+
+    async def _attempt(
         self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
     ) -> None:
         metadata = None if future.span is None else future.span.metadata

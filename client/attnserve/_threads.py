@@ -26,6 +26,7 @@ from attnserve._errors import (
     DeadlineExceededError,
     ProtocolError,
     status_from_rpc_error,
+    unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._reply import Response, decode_replies
@@ -140,7 +141,8 @@ class StreamTransport:
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
             rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream))
-            threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True).start()
+            reader = threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True)
+            reader.start()
         self._writable.notify_all()
         if self._multiplexer.wakeup < self._watched:
             self._watched = self._multiplexer.wakeup
@@ -168,15 +170,19 @@ class StreamTransport:
                 del data  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
-        except ProtocolError as error:
-            with self._lock:
-                outcomes = self._multiplexer.distrusted(stream, str(error))
-            rpc.cancel()
-            _settle(outcomes)
+        except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
+            self._distrust(stream, rpc, error)
         with self._lock:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
             del self._rpcs[stream]
             self._advance()
+        _settle(outcomes)
+
+    def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
+        """Gives up a stream whose replies cannot be read, and the calls on it."""
+        with self._lock:
+            outcomes = self._multiplexer.distrusted(stream, unreadable(error))
+        rpc.cancel()
         _settle(outcomes)
 
     def _resolve(self, stream: int, data: bytes) -> list[Outcome[StreamFuture]]:
@@ -269,6 +275,12 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
 
     def _send(self, call: _UnaryCall) -> None:
+        try:
+            self._begin(call)
+        except Exception as error:  # in the thread of a timer nobody else would hear of it
+            self._finish(call, ProtocolError(unreadable(error)))
+
+    def _begin(self, call: _UnaryCall) -> None:
         remaining = None if call.deadline == inf else call.deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             self._finish(call, DeadlineExceededError("no reply within the timeout"))
@@ -280,6 +292,12 @@ class UnaryTransport:
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _UnaryCall, rpc: Any) -> None:
+        try:
+            self._take(call, rpc)
+        except Exception as error:  # which gRPC would only log
+            self._finish(call, ProtocolError(unreadable(error)))
+
+    def _take(self, call: _UnaryCall, rpc: Any) -> None:
         if rpc.code() is grpc.StatusCode.OK:
             self._finish(call, rpc.result())
             return

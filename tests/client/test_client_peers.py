@@ -31,6 +31,7 @@ from attnserve import (
     ServerError,
     UnavailableError,
 )
+from attnserve._reply import Reply, decode_replies
 from attnserve._threads import CallFuture, StreamTransport
 from attnserve.v1 import attention_pb2 as pb
 
@@ -164,6 +165,84 @@ def test_nonsense_in_a_unary_answer(attend: Attend) -> None:
     with peer(good, lambda message, context: b"\xff\xff") as address:
         (result,) = attend(address, [array(1)], transport="unary")
     assert isinstance(result, ProtocolError)
+
+
+def twice_in_threads(address: str) -> tuple[BaseException | None, Any]:
+    with Client(address, timeout=None) as client:
+        first = client.submit(array(1), array(1), array(1)).exception()
+        return first, client.attend(array(2), array(2), array(2))
+
+
+def twice_in_tasks(address: str) -> tuple[BaseException | None, Any]:
+    async def run() -> tuple[BaseException | None, Any]:
+        async with AsyncClient(address, timeout=None) as client:
+            (first,) = await asyncio.gather(client.attend(array(1), array(1), array(1)), return_exceptions=True)
+            return first, await client.attend(array(2), array(2), array(2))  # type: ignore[return-value]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("module", ["_threads", "_tasks"])
+def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in flight fails at once, and the next call has another stream."""
+    failing = iter([True])
+    streams = []
+
+    def decode(data: bytes) -> list[Reply]:
+        if next(failing, False):
+            raise MemoryError("not now")
+        return decode_replies(data)
+
+    def counting(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        streams.append(context)
+        yield from good(messages, context)
+
+    monkeypatch.setattr(f"attnserve.{module}.decode_replies", decode)
+    with peer(counting) as address:
+        error, result = {"_threads": twice_in_threads, "_tasks": twice_in_tasks}[module](address)
+    assert isinstance(error, ProtocolError)
+    assert "not now" in str(error)
+    assert result.output[0, 0] == 2
+    assert len(streams) == 2
+
+
+@pytest.mark.parametrize("module", ["_threads", "_tasks"])
+def test_an_end_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = {"_threads": attend_in_threads, "_tasks": attend_in_tasks}[module]
+
+    def fail(error: grpc.RpcError) -> Status:
+        raise MemoryError("not now")
+
+    def refuse(message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.INTERNAL, "no")
+
+    monkeypatch.setattr(f"attnserve.{module}.status_from_rpc_error", fail)
+    with peer(good, refuse) as address:
+        (result,) = attend(address, [array(1)], timeout=None, transport="unary")
+    assert isinstance(result, ProtocolError)
+
+
+async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
+    """In the task that writes: nobody else would hear of it."""
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            bad = client.submit(array(1), array(1), array(1))
+            (stream,) = client._connected().streams
+            next_message = stream._multiplexer.next_message
+
+            def fail(*arguments: Any) -> Any:
+                stream._multiplexer.next_message = next_message  # type: ignore[method-assign]
+                next_message(*arguments)
+                raise MemoryError("not now")
+
+            stream._multiplexer.next_message = fail  # type: ignore[method-assign]
+            with pytest.raises(ProtocolError, match="not now"):
+                await bad
+            assert (await client.attend(array(2), array(2), array(2))).output[0, 0] == 2
 
 
 def test_an_answer_of_another_dtype(attend: Attend) -> None:
