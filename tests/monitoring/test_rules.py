@@ -1,13 +1,19 @@
-"""The rules and the dashboard as files: promtool finds no fault, every alert is tested and has its page."""
+"""The rules and the dashboard as files: promtool and Grafana's own types find no fault, every alert has its tests and
+its page.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_server import MONITORING, RULES, promtool
 
 OPERATIONS = (MONITORING.parents[1] / "docs" / "operations.md").read_text("utf-8")
@@ -45,6 +51,26 @@ def test_every_alert_has_a_section_that_says_what_to_do(name: str) -> None:
 
 def test_operations_tells_of_no_alert_that_is_not_there() -> None:
     assert set(re.findall(r"\bAttnserve[A-Z]\w+", OPERATIONS)) == set(ALERTS)
+
+
+def test_grafana_knows_every_word_of_the_dashboard() -> None:
+    """Grafana ignores what it does not know, and shows something else than was meant."""
+    register_default_plugins()
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+    # What the data source or the editor reads.
+    theirs = re.compile(r"annotations\.list\.\d+\.(title|text)Format|templating\.list\.\d+\.definition")
+    assert [path for path in _lost(DASHBOARD, known) if not theirs.fullmatch(path)] == []
+
+
+def _lost(given: Any, known: Any, path: str = "") -> Iterator[str]:
+    """The paths of all that is given and not the same in what is known."""
+    if isinstance(given, dict | list) and type(given) is type(known):
+        items = given.items() if isinstance(given, dict) else enumerate(given)
+        for key, value in items:
+            there = key in known if isinstance(known, dict) else key < len(known)
+            yield from _lost(value, known[key] if there else None, f"{path}.{key}".lstrip("."))
+    elif given != known:
+        yield path
 
 
 def test_panels_have_places_of_their_own() -> None:
