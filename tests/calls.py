@@ -28,6 +28,9 @@ M = TypeVar("M", bound=Message)
 class Stream:
     """One AttendStream call. What is sent is sent at once; replies are read one by one."""
 
+    closing = False
+    """Whether the server has asked for it to be closed, as far as has been read."""
+
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method: Any = channel.stream_stream(_SERVICE + "AttendStream")
@@ -53,7 +56,9 @@ class Stream:
 
     def _read(self) -> Iterator[pb.AttendStreamReply]:
         for message in self._call:
-            yield from pb.AttendStreamResponse.FromString(message).replies
+            response = pb.AttendStreamResponse.FromString(message)
+            self.closing |= response.closing
+            yield from response.replies
 
     def replies(self, count: int) -> list[pb.AttendStreamReply]:
         """The next replies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -60,17 +61,17 @@ class CacheService:
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
         )
         ttl = _seconds("ttl", request.ttl) if request.HasField("ttl") else None
-        return pb.CacheServiceCreateResponse(
-            cache=describe(self._host.store.create(shape, ttl, monotonic(), caller.name))
-        )
+        cache = self._host.store.create(shape, ttl, monotonic(), caller.name)
+        return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     def _get(self, caller: Caller, request: pb.CacheServiceGetRequest) -> pb.CacheServiceGetResponse:
-        return pb.CacheServiceGetResponse(cache=describe(self._host.store.get(request.name, monotonic(), caller.name)))
+        cache = self._host.store.get(request.name, monotonic(), caller.name)
+        return pb.CacheServiceGetResponse(cache=describe(self._host, cache))
 
     def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
         store = self._host.store
         return pb.CacheServiceListResponse(
-            caches=map(describe, store.list(caller.name, monotonic())),
+            caches=map(partial(describe, self._host), store.list(caller.name, monotonic())),
             pool_bytes=store.pool_bytes,
             free_bytes=store.free_pages * store.page_bytes,
         )

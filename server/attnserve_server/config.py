@@ -241,6 +241,18 @@ class Config:
     drain_grace: float = _setting(
         _DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
     )
+    max_connection_age: float = _setting(
+        _DURATION,
+        0.0,
+        "When a caller is asked to connect again, so that it finds servers that are new; its calls go on. 0: never; "
+        "some minutes are right for several replicas.",
+    )
+    advertise_address: str = _setting(
+        _matches("nothing, or host:port", lambda text: units.parse_address(text) if text else ""),
+        "",
+        "Where callers reach this very server, past all balancers, as host:port. It comes with each cache, which is "
+        "nowhere else.",
+    )
     cache_bytes: int = _setting(
         _size(0),
         0,

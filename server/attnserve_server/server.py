@@ -41,6 +41,7 @@ from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.stream_life import StreamLife
 from attnserve_server.tracing import open_tracing
 from attnserve_server.watchdog import Watchdog
 
@@ -113,6 +114,7 @@ class Server:
         self.caches = Host(
             CacheStore(pool_bytes, config.cache_page_bytes, config.max_caches, config.max_cache_layers),
             PagePool(pool_bytes, config.cache_page_bytes, self.device.torch_device),
+            config.advertise_address,
         )
         self.metrics.watch_caches(self.caches.store)
         self._limits = RequestLimits(
@@ -127,6 +129,10 @@ class Server:
         }
         rpcs = Rpcs(Callers())
         self._refusals = rpcs.refusals
+        # A grace of 0 would end a stream before its caller can leave it.
+        stream_life = (
+            StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
+        )
         self._service = AttentionService(
             self.engine,
             self.metrics,
@@ -137,6 +143,7 @@ class Server:
             self._info,
             self.tracing,
             config.max_caller_streams,
+            stream_life,
         )
         self._layer_service = LayerService(self.registry, rpcs)
         self._cache_service = CacheService(self.caches, rpcs, self._service)
@@ -148,6 +155,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                *(stream_life.channel_options if stream_life is not None else ()),
             )
         )
 
@@ -196,6 +204,7 @@ class Server:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""
         self.health.set("draining")
         logger.info("draining")
+        self._service.retire_streams()
         await asyncio.sleep(self._config.drain_delay)
         if not await self.engine.drain(self._config.drain_grace):
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
@@ -256,6 +265,7 @@ class Server:
             python_version=platform.python_version(),
             grpc_version=grpc.__version__,
             usable_cpus=usable_cpus(),
+            address=config.advertise_address,
             cache_pool_bytes=self.caches.store.pool_bytes,
         )
 

@@ -24,6 +24,7 @@ from attnserve_server.errors import Overloaded, RequestError, TooManyStreams, er
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Context, Rpcs
 from attnserve_server.stream import CallStream
+from attnserve_server.stream_life import StreamLife
 from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
 
@@ -49,6 +50,7 @@ class AttentionService:
         info: Callable[[], pb.ServerInfoResponse],
         tracing: Tracing | None = None,
         max_caller_streams: int = 1024,
+        stream_life: StreamLife | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -59,6 +61,7 @@ class AttentionService:
         self._info = info
         self._tracing = tracing
         self._max_caller_streams = max_caller_streams
+        self._stream_life = stream_life
         self._streams: set[CallStream] = set()
         self._streams_by_share: Counter[Hashable] = Counter()
 
@@ -73,6 +76,11 @@ class AttentionService:
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def retire_streams(self) -> None:
+        """Asks the callers of all streams to make further calls elsewhere."""
+        for stream in self._streams:
+            stream.retire()
 
     def end_streams(self) -> None:
         """Ends every stream when what is in flight on it has been answered."""
@@ -161,6 +169,7 @@ class AttentionService:
         self._metrics.stream_opened()
         caller: Caller | None = None
         stream: CallStream | None = None
+        retirement: asyncio.TimerHandle | None = None
         try:
             caller = self._rpcs.callers.identify(context)
             self._enter_stream(caller)
@@ -176,6 +185,8 @@ class AttentionService:
                 self._rpcs.refusals,
             )
             self._streams.add(stream)
+            if self._stream_life is not None:
+                retirement = self._stream_life.begin(stream)
             await stream.serve()
         except Exception as raised:
             error = error_for_caller(raised)
@@ -186,6 +197,8 @@ class AttentionService:
             if stream is not None and caller is not None:
                 self._streams.discard(stream)
                 self._leave_stream(caller)
+            if retirement is not None:
+                retirement.cancel()
             self._metrics.stream_closed()
 
     def _enter_stream(self, caller: Caller) -> None:

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.callers import Caller
 from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine, Entry, Outcome
@@ -42,6 +43,10 @@ MAX_JOINED_BYTES: Final = 1 << 20
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left so many bytes of replies unread."""
+
+
+CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
+"""What asks a caller to close a stream."""
 
 
 class Unsent(NamedTuple):
@@ -87,6 +92,8 @@ class CallStream:
         self._reader: asyncio.Task[None] | None = None
         self._ended = False
         self._gone = False
+        self._closing = False
+        self._retiring: asyncio.TimerHandle | None = None
 
     async def serve(self) -> None:
         """Serves the stream to its end. Raises RequestError if the caller sends what is no message."""
@@ -102,6 +109,8 @@ class CallStream:
             whole.result()
         finally:
             self._gone = True
+            if self._retiring is not None:
+                self._retiring.cancel()
             for entry in self._in_flight.values():
                 entry.cancelled = True
             for unsent in self._outbox:
@@ -117,6 +126,15 @@ class CallStream:
     def _unanswered(self) -> int:
         """The calls that have been read and not yet answered, as far as the caller knows."""
         return len(self._in_flight) + len(self._outbox)
+
+    def retire(self, grace: float | None = None) -> None:
+        """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
+        many seconds ends as by `end`; without a grace it stays as long as its caller likes.
+        """
+        self._closing = True
+        self._ready.set()
+        if grace is not None and self._retiring is None:
+            self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
     def end(self) -> None:
         """Stops reading, as if the caller had no more calls to make."""
@@ -246,6 +264,9 @@ class CallStream:
             self._ready.clear()
             while self._outbox:
                 await self._write_message()
+            if self._closing:
+                self._closing = False
+                await self._write_bytes(CLOSING)
 
     async def _write_message(self) -> None:
         """Writes what is ready, as much as one message takes. By itself, so that a stream that idles holds nothing of
@@ -257,13 +278,18 @@ class CallStream:
             unsent.append(self._outbox.popleft())
             size += unsent[-1].size
         try:
-            await self._context.write(b"".join(piece for reply in unsent for piece in reply.pieces))
-            self._metrics.sent(size)
-        except aio.InternalError:  # the caller left while it was being written to
-            raise Cancelled from None
+            await self._write_bytes(b"".join(piece for reply in unsent for piece in reply.pieces))
         finally:
             self._unsent_bytes -= size
             for reply in unsent:
                 if reply.entry is not None:
                     self._engine.release(reply.entry)
             self._progress.set()
+
+    async def _write_bytes(self, message: bytes) -> None:
+        """Writes a message. Raises Cancelled if the caller leaves meanwhile."""
+        try:
+            await self._context.write(message)
+        except aio.InternalError:
+            raise Cancelled from None
+        self._metrics.sent(len(message))

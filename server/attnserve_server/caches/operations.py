@@ -88,7 +88,7 @@ class Fork(_Operation):
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The encoded CacheServiceForkResponse."""
         assert self.forked is not None
-        return _encoded(pb.CacheServiceForkResponse(cache=describe(self.forked)))
+        return _encoded(pb.CacheServiceForkResponse(cache=describe(self.host, self.forked)))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class Truncate(_Operation):
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""
-        return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.uses[0].cache)))
+        return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.host, self.uses[0].cache)))
 
 
 def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
@@ -144,7 +144,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
     )
 
 
-def describe(cache: Cache) -> pb.Cache:
+def describe(host: Host, cache: Cache) -> pb.Cache:
     """The cache as callers are told of it."""
     shape, now = cache.shape, monotonic()
     message = pb.Cache(
@@ -157,6 +157,7 @@ def describe(cache: Cache) -> pb.Cache:
         lengths=cache.lengths,
         bytes=cache.bytes,
         shared_bytes=cache.shared_bytes,
+        address=host.address,
     )
     if cache.ttl is not None and cache.expires is not None:
         message.ttl.FromNanoseconds(round(cache.ttl * 1e9))

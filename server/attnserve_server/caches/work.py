@@ -26,6 +26,8 @@ class Host:
 
     store: CacheStore
     pages: PagePool
+    address: str = ""
+    """Where this very server can be reached; empty where that is not configured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""Connections and streams that become old: their callers are asked to leave, and lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import calls
+import grpc
+import messages
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import caches_pb2, tensor_pb2
+from attnserve_server.stream_life import StreamLife
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+ADDRESS = "replica-0.attnserve:8001"
+
+
+def test_old_streams_are_asked_to_leave_and_end_in_good_order(start_server: Callable[..., Server]) -> None:
+    server = start_server("--max-connection-age=200ms", "--drain-grace=1s", "--advertise-address", ADDRESS)
+    request = messages.random_attend(1)
+    with grpc.insecure_channel(server.address) as channel:
+        polite, stubborn = calls.Stream(channel), calls.Stream(channel)
+        stubborn.send(calls.call(1, request))
+        sent = 0
+        while not polite.closing:
+            sent += 1
+            polite.send(calls.call(sent, request))
+            (reply,) = polite.replies(1)
+            calls.assert_answers(reply.attend, request)
+        # What is asked to be closed still answers, until it is closed.
+        polite.send(calls.call(sent + 1, request))
+        polite.half_close()
+        assert [reply.id for reply in polite.rest()] == [sent + 1]
+        # What is not closed ends by itself, and with it no call that was answered.
+        assert [reply.id for reply in stubborn.rest()] == [1]
+        assert stubborn.closing
+
+        # And callers are told where this very server is.
+        info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
+        create = channel.unary_unary("/attnserve.v1.CacheService/Create")
+        shape = caches_pb2.CacheServiceCreateRequest(num_kv_heads=1, head_dim=8, dtype=tensor_pb2.DATA_TYPE_FLOAT32)
+        created = create(shape.SerializeToString(), timeout=calls.PATIENCE_S)
+        cache = caches_pb2.CacheServiceCreateResponse.FromString(created).cache
+        assert (info.address, cache.address) == (ADDRESS, ADDRESS)
+
+
+def test_a_server_that_drains_asks_its_callers_to_leave(start_server: Callable[..., Server]) -> None:
+    server = start_server("--drain-delay=1s")
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(1, messages.random_attend(1)))
+        stream.replies(1)
+        server.process.terminate()
+        assert stream.rest() == []
+        assert stream.closing
+    assert server.stop() == 0
+
+
+def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
+    life = StreamLife(age=100.0, grace=30.0)
+    options = dict(life.channel_options)
+    tenth = 1.1  # which gRPC adds to the age, or takes from it
+    assert options["grpc.max_connection_age_ms"] * tenth < 100_000, "a stream that retires meets a new connection"
+    # The youngest stream has begun when the connection ended, retires a tenth late, and takes all its grace.
+    assert options["grpc.max_connection_age_grace_ms"] > 110_000 + 30_000
