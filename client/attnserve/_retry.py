@@ -3,7 +3,7 @@
 The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
 comes with the length that the cache is expected to have, so that a second attempt is recognised (`_plans`). It is, up
 to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE, or what
-gRPC says of calls to a server that ends) or when the stream that carried it breaks for a reason that is not the call's.
+gRPC says of connections that fail) or when the stream that carried it breaks for a reason that is not the call's.
 Nothing else is retried: an error that would come again, an overload, which retries would feed, and a call that changes
 the server.
 """
@@ -40,15 +40,14 @@ def breaks_only_the_stream(code: int) -> bool:
     return code in _OF_THE_CONNECTION
 
 
-def _of_the_server(status: Status) -> bool:
-    """Whether a status tells of the server and not of the call.
+def _of_the_connection(status: Status) -> bool:
+    """Whether the status of a call that travelled by itself tells of the connection, or of a server that ends.
 
-    CANCELLED without details is gRPC's word, not the service's: a server that ends cancels what has reached it and has
-    not yet been begun.
+    What the service says comes with details. Without them it is gRPC's word: INTERNAL or UNKNOWN where a connection
+    carried what is not HTTP/2, CANCELLED where a server ended before it began the call.
     """
-    if status.code == grpc.StatusCode.CANCELLED.value[0]:
-        return len(status.details) == 0
-    return bool(status.code == grpc.StatusCode.UNAVAILABLE.value[0])
+    unavailable = status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    return unavailable or (breaks_only_the_stream(status.code) and not status.details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class RetryPolicy:
         """What follows a call that has failed so many times, now with a status: the delay before the next attempt, in
         seconds, or the error to give up with.
         """
-        if not _of_the_server(status):
+        if not _of_the_connection(status):
             return error_from_status(status, resent=attempts > 1)
         delay = self.delay(attempts, now, deadline)
         return given_up(status, attempts) if delay is None else delay

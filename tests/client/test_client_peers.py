@@ -502,14 +502,15 @@ def test_unary_calls_cancelled_by_the_server(attend: Attend) -> None:
     assert isinstance(result, RequestCancelledError)
 
 
-def test_unary_calls_that_a_server_cancels_as_it_ends_are_tried_again(attend: Attend) -> None:
-    """What has reached a server and was not begun is cancelled by gRPC, which says nothing more than that."""
+@pytest.mark.parametrize("code", [getattr(grpc.StatusCode, name) for name in ("CANCELLED", "INTERNAL", "UNKNOWN")])
+def test_unary_calls_that_fail_with_the_connection_are_tried_again(attend: Attend, code: grpc.StatusCode) -> None:
+    """What has reached a server that ends, or travelled on a connection that is garbled, ends with gRPC's own word."""
     attempts = []
 
     def ending(message: bytes, context: grpc.ServicerContext) -> bytes:
         attempts.append(message)
         if len(attempts) == 1:
-            context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+            context.abort(code, "gRPC's word")
         return good_unary(message, context)
 
     with peer(good, ending) as address:

@@ -1,0 +1,147 @@
+"""A network that cuts, stalls and garbles the connections between callers and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+import numpy as np
+
+from attnserve import AsyncClient, AttnServeError, Cache, Client
+from benchmarks.chaos.callers import PATIENCE_S, Tally, in_tasks, in_threads
+from benchmarks.chaos.outcome import Figure, exactly
+from benchmarks.chaos.proxy import FAULTS, Proxy
+from benchmarks.chaos.questions import TOLERANCE, Array, exact
+from benchmarks.chaos.victim import Victim
+
+PROMISE: Final = (
+    "Connections that are cut, stalled, half closed or carry garbage, again and again: calls that only compute are "
+    "sent again and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing; no "
+    "caller waits beyond its timeout."
+)
+CALLERS: Final = 3
+DECODERS: Final = 3
+TIMEOUT_S: Final = 20.0
+PAUSE_S: Final = 0.2
+"""Between one fault and the next: time to connect again, and for some calls."""
+RETRIES: Final = 30
+LEAST_S: Final = 4.0
+SHARE: Final = 0.1
+"""Of the time that is given to all that goes on for a time."""
+
+
+@dataclass(eq=False)
+class _Decoder:
+    """Appends tokens to a cache of its own, one by one, and knows which are there."""
+
+    cache: Cache
+    tokens: list[tuple[Array, Array]] = field(default_factory=list)
+    unclear: int = 0
+    lost: int = 0
+    wrong: int = 0
+
+    def step(self, random: np.random.Generator) -> None:
+        """One token more, and attention to all of them."""
+        query, key, value = random.standard_normal((3, 2, 1, 8), dtype=np.float32)
+        try:
+            result = self.cache.attend(query, key=key, value=value, causal=True, timeout=TIMEOUT_S)
+        except AttnServeError:
+            self.unclear += 1
+            self._look(key, value)
+            return
+        self.tokens.append((key, value))
+        self.wrong += not self._right(query, result.output)
+
+    def _look(self, key: Array, value: Array) -> None:
+        """Finds out whether a token of which nothing is known was appended."""
+        while True:
+            try:
+                self.cache.refresh(timeout=TIMEOUT_S)
+                break
+            except AttnServeError:
+                continue
+        more = self.cache.length - len(self.tokens)
+        if more == 1:
+            self.tokens.append((key, value))
+        self.lost += more not in (0, 1)
+
+    def _right(self, query: Array, output: Array) -> bool:
+        key, value = (np.concatenate([token[place] for token in self.tokens], axis=1) for place in (0, 1))
+        return bool(np.abs(output - exact(query, key, value, False)).max() <= TOLERANCE)
+
+    def check(self) -> bool:
+        """Whether the cache has its tokens, each once."""
+        query = np.random.default_rng(0).standard_normal((2, 3, 8), dtype=np.float32)
+        right = self._right(query, self.cache.attend(query).output)
+        return right and self.cache.info().lengths == (len(self.tokens),)
+
+
+def run(minutes: float) -> list[Figure]:
+    """Does it for a tenth of the time."""
+    with Victim("--log-level", "error") as victim, Proxy(victim.address) as proxy:
+        tally, decoders = asyncio.run(_under_load(proxy, max(LEAST_S, SHARE * 60 * minutes)))
+        with Client(victim.address) as client:
+            for decoder in decoders:
+                decoder.cache = client.open_cache(decoder.cache.name)
+            damaged = sum(not decoder.check() for decoder in decoders)
+        log = victim.stderr()
+    return [
+        *(Figure(f"faults: {fault}", proxy.done[fault], at_least=1) for fault in FAULTS),
+        Figure("calls answered", tally.right, at_least=50),
+        exactly("calls that failed", tally.failed, 0),
+        exactly("wrong answers", tally.wrong + tally.anothers + sum(decoder.wrong for decoder in decoders), 0),
+        Figure("the longest call", round(tally.longest, 2), "s", at_most=TIMEOUT_S + 5),
+        Figure("tokens appended", sum(len(decoder.tokens) for decoder in decoders), at_least=20),
+        Figure("appends of which the caller was not told", sum(decoder.unclear for decoder in decoders)),
+        exactly("tokens doubled or lost", sum(decoder.lost for decoder in decoders), 0),
+        exactly("caches that have not what was appended, once", damaged, 0),
+        exactly("tracebacks in the server's log", log.count("Traceback"), 0),
+    ]
+
+
+@contextmanager
+def _decoding(decoders: Sequence[_Decoder]) -> Iterator[None]:
+    """Each decoder in a thread, while the block runs."""
+    stop = threading.Event()
+
+    def decode(number: int, decoder: _Decoder) -> None:
+        random = np.random.default_rng(number)
+        while not stop.is_set():
+            decoder.step(random)
+
+    threads = [threading.Thread(target=decode, args=each) for each in enumerate(decoders)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError("a decoder hangs")
+
+
+async def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
+    tally = Tally()
+    async with AsyncExitStack() as stack:
+        for transport in ("stream", "unary"):
+            setup = {"transport": transport, "retries": RETRIES, "timeout": TIMEOUT_S}
+            client = stack.enter_context(Client(proxy.address, **setup))  # type: ignore[arg-type]
+            stack.enter_context(in_threads(client, CALLERS, tally))
+            async_client = await stack.enter_async_context(AsyncClient(proxy.address, **setup))  # type: ignore[arg-type]
+            await stack.enter_async_context(in_tasks(async_client, CALLERS, tally))
+        client = stack.enter_context(Client(proxy.address, retries=RETRIES))
+        decoders = [_Decoder(client.create_cache(2, 8)) for _ in range(DECODERS)]
+        stack.enter_context(_decoding(decoders))
+        faults, end = itertools.cycle(FAULTS), monotonic() + seconds
+        while monotonic() < end:
+            await asyncio.sleep(PAUSE_S)
+            proxy.do(next(faults))
+    return tally, decoders
