@@ -10,8 +10,8 @@
         with client.create_cache(num_kv_heads=8, head_dim=64) as cache:   # keys and values that stay on the server
             cache.attend(query, key, value, causal=True)
 
-`AsyncClient` is the same for asyncio, `merge_attention` puts together attentions over disjoint keys, and every error is
-an `AttnServeError`. Everything public is here.
+`AsyncClient` is the same for asyncio, `TLS` and `Token` are for servers that ask who calls, `merge_attention` puts
+together attentions over disjoint keys, and every error is an `AttnServeError`. Everything public is here.
 """
 
 from attnserve._apply import ApplyOptions
@@ -20,6 +20,7 @@ from attnserve._attend import AdditiveScore, AttendOptions, GeneralScore
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._caches import AsyncCache, AsyncCaches, Cache, Caches
 from attnserve._client import Client
+from attnserve._credentials import TLS, Token
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
@@ -41,6 +42,7 @@ from attnserve._result import AttentionResult, LayerResult, Timings
 from attnserve._version import __version__
 
 __all__ = [
+    "TLS",
     "AdditiveScore",
     "ApplyOptions",
     "AsyncCache",
@@ -75,6 +77,7 @@ __all__ = [
     "ServerInfo",
     "Setting",
     "Timings",
+    "Token",
     "UnavailableError",
     "__version__",
     "merge_attention",

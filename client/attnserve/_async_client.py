@@ -20,6 +20,7 @@ from attnserve._attend import AttendOptions, encode_attend
 from attnserve._caches import AsyncCache, AsyncCaches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._credentials import TLS, Bearer, Token, as_token
 from attnserve._errors import ClientClosedError
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
@@ -59,10 +60,13 @@ class AsyncClient:
         retries: int = 3,
         streams: int = 1,
         options: Sequence[tuple[str, Any]] = (),
+        tls: TLS | None = None,
+        token: str | Token | None = None,
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client, as `Client` does. ValueError names an argument that is wrong."""
-        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options))
+        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options), tls, as_token(token))
+        self._credentials, self._bearer = self._settings.channel_credentials, Bearer(self._settings.token)
         self._tracing = tracing_of(tracing, address)
         self._connection: _Connection | None = None
         self._turns = Turns(later)
@@ -230,19 +234,22 @@ class AsyncClient:
         if self._closed:
             raise ClientClosedError
         if self._connection is None:
-            self._connection = _Connection(self._settings)
+            self._connection = _Connection(self._settings, self._credentials, self._bearer)
         return self._connection
 
 
 class _Connection:
     """The channel of a client and what travels on it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._channel = grpc.aio.insecure_channel(settings.address, options=settings.channel_options)
+    def __init__(self, settings: Settings, credentials: grpc.ChannelCredentials | None, bearer: Bearer) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(settings.address, options=settings.channel_options)
+        else:
+            self._channel = grpc.aio.secure_channel(settings.address, credentials, options=settings.channel_options)
         policy = RetryPolicy(settings.retries)
-        self.unary = UnaryTransport(self._channel, policy)
+        self.unary = UnaryTransport(self._channel, policy, bearer)
         self.streams = (
-            [StreamTransport(self._channel, policy) for _ in range(settings.streams)]
+            [StreamTransport(self._channel, policy, bearer) for _ in range(settings.streams)]
             if settings.transport == "stream"
             else []
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -16,6 +17,7 @@ from typing import Any, Final
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
+from attnserve._connection import add_flags, tls_of, token_of
 from attnserve._errors import AttnServeError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
@@ -35,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ask(parsed: argparse.Namespace) -> int:
     """Asks the service, and prints what it says."""
     try:
-        with Client(parsed.address) as client:
+        client = Client(parsed.address, tls=tls_of(parsed, os.environ), token=token_of(parsed, os.environ))
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        with client:
             answer, text = parsed.ask(client, parsed.timeout)
     except AttnServeError as error:
         print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
@@ -53,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
     )
+    add_flags(common)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, ask, help_text in (
         ("info", _info, "what a server is"),

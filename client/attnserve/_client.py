@@ -22,6 +22,7 @@ from attnserve._attend import AttendOptions, encode_attend
 from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._credentials import TLS, Bearer, Token, as_token
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
 from attnserve._plans import CacheState, CacheStates, Plan, Request
@@ -64,6 +65,8 @@ class Client:
         retries: int = 3,
         streams: int = 1,
         options: Sequence[tuple[str, Any]] = (),
+        tls: TLS | None = None,
+        token: str | Token | None = None,
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client; nothing is sent yet. ValueError names an argument that is wrong.
@@ -74,15 +77,23 @@ class Client:
         - `retries`: how often a call is sent again when the server goes away.
         - `streams`: how many streams the calls are spread over. One is enough for one server.
         - `options`: gRPC channel options, which win over the SDK's own.
+        - `tls`: a `TLS`, for a server that speaks it. Default: in the clear.
+        - `token`: the bearer token that says who calls, or a `Token` that names its file. Default: none.
         - `tracing`: whether each call is a span of OpenTelemetry's, which the server's spans are below: True for the
           global tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
-        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options))
+        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options), tls, as_token(token))
         self._tracing = tracing_of(tracing, address)
-        channel = grpc.insecure_channel(address, options=self._settings.channel_options)
-        policy = RetryPolicy(retries)
-        self._unary = UnaryTransport(channel, policy)
-        self._streams = [StreamTransport(channel, policy) for _ in range(streams)] if transport == "stream" else []
+        credentials, channel_options = self._settings.channel_credentials, self._settings.channel_options
+        if credentials is None:
+            channel = grpc.insecure_channel(address, options=channel_options)
+        else:
+            channel = grpc.secure_channel(address, credentials, options=channel_options)
+        policy, bearer = RetryPolicy(retries), Bearer(self._settings.token)
+        self._unary = UnaryTransport(channel, policy, bearer)
+        self._streams = (
+            [StreamTransport(channel, policy, bearer) for _ in range(streams)] if transport == "stream" else []
+        )
         transports: list[UnaryTransport | StreamTransport] = [self._unary, *self._streams]
         self._parts = (transports, channel)
         self._turns = Turns(later)

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+import grpc
+
+from attnserve._credentials import TLS, Token, is_local
 from attnserve._errors import InvalidRequestError
 
 Transport: TypeAlias = Literal["stream", "unary"]
@@ -63,6 +66,10 @@ class Settings:
     """How many streams the calls are spread over."""
     options: Sequence[tuple[str, Any]]
     """gRPC channel options, which win over the SDK's own."""
+    tls: TLS | None = None
+    """How the server proves who it is, and the client too where the server asks; None for a connection in the clear."""
+    token: Token | None = None
+    """The bearer token of every call."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
@@ -74,11 +81,25 @@ class Settings:
             raise ValueError(f"retries: expected 0 or more, found {self.retries!r}")
         if self.streams < 1:
             raise ValueError(f"streams: expected 1 or more, found {self.streams!r}")
+        if self.tls is not None and not isinstance(self.tls, TLS):
+            raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
+        if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(self.address):
+            raise ValueError(
+                f"token: {self.address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
+            )
 
     @property
     def channel_options(self) -> list[tuple[str, Any]]:
         """The options of the channel: the SDK's own, overridden by the caller's."""
-        return list({**dict(_CHANNEL_OPTIONS), **dict(self.options)}.items())
+        own = dict(_CHANNEL_OPTIONS)
+        if self.tls is not None and self.tls.server_name is not None:
+            own["grpc.ssl_target_name_override"] = self.tls.server_name
+        return list({**own, **dict(self.options)}.items())
+
+    @property
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """The credentials of the channel; None for one in the clear. ValueError if a file cannot be read."""
+        return None if self.tls is None else self.tls.channel_credentials()
 
 
 MAX_TIMEOUT: Final = 1e9

@@ -21,6 +21,7 @@ from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
+from attnserve._credentials import Bearer
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
@@ -87,8 +88,9 @@ StreamFuture: TypeAlias = CallFuture[Response, Any]
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
-    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy) -> None:
+    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._bearer = bearer
         self._loop = asyncio.get_running_loop()
         self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy)
         self._writable = asyncio.Event()
@@ -133,7 +135,7 @@ class StreamTransport:
             return
         if self._multiplexer.wants_stream:
             stream = self._multiplexer.opened()
-            rpc = self._attend_stream()
+            rpc = self._attend_stream(metadata=self._bearer.metadata)
             for task in (
                 self._loop.create_task(self._write(stream, rpc)),
                 self._loop.create_task(self._read(stream, rpc)),
@@ -206,8 +208,9 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
 class UnaryTransport:
     """Calls that each travel by themselves."""
 
-    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy) -> None:
+    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
         self._channel = channel
+        self._bearer = bearer
         self._methods: dict[str, Any] = {}
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
@@ -255,7 +258,7 @@ class UnaryTransport:
     async def _attempt(
         self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
     ) -> None:
-        metadata = None if future.span is None else future.span.metadata
+        metadata = () if future.span is None else future.span.metadata
         attempts = 0
         while True:
             remaining = None if deadline == inf else deadline - time.monotonic()
@@ -263,7 +266,8 @@ class UnaryTransport:
                 future.settle(DeadlineExceededError("no reply within the timeout"))
                 return
             try:
-                future.settle(await method(b"".join(pieces), timeout=remaining, metadata=metadata))
+                carried = self._bearer.metadata + metadata
+                future.settle(await method(b"".join(pieces), timeout=remaining, metadata=carried))
                 return
             except grpc.RpcError as error:
                 attempts += 1

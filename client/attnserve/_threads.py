@@ -20,6 +20,7 @@ from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
+from attnserve._credentials import Bearer
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
@@ -91,8 +92,9 @@ StreamFuture: TypeAlias = CallFuture[Response, Any]
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
-    def __init__(self, channel: grpc.Channel, policy: RetryPolicy) -> None:
+    def __init__(self, channel: grpc.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
@@ -140,7 +142,7 @@ class StreamTransport:
         """Has everything done that has become possible. With the lock held."""
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
-            rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream))
+            rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             reader = threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True)
             reader.start()
         self._writable.notify_all()
@@ -223,7 +225,7 @@ class _UnaryCall:
         self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
     ) -> None:
         self.future: Final = future
-        self.metadata: Final = None if future.span is None else future.span.metadata
+        self.metadata: Final = () if future.span is None else future.span.metadata
         self.method: Final = method
         self.pieces: Final = pieces
         self.deadline: Final = deadline
@@ -236,8 +238,9 @@ class _UnaryCall:
 class UnaryTransport:
     """Calls that each travel by themselves."""
 
-    def __init__(self, channel: grpc.Channel, policy: RetryPolicy) -> None:
+    def __init__(self, channel: grpc.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
         self._channel = channel
+        self._bearer = bearer
         self._methods: dict[str, Any] = {}
         self._policy = policy
         self._lock = threading.Lock()
@@ -288,7 +291,8 @@ class UnaryTransport:
         with self._lock:
             if call not in self._calls:
                 return
-            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining, metadata=call.metadata)
+            metadata = self._bearer.metadata + call.metadata
+            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining, metadata=metadata)
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _UnaryCall, rpc: Any) -> None:

@@ -4,7 +4,7 @@ In: flags and environment variables (see `config`). Out: a running server, until
 says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
 standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
 a setting is wrong, 1 if the server cannot start.
-`attnserve-server layers check` starts nothing: see `layers.check`.
+`attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `tokens`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import metadata
 
 import prometheus_client
 
-from attnserve_server import __version__, logs
+from attnserve_server import __version__, logs, tokens
 from attnserve_server.config import Config, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.layers import check
@@ -34,10 +34,12 @@ def surroundings() -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server, or the command `layers`, and returns the exit status."""
+    """Runs the server, or the command `layers` or `token`, and returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["layers"]:
         return check.main(arguments[1:])
+    if arguments[:1] == ["token"]:
+        return tokens.main(arguments[1:])
     try:
         config = Config.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)

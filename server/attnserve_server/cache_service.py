@@ -43,10 +43,10 @@ class CacheService:
         }
         answering = self._rpcs.answering
         handlers = {
-            "Create": answering("create", pb.CacheServiceCreateRequest, self._create),
-            "Get": answering("get", pb.CacheServiceGetRequest, self._get),
-            "List": answering("list", pb.CacheServiceListRequest, self._list),
-            "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete),
+            "Create": answering("create", pb.CacheServiceCreateRequest, self._create, "use"),
+            "Get": answering("get", pb.CacheServiceGetRequest, self._get, "use"),
+            "List": answering("list", pb.CacheServiceListRequest, self._list, "use"),
+            "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
         }
         for name, read in at_its_turn.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(self._attention.handler(name.lower(), read))

@@ -152,6 +152,31 @@ class Config:
     http_listen: str = _setting(
         _TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
     )
+    tls_certificate: str = _setting(
+        _TEXT,
+        "",
+        "The server's certificate chain, a PEM file, with which gRPC is served over TLS; read again when it changes.",
+    )
+    tls_key: str = _setting(_TEXT, "", "The private key of that certificate, a PEM file.")
+    tls_client_ca: str = _setting(
+        _TEXT,
+        "",
+        "The authorities whose certificates callers must have (mutual TLS), a PEM file. Default: they need none.",
+    )
+    callers: str = _setting(
+        _TEXT,
+        "",
+        "The file that says who may do what (docs/security.md): hashes of tokens, names of certificates, roles; read "
+        "again when it changes. Default: who reaches the server may use it.",
+    )
+    insecure: bool = _setting(
+        _TRUTH,
+        False,
+        "Whether gRPC may be served beyond this machine with neither `tls_certificate` nor `callers`: to anybody.",
+    )
+    http_tls: bool = _setting(
+        _TRUTH, False, "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS."
+    )
     device: str = _setting(
         _DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
     )
@@ -279,6 +304,9 @@ class Config:
         "The directory of definitions and weights, which nothing that is loaded leaves. Default: that of `layers`; "
         "without either, no layers can be loaded.",
     )
+    layer_administration: bool = _setting(
+        _TRUTH, True, "Whether layers can be loaded and unloaded by callers, while the server runs."
+    )
     reflection: bool = _setting(_TRUTH, True, "Whether gRPC reflection describes the service to tools.")
     tracing_endpoint: str = _setting(
         _ENDPOINT,
@@ -308,6 +336,23 @@ class Config:
         ):
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
+        for name, needed in (
+            ("tls_certificate", "tls_key"),
+            ("tls_key", "tls_certificate"),
+            ("tls_client_ca", "tls_certificate"),
+            ("http_tls", "tls_certificate"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigError(needed, f"a file, because {name} is given", "")
+        if not (self.is_local or self.tls_certificate or self.callers or self.insecure):
+            raise ConfigError(
+                "listen", "an address of this machine, or tls_certificate, or callers, or insecure", self.listen
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether gRPC is served to this machine alone."""
+        return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
 
     @classmethod
     def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Config:

@@ -2,6 +2,8 @@
 
     RequestError
     ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
+    ├── Unauthenticated      UNAUTHENTICATED      ErrorInfo
+    ├── PermissionDenied     PERMISSION_DENIED    ErrorInfo
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
@@ -94,6 +96,18 @@ class Malformed(InvalidRequest):
 
     def __init__(self, field: str, what: object) -> None:
         super().__init__(field, "a serialised message", what, reason="MALFORMED_MESSAGE")
+
+
+class Unauthenticated(RequestError):
+    """A request of a caller that does not say, or not truly, who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(RequestError):
+    """A request that this caller, or any, may not make here."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class NotFound(RequestError):

@@ -1,21 +1,25 @@
 """The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for whom it concerns.
 
-In: a registry and the server's health. Out: answers to GET and HEAD of these three paths. It runs on the event loop of
-gRPC, of which it tells: a loop that hangs fails its liveness probe, and the thread that writes the metrics reads them.
-That is why it is not prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application
-would bring a web server along, for three paths. A scrape takes about 1 ms of the loop.
+In: a registry and the server's health. Out: answers to GET and HEAD of these three paths; where callers are known by
+tokens, the metrics to those only who may read them. It runs on the event loop of gRPC, of which it tells: a loop that
+hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
+prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would bring a web
+server along, for three paths. A scrape takes about 1 ms of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from attnserve_server.callers import Callers
 from attnserve_server.config import ListenError
+from attnserve_server.errors import PermissionDenied, Unauthenticated
 from attnserve_server.health import Health
 from attnserve_server.units import Address, parse_address
 
@@ -25,6 +29,8 @@ _TEXT: Final = "text/plain; charset=utf-8"
 _REASONS: Final = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     408: "Request Timeout",
@@ -40,7 +46,7 @@ class _Answer(NamedTuple):
     status: int
     body: bytes
     content_type: str = _TEXT
-    allow: str | None = None
+    fields: tuple[str, ...] = ()
 
 
 class HttpServer:
@@ -51,11 +57,20 @@ class HttpServer:
     """
 
     def __init__(
-        self, listen: str, metrics_registry: CollectorRegistry, health: Health, *, patience_s: float = _PATIENCE_S
+        self,
+        listen: str,
+        metrics_registry: CollectorRegistry,
+        health: Health,
+        callers: Callers,
+        tls: ssl.SSLContext | None = None,
+        *,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self._address = parse_address(listen)
         self._registry = metrics_registry
         self._health = health
+        self._callers = callers
+        self._tls = tls
         self._patience_s = patience_s
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -64,7 +79,14 @@ class HttpServer:
         """Begins to listen and returns the `host:port` that it is. ListenError if that is not possible."""
         try:
             # asyncio does not set SO_REUSEPORT unless asked: a taken port is an error here.
-            self._server = await asyncio.start_server(self._accept, *self._address, limit=_MAX_HEADER_BYTES)
+            self._server = await asyncio.start_server(
+                self._accept,
+                *self._address,
+                limit=_MAX_HEADER_BYTES,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._patience_s if self._tls else None,
+                ssl_shutdown_timeout=self._patience_s if self._tls else None,
+            )
         except OSError as error:
             raise ListenError("http_listen", str(self._address), error.strerror or str(error)) from error
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -88,7 +110,7 @@ class HttpServer:
         try:
             async with asyncio.timeout(2 * self._patience_s):
                 await self._converse(reader, writer)
-        except (TimeoutError, ConnectionError) as error:
+        except (TimeoutError, ConnectionError, ssl.SSLError) as error:
             logger.debug("an HTTP connection was given up: %s", error)
         except asyncio.CancelledError:
             return  # by `stop`; asyncio would log it as a failure
@@ -114,15 +136,15 @@ class HttpServer:
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(answer.body)}",
             "Connection: close",
+            *answer.fields,
         ]
-        if answer.allow is not None:
-            fields.append(f"Allow: {answer.allow}")
         writer.write("\r\n".join([*fields, "", ""]).encode("latin-1") + (b"" if method == "HEAD" else answer.body))
         # Closing on bytes not read, such as the body of a POST, resets the connection, and the answer with it: say that
         # this is all, and read until the peer has closed.
-        writer.write_eof()
-        while await reader.read(_MAX_HEADER_BYTES):
-            continue
+        if writer.can_write_eof():  # which TLS cannot
+            writer.write_eof()
+            while await reader.read(_MAX_HEADER_BYTES):
+                continue
         writer.close()
         await writer.wait_closed()
 
@@ -137,15 +159,22 @@ class HttpServer:
         if path not in ("/metrics", "/healthz", "/readyz"):
             return method, _Answer(404, b"there are /metrics, /healthz and /readyz\n")
         if method not in ("GET", "HEAD"):
-            return method, _Answer(405, b"GET and HEAD only\n", allow="GET, HEAD")
+            return method, _Answer(405, b"GET and HEAD only\n", fields=("Allow: GET, HEAD",))
         if path == "/metrics":
-            names_and_values = (line.partition(":") for line in lines)
-            accept = ",".join(value.strip() for name, _, value in names_and_values if name.lower() == "accept")
-            return method, self._metrics(accept)
+            headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+            accept = ",".join(value for name, value in headers if name == "accept")
+            authorization = next((value for name, value in headers if name == "authorization"), None)
+            return method, self._metrics(accept, authorization)
         well = self._health.live if path == "/healthz" else self._health.ready
         return method, _Answer(200 if well else 503, f"{self._health.state}\n".encode())
 
-    def _metrics(self, accept: str) -> _Answer:
+    def _metrics(self, accept: str, authorization: str | None) -> _Answer:
+        try:
+            self._callers.authorize(authorization, "metrics")
+        except Unauthenticated as error:
+            return _Answer(401, f"{error}\n".encode(), fields=("WWW-Authenticate: Bearer",))
+        except PermissionDenied as error:
+            return _Answer(403, f"{error}\n".encode())
         encode, content_type = choose_encoder(accept)
         try:
             return _Answer(200, encode(self._registry), content_type)

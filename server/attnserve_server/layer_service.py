@@ -18,6 +18,7 @@ from attnserve_server.errors import (
     ComputationFailed,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     RequestError,
 )
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
@@ -30,20 +31,21 @@ LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_
 
 
 class LayerService:
-    """The service on one registry."""
+    """The service on one registry. Without `administration` nobody loads and unloads."""
 
-    def __init__(self, registry: Registry, rpcs: Rpcs) -> None:
+    def __init__(self, registry: Registry, rpcs: Rpcs, *, administration: bool = True) -> None:
         self._registry = registry
         self._rpcs = rpcs
+        self._administration = administration
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
         answering = self._rpcs.answering
         handlers = {
-            "List": answering("list_layers", pb.LayerServiceListRequest, self._list),
-            "Get": answering("get_layer", pb.LayerServiceGetRequest, self._get),
-            "Load": answering("load_layers", pb.LayerServiceLoadRequest, self._load),
-            "Unload": answering("unload_layers", pb.LayerServiceUnloadRequest, self._unload),
+            "List": answering("list_layers", pb.LayerServiceListRequest, self._list, "use", "layers"),
+            "Get": answering("get_layer", pb.LayerServiceGetRequest, self._get, "use", "layers"),
+            "Load": answering("load_layers", pb.LayerServiceLoadRequest, self._load, "layers"),
+            "Unload": answering("unload_layers", pb.LayerServiceUnloadRequest, self._unload, "layers"),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(LAYER_SERVICE_NAME, handlers),))
 
@@ -54,6 +56,7 @@ class LayerService:
         return pb.LayerServiceGetResponse(layer=_message(self._registry.get(request.name)))
 
     async def _load(self, caller: Caller, request: pb.LayerServiceLoadRequest) -> pb.LayerServiceLoadResponse:
+        self._check_administration()
         if not request.definitions:
             raise InvalidRequest("definitions", "a file below the model directory", "nothing")
         self._check_names(request.names)
@@ -75,12 +78,17 @@ class LayerService:
         return pb.LayerServiceLoadResponse(layers=map(_message, loaded))
 
     def _unload(self, caller: Caller, request: pb.LayerServiceUnloadRequest) -> pb.LayerServiceUnloadResponse:
+        self._check_administration()
         if not request.names:
             raise InvalidRequest("names", "at least one name", "none")
         self._check_names(request.names)
         self._registry.unload(request.names)
         logger.info("unloaded %s", ", ".join(request.names))
         return pb.LayerServiceUnloadResponse()
+
+    def _check_administration(self) -> None:
+        if not self._administration:
+            raise PermissionDenied("layers are not loaded and unloaded by callers here", "NO_ADMINISTRATION")
 
     def _check_names(self, names: Sequence[str]) -> None:
         if len(names) > self._registry.max_layers:

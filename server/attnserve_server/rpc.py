@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from attnserve_server.callers import Caller, Callers
+from attnserve_server.callers import Caller, Callers, Role
 from attnserve_server.errors import Malformed, Overloaded, RequestError, error_for_caller
 from attnserve_server.refusals import Refusals, request_id_of
 
@@ -31,14 +31,22 @@ class Rpcs:
         self.refusals = Refusals() if refusals is None else refusals
 
     def answering(
-        self, operation: str, request_type: type[M], answer: Callable[[Caller, M], Message | Awaitable[Message]]
+        self,
+        operation: str,
+        request_type: type[M],
+        answer: Callable[[Caller, M], Message | Awaitable[Message]],
+        *roles: Role,
     ) -> Handler:
-        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` raises RequestError."""
+        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` raises RequestError.
+
+        It is for callers with one of the roles.
+        """
 
         async def handle(data: bytes, context: Context) -> bytes:
             caller: Caller | None = None
             try:
                 caller = self.callers.identify(context)
+                caller.require(*roles)
                 reply = answer(caller, parsed(request_type, data))
                 if inspect.isawaitable(reply):
                     reply = await reply

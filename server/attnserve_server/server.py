@@ -32,6 +32,7 @@ from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine, Entry
 from attnserve_server.errors import OutOfMemory
+from attnserve_server.grants import GrantsFile
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
 from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
@@ -42,6 +43,7 @@ from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
 from attnserve_server.stream_life import StreamLife
+from attnserve_server.tls import ServerTls
 from attnserve_server.tracing import open_tracing
 from attnserve_server.watchdog import Watchdog
 
@@ -127,7 +129,11 @@ class Server:
             "attend": partial(read_attend, self.caches, limits=self._limits),
             "apply": partial(read_apply, self.caches, self.registry, limits=self._limits),
         }
-        rpcs = Rpcs(Callers())
+        tls = _tls(config)
+        callers = Callers(
+            GrantsFile(Path(config.callers)) if config.callers else None, certificates=bool(config.tls_client_ca)
+        )
+        rpcs = Rpcs(callers)
         self._refusals = rpcs.refusals
         # A grace of 0 would end a stream before its caller can leave it.
         stream_life = (
@@ -145,9 +151,16 @@ class Server:
             config.max_caller_streams,
             stream_life,
         )
-        self._layer_service = LayerService(self.registry, rpcs)
+        self._layer_service = LayerService(self.registry, rpcs, administration=config.layer_administration)
         self._cache_service = CacheService(self.caches, rpcs, self._service)
-        self._http = HttpServer(config.http_listen, self.metrics.registry, self.health)
+        self._http = HttpServer(
+            config.http_listen,
+            self.metrics.registry,
+            self.health,
+            callers,
+            tls.http_context() if tls is not None and config.http_tls else None,
+        )
+        self._credentials = None if tls is None else tls.grpc_credentials()
         self._grpc = aio.server(
             options=(
                 ("grpc.so_reuseport", 0),
@@ -172,9 +185,14 @@ class Server:
         if listen.startswith("unix:"):
             _make_way(listen)
         try:
-            port = self._grpc.add_insecure_port(listen)
+            if self._credentials is None:
+                port = self._grpc.add_insecure_port(listen)
+            else:
+                port = self._grpc.add_secure_port(listen, self._credentials)
         except RuntimeError:
             raise ListenError("listen", listen, "the address is taken or not ours") from None
+        if not self._config.is_local:
+            self._warn_of_openness()
         await self._grpc.start()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
@@ -188,6 +206,13 @@ class Server:
             self._watchdog.start()
         self.health.set("serving")
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
+
+    def _warn_of_openness(self) -> None:
+        """Says what anybody on the network can do."""
+        if not (self._config.callers or self._config.tls_client_ca):
+            logger.warning("whoever reaches %s may use the server: callers are not identified", self._config.listen)
+        if self._credentials is None:
+            logger.warning("what travels to and from %s is not encrypted, nor are tokens", self._config.listen)
 
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
@@ -268,6 +293,14 @@ class Server:
             address=config.advertise_address,
             cache_pool_bytes=self.caches.store.pool_bytes,
         )
+
+
+def _tls(config: Config) -> ServerTls | None:
+    """The TLS of a configuration, if it has any. Raises TlsError."""
+    if not config.tls_certificate:
+        return None
+    client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return ServerTls(Path(config.tls_certificate), Path(config.tls_key), client_ca)
 
 
 def _make_way(listen: str) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, get_args
 
 import grpc
 from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.callers import Caller
+from attnserve_server.callers import Caller, Role
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError, TooManyStreams, error_for_caller
 from attnserve_server.metrics import Metrics
@@ -72,7 +72,7 @@ class AttentionService:
             "Apply": grpc.unary_unary_rpc_method_handler(self.handler("apply", self._readers["apply"])),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": self._rpcs.answering(
-                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info()
+                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info(), *get_args(Role)
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
@@ -100,6 +100,7 @@ class AttentionService:
         caller: Caller | None = None
         try:
             caller = self._rpcs.callers.identify(context)
+            caller.require("use")
             reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
@@ -172,11 +173,13 @@ class AttentionService:
         retirement: asyncio.TimerHandle | None = None
         try:
             caller = self._rpcs.callers.identify(context)
+            caller.require("use")
             self._enter_stream(caller)
             stream = CallStream(
                 self._engine,
                 self._metrics,
                 self._readers,
+                self._rpcs.callers,
                 caller,
                 context,
                 self._max_message_calls,

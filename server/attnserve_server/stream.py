@@ -20,7 +20,7 @@ from grpc import aio
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.callers import Caller
+from attnserve_server.callers import Caller, Callers
 from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
@@ -30,6 +30,7 @@ from attnserve_server.errors import (
     Malformed,
     Overloaded,
     RequestError,
+    Unauthenticated,
     error_for_caller,
 )
 from attnserve_server.metrics import Metrics
@@ -58,13 +59,14 @@ class Unsent(NamedTuple):
 
 
 class CallStream:
-    """One AttendStream RPC."""
+    """One AttendStream RPC, of a caller who may use the service."""
 
     def __init__(
         self,
         engine: Engine,
         metrics: Metrics,
         readers: Mapping[str, Callable[[Caller, bytes, int, int], Work]],
+        callers: Callers,
         caller: Caller,
         context: aio.ServicerContext[bytes, bytes],
         max_message_calls: int,
@@ -75,6 +77,8 @@ class CallStream:
         self._engine = engine
         self._metrics = metrics
         self._readers = readers
+        self._callers = callers
+        self._edition = callers.edition
         self._caller = caller
         self._usage = metrics.usage.of(caller.name)
         self._context = context
@@ -158,11 +162,21 @@ class CallStream:
                 return
             arrival = perf_counter()
             self._metrics.received(len(message))
+            if self._callers.edition is not self._edition:
+                self._look_again()
             self._receive(message, arrival)
             del message  # which may be large, and the next one long in coming
             while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()
                 await self._progress.wait()
+
+    def _look_again(self) -> None:
+        """Finds out whether the caller may still use the service. Raises RequestError if it may not."""
+        self._edition = self._callers.edition
+        caller = self._callers.identify(self._context)
+        caller.require("use")
+        if caller.name != self._caller.name:  # whose calls in flight would be another's
+            raise Unauthenticated("the caller has another name now", "RENAMED")
 
     def _receive(self, message: bytes, arrival: float) -> None:
         try:

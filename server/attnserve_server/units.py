@@ -6,6 +6,7 @@ and back to text. What is printed parses to the same value. All parsers raise Va
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from typing import Final, NamedTuple
@@ -44,6 +45,14 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it. Of names, that is known of `localhost` alone."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
 
 
 def _number_and_unit(text: str) -> tuple[str, str]:

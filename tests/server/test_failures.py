@@ -126,7 +126,9 @@ class LeftContext:
 async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
-    stream = CallStream(engine, Metrics("0", "0", "cpu"), {"attend": read_attention}, anybody("here"), context, 64, 64)
+    stream = CallStream(
+        engine, Metrics("0", "0", "cpu"), {"attend": read_attention}, Callers(), anybody("here"), context, 64, 64
+    )
     with pytest.raises(Cancelled):
         await stream.serve()
     assert await engine.drain(0), "what the caller left behind is still counted"

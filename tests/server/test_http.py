@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from attnserve_server.callers import Callers
 from attnserve_server.config import ListenError
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
@@ -32,7 +33,7 @@ class Answer(NamedTuple):
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     metrics, health = Metrics("1.2.3", "2.13.0", "cpu"), Health()
-    server = HttpServer("127.0.0.1:0", metrics.registry, health, patience_s=0.5)
+    server = HttpServer("127.0.0.1:0", metrics.registry, health, Callers(), patience_s=0.5)
     address = parse_address(await server.start())
     assert address.host == "127.0.0.1"
     yield Served(address.port, metrics, health)
@@ -156,7 +157,7 @@ async def test_a_peer_that_never_closes_is_cut_off(served: Served) -> None:
 
 
 async def test_stopping_ends_open_connections() -> None:
-    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), patience_s=60)
+    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), patience_s=60)
     address = parse_address(await server.start())
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET /metrics HTTP/1.1\r\n")
@@ -168,9 +169,9 @@ async def test_stopping_ends_open_connections() -> None:
 
 async def test_a_taken_port_is_an_error() -> None:
     registry, health = Metrics("", "", "cpu").registry, Health()
-    first = HttpServer("127.0.0.1:0", registry, health)
+    first = HttpServer("127.0.0.1:0", registry, health, Callers())
     address = await first.start()
-    second = HttpServer(address, registry, health)
+    second = HttpServer(address, registry, health, Callers())
     with pytest.raises(ListenError, match=f"^http_listen: cannot listen on {address}: .*in use"):
         await second.start()
     await second.stop()

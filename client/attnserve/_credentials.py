@@ -1,0 +1,154 @@
+"""How a client knows its server, and shows who it is: two values, for TLS and for a bearer token.
+
+In: names of files, a token. Out: gRPC's channel credentials, and the metadata that every call carries.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import grpc
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+PathLike: TypeAlias = str | os.PathLike[str]
+
+_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
+
+
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """An encrypted connection to a server that proves who it is.
+
+        TLS()                                                             authorities that gRPC knows
+        TLS(ca="ca.pem")                                                  authorities of one's own
+        TLS(ca="ca.pem", certificate="client.pem", key="client-key.pem")  mutual TLS
+        TLS(ca="ca.pem", server_name="attnserve.example.org")             a server reached by another name
+
+    The files are read when a client is made.
+    """
+
+    ca: PathLike | None = None
+    """The authorities that may vouch for the server, a PEM file. Default: gRPC's own list."""
+    certificate: PathLike | None = None
+    """The certificate that the client shows, with its chain, a PEM file."""
+    key: PathLike | None = None
+    """The private key of that certificate, a PEM file."""
+    server_name: str | None = None
+    """The name that the server's certificate must have. Default: that of the address."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("tls: expected both a certificate and its key, or neither")
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """The credentials of a channel. ValueError if a file cannot be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token, by which the server knows who calls.
+
+        Token("attnserve_...")
+        Token(file="/run/secrets/attnserve-token")     read again when it changes
+        Token("attnserve_...", plaintext=True)         over a network that encrypts by itself, without TLS here
+
+    Without TLS a token is sent to this machine only, unless `plaintext` says otherwise.
+    """
+
+    value: str | None = field(default=None, repr=False)
+    """The token itself; or else `file`."""
+    file: PathLike | None = None
+    """The file that holds it, and nothing else."""
+    plaintext: bool = False
+    """Whether to send it to other machines without TLS."""
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.file is None):
+            raise ValueError("token: expected either the token or a file")
+        if self.value is not None:
+            _checked(self.value)
+
+
+class Bearer:
+    """What calls carry: the token as it is now."""
+
+    def __init__(self, token: Token | None) -> None:
+        """Reads the token. ValueError if it cannot be read."""
+        self._file = None if token is None or token.file is None else Path(token.file)
+        self._identity: object = None
+        self._metadata: Metadata = ()
+        if token is not None and token.value is not None:
+            self._metadata = _metadata(token.value)
+        elif self._file is not None:
+            self._identity = _identity(self._file)
+            self._metadata = _metadata(_token_in(self._file))
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of a call. A file that cannot be read leaves the token that it held."""
+        if self._file is not None and (identity := _identity(self._file)) != self._identity:
+            with suppress(ValueError):  # it is being replaced: the next call looks again
+                self._metadata = _metadata(_token_in(self._file))
+                self._identity = identity
+        return self._metadata
+
+
+def as_token(token: str | Token | None) -> Token | None:
+    """A token that may be given as a plain string."""
+    return Token(token) if isinstance(token, str) else token
+
+
+def is_local(address: str) -> bool:
+    """Whether a client's address is of this machine, as far as it says so itself."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = _SCHEME.sub("", address, count=1)
+    if (not host.endswith("]") and host.count(":") == 1) or "]:" in host:
+        host = host.rpartition(":")[0]
+    host = host.strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _checked(token: str) -> str:
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("token: expected visible ASCII characters")  # and no word of those that there are
+    return token
+
+
+def _metadata(token: str) -> Metadata:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def _read(path: PathLike | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"tls: cannot read {os.fspath(path or '')}: {error.strerror}") from None
+
+
+def _token_in(path: Path) -> str:
+    try:
+        return _checked(path.read_text("ascii").strip())
+    except OSError as error:
+        raise ValueError(f"token: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError("token: expected visible ASCII characters") from None
+
+
+def _identity(path: Path) -> object:
+    """What is another once the file is."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

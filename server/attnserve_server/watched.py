@@ -1,0 +1,39 @@
+"""Files that are read again when they change.
+
+In: paths. Out: whether there is something new to read. A look at the files is all: one that is replaced, written over
+or, as Kubernetes does it, behind a link that now leads elsewhere, has another identity, size or time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+
+class WatchedFiles:
+    """Some files, looked at not more often than every `interval` seconds. Counts as changed until it is first asked."""
+
+    def __init__(self, paths: Sequence[Path], interval: float = 0.0) -> None:
+        self._paths = paths
+        self._interval = interval
+        self._looked = float("-inf")
+        self._seen: object = None
+
+    def changed(self) -> bool:
+        """Whether the files are others than when this was last asked. To be read after asking, not before."""
+        now = monotonic()
+        if now - self._looked < self._interval:
+            return False
+        self._looked = now
+        seen, self._seen = self._seen, [_identity(path) for path in self._paths]
+        return seen != self._seen
+
+
+def _identity(path: Path) -> object:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return error.errno
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

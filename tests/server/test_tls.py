@@ -1,0 +1,198 @@
+"""TLS and mutual TLS: the real server, real sockets, certificates made for the purpose."""
+
+from __future__ import annotations
+
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import certificates
+import numpy as np
+import pytest
+from cryptography import x509
+
+from attnserve import TLS, AsyncClient, Client, UnavailableError
+from attnserve_server.tls import ServerTls, TlsError
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+PATIENCE_S = 30.0
+QUERY = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+
+
+def attend(client: Client) -> None:
+    """One attention, to keys that are the query, over a stream."""
+    output = client.attend(QUERY, QUERY, QUERY).output
+    scores = QUERY @ QUERY.transpose(0, 2, 1) / np.sqrt(8)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(output, weights @ QUERY, atol=1e-5)
+
+
+def refused(server: Server, tls: TLS | None) -> str:
+    """What a client is told that does not get in."""
+    with (
+        Client(server.address, tls=tls, retries=0, timeout=PATIENCE_S) as client,
+        pytest.raises(UnavailableError) as caught,
+    ):
+        client.server_info()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> certificates.Authority:
+    return certificates.Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def mutual(authority: certificates.Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with mutual TLS and an HTTP port over TLS."""
+    from conftest import Server
+
+    files = authority.issue_for_server("mutual")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    flags += ("--tls-client-ca", str(authority.ca), "--http-tls", "true")
+    server = Server(flags, tmp_path_factory.mktemp("mutual") / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
+
+
+def test_who_has_a_certificate_uses_the_service(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("caller", common_name="caller")
+    with Client(mutual.address, tls=TLS(authority.ca, files.certificate, files.key)) as client:
+        attend(client)
+
+
+async def test_so_does_the_client_for_asyncio(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("asyncio", common_name="asyncio")
+    async with AsyncClient(mutual.address, tls=TLS(authority.ca, files.certificate, files.key)) as client:
+        result = await client.attend(QUERY, QUERY, QUERY)
+    assert result.output.shape == QUERY.shape
+
+
+def test_who_has_none_does_not(mutual: Server, authority: certificates.Authority) -> None:
+    refused(mutual, TLS(authority.ca))
+
+
+def test_nor_who_has_one_of_another_authority(
+    mutual: Server, authority: certificates.Authority, tmp_path: Path
+) -> None:
+    files = certificates.Authority(tmp_path, "stranger").issue("caller", common_name="caller")
+    refused(mutual, TLS(authority.ca, files.certificate, files.key))
+
+
+def test_nor_who_has_one_that_has_expired(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("expired", common_name="caller", lifetime=-certificates.DAY)
+    refused(mutual, TLS(authority.ca, files.certificate, files.key))
+
+
+def test_nor_who_speaks_in_the_clear(mutual: Server) -> None:
+    refused(mutual, None)
+
+
+def test_a_server_of_another_authority_is_not_spoken_to(
+    mutual: Server, authority: certificates.Authority, tmp_path: Path
+) -> None:
+    stranger = certificates.Authority(tmp_path, "stranger")
+    files = authority.issue("careful", common_name="careful")
+    assert "CERTIFICATE_VERIFY_FAILED" in refused(mutual, TLS(stranger.ca, files.certificate, files.key))
+
+
+def test_nor_is_one_of_another_name(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("careful", common_name="careful")
+    refused(mutual, TLS(authority.ca, files.certificate, files.key, server_name="elsewhere"))
+    with Client(mutual.address, tls=TLS(authority.ca, files.certificate, files.key, "localhost")) as client:
+        attend(client)
+
+
+def test_caches_belong_to_the_name_in_the_certificate(mutual: Server, authority: certificates.Authority) -> None:
+    ann = authority.issue("ann", common_name="whoever", names=(x509.DNSName("ann.example"),))
+    ann_again = authority.issue("ann-again", names=(x509.DNSName("ann.example"),))
+    bob = authority.issue("bob", common_name="bob")
+    with (
+        Client(mutual.address, tls=TLS(authority.ca, ann.certificate, ann.key)) as first,
+        Client(mutual.address, tls=TLS(authority.ca, ann_again.certificate, ann_again.key)) as second,
+        Client(mutual.address, tls=TLS(authority.ca, bob.certificate, bob.key)) as other,
+        first.create_cache(2, 8) as cache,
+    ):
+        assert [each.name for each in second.caches.list()] == [cache.name]
+        assert not other.caches.list()
+
+
+def test_health_and_metrics_over_tls_ask_for_no_certificate(mutual: Server, authority: certificates.Authority) -> None:
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    for path in ("healthz", "readyz", "metrics"):
+        with urllib.request.urlopen(f"https://{mutual.http_address}/{path}", context=context, timeout=10) as answer:
+            assert answer.status == 200
+            assert answer.read()
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f"http://{mutual.http_address}/healthz", timeout=10)
+    assert "Traceback" not in mutual.stderr()
+
+
+def serial_number(http_address: str, authority: certificates.Authority) -> str:
+    """That of the certificate that the HTTP port shows."""
+    host, _, port = http_address.rpartition(":")
+    pem = ssl.get_server_certificate((host, int(port)), ca_certs=str(authority.ca), timeout=10)
+    return f"{x509.load_pem_x509_certificate(pem.encode()).serial_number}"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something to come true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """New authorities, for the server and for its callers, while a connection under the old ones goes on."""
+    old, new = certificates.Authority(tmp_path, "old"), certificates.Authority(tmp_path, "new")
+    files, client_ca = old.issue_for_server(), tmp_path / "client-ca.pem"
+    client_ca.write_bytes(old.ca.read_bytes())
+    flags = ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key)]
+    server = start_server(*flags, "--tls-client-ca", str(client_ca), "--http-tls=true")
+    before, after = old.issue("before", common_name="caller"), new.issue("after", common_name="caller")
+    as_before = TLS(old.ca, before.certificate, before.key)
+    with Client(server.address, tls=as_before) as connected:
+        attend(connected)
+        shown = serial_number(server.http_address, old)
+
+        key = files.key.read_bytes()
+        successor = new.issue_for_server("successor")
+        files.certificate.write_bytes(successor.certificate.read_bytes())  # whose key is not there yet
+        with Client(server.address, tls=as_before) as client:
+            attend(client)
+        assert serial_number(server.http_address, old) == shown
+        assert "the certificate stays as it was" in server.stderr()
+        assert key.decode() not in server.stderr()
+
+        files.key.write_bytes(successor.key.read_bytes())
+        client_ca.write_bytes(new.ca.read_bytes())
+        with Client(server.address, tls=TLS(new.ca, after.certificate, after.key)) as client:
+            attend(client)
+        assert serial_number(server.http_address, new) != shown
+        refused(server, TLS(new.ca, before.certificate, before.key))
+        refused(server, as_before)
+        attend(connected)
+
+
+def test_files_that_are_not_in_order_keep_the_server_from_starting(
+    tmp_path: Path, authority: certificates.Authority
+) -> None:
+    files, others = authority.issue_for_server("right"), authority.issue_for_server("others")
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("-----BEGIN nothing")
+    for certificate, key, client_ca, words in (
+        (files.certificate, others.key, None, "tls_certificate and tls_key: not a certificate and its key"),
+        (nonsense, files.key, None, "tls_certificate and tls_key: not a certificate and its key"),
+        (files.certificate, tmp_path / "none", None, "tls_certificate or tls_key: No such file"),
+        (files.certificate, files.key, nonsense, "tls_client_ca: not certificates"),
+        (files.certificate, files.key, tmp_path / "none", "tls_client_ca: No such file"),
+    ):
+        with pytest.raises(TlsError, match=f"^{words}"):
+            ServerTls(certificate, key, client_ca)
