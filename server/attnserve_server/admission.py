@@ -1,34 +1,109 @@
-"""Who comes in: bounds what is in flight by count, bytes and cost, before anything is queued.
+"""Who comes in: bounds what is in flight by count, bytes, cost and time, before anything is queued.
 
-What is refused is told how long the work before it will take at the rate that has been measured. A request larger than
-a whole bound can never come in; that is the caller's mistake, not load.
+None of the callers can have all the room: each gets at most `SHARE` times as much as is left free, so that there always
+is some for another. What is refused is told how long the work before it will take at the rate that has been measured. A
+request larger than a whole bound can never come in; that is the caller's mistake, not load.
 """
 
 from __future__ import annotations
 
-from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import inf
+from typing import Final
 
-MIN_RETRY_DELAY = 0.005
-MAX_RETRY_DELAY = 10.0
-RATE_MEMORY = 0.9
-"""The weight that earlier batches keep in the measured rate at each new one."""
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
+from attnserve_server.pace import Pace
+
+MIN_RETRY_DELAY: Final = 0.005
+MAX_RETRY_DELAY: Final = 10.0
+
+SHARE: Final = 8
+"""A caller may have so many times what is left of a bound: eight ninths of it if there is no other, and eight
+seventeenths if another wants all it can get, too. (Dynamic thresholds: Choudhury and Hahne 1998.)"""
+
+ALWAYS_WAIT: Final = 16
+"""So many requests may wait, be they as slow as they like: the bound on time is for queues."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What is in flight: requests and bytes until the reply has left; those not computed yet, and their FLOPs."""
+
+    requests: int = 0
+    bytes: int = 0
+    waiting: int = 0
+    flops: int = 0
+
+
+NOTHING: Final = Usage()
 
 
 class Admission:
-    """Counts what is in flight: requests and bytes from admission to reply, FLOPs until they are computed."""
+    """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound."""
 
-    def __init__(self, max_requests: int, max_bytes: int, max_flops: int, max_reply_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_bytes: int,
+        max_flops: int,
+        max_reply_bytes: int | None = None,
+        max_queue_time: float = 0.0,
+    ) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
         self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
-        self._recent_flops = 0.0
-        self._recent_seconds = 0.0
-        self.requests = 0
-        self.bytes = 0
-        self.flops = 0
+        self._max_queue_time = max_queue_time or inf
+        self._everybody = Usage()
+        self._callers: dict[Hashable, Usage] = {}
+        self.pace = Pace()
+        """How fast requests are computed: whoever computes them tells it."""
 
-    def admit(self, size: int, flops: int, reply_bytes: int = 0) -> None:
+    @property
+    def requests(self) -> int:
+        """The requests in flight."""
+        return self._everybody.requests
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the requests in flight."""
+        return self._everybody.bytes
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of what is not computed yet."""
+        return self._everybody.flops
+
+    @property
+    def seconds(self) -> float:
+        """How long what is not computed yet should take."""
+        return self.pace.seconds(self._everybody.flops, self._everybody.waiting)
+
+    def check(self, caller: Hashable, size: int) -> None:
+        """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
+        before more work is put into it than refusing it takes.
+        """
+        everybody, own = self._everybody, self._callers.get(caller, NOTHING)
+        if everybody.requests >= self._max_requests:
+            raise self._full("requests", self._max_requests)
+        if everybody.bytes + size > self._max_bytes:
+            raise self._full("bytes", self._max_bytes)
+        if own.requests > SHARE * (self._max_requests - everybody.requests):
+            raise self._has_its_share("requests", self._max_requests, own)
+        if own.bytes > SHARE * (self._max_bytes - everybody.bytes):
+            raise self._has_its_share("bytes", self._max_bytes, own)
+        if own.flops > SHARE * (self._max_flops - everybody.flops):
+            raise self._has_its_share("flops", self._max_flops, own)
+        if everybody.waiting and self._max_queue_time < inf:
+            seconds = self.seconds
+            longest = max(self._max_queue_time, seconds * ALWAYS_WAIT / everybody.waiting)
+            if seconds >= longest:
+                raise self._full("queue_time", longest)
+            if own.waiting and self.pace.seconds(own.flops, own.waiting) > SHARE * (longest - seconds):
+                raise self._has_its_share("queue_time", longest, own)
+
+    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0) -> None:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
         counted, if there is no room now, and InvalidRequest if there never will be.
         """
@@ -41,31 +116,40 @@ class Admission:
             raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED)
         if flops > self._max_flops:
             raise InvalidRequest("", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", LIMIT_EXCEEDED)
-        if self.requests >= self._max_requests:
-            raise Overloaded("requests", self._max_requests, self._delay())
-        if self.bytes + size > self._max_bytes:
-            raise Overloaded("bytes", self._max_bytes, self._delay())
-        if self.flops + flops > self._max_flops:
-            raise Overloaded("flops", self._max_flops, self._delay())
-        self.requests += 1
-        self.bytes += size
-        self.flops += flops
+        self.check(caller, size)
+        if self._everybody.flops + flops > self._max_flops:
+            raise self._full("flops", self._max_flops)
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = Usage()
+        for usage in (self._everybody, own):
+            usage.requests += 1
+            usage.bytes += size
+            usage.waiting += 1
+            usage.flops += flops
 
-    def computed(self, flops: int, seconds: float) -> None:
-        """Counts FLOPs out that have been computed in some time (0: that will not be computed)."""
-        self.flops -= flops
-        if seconds > 0 and flops > 0:
-            self._recent_flops = self._recent_flops * RATE_MEMORY + flops
-            self._recent_seconds = self._recent_seconds * RATE_MEMORY + seconds
+    def computed(self, caller: Hashable, flops: int) -> None:
+        """Counts the FLOPs of a request out, which has been computed, or will not be."""
+        for usage in (self._everybody, self._callers[caller]):
+            usage.waiting -= 1
+            usage.flops -= flops
 
-    def release(self, size: int) -> None:
+    def release(self, caller: Hashable, size: int) -> None:
         """Counts a request out whose reply has left."""
-        self.requests -= 1
-        self.bytes -= size
+        own = self._callers[caller]
+        for usage in (self._everybody, own):
+            usage.requests -= 1
+            usage.bytes -= size
+        if not own.requests:
+            del self._callers[caller]
 
-    def _delay(self) -> float:
-        """Seconds until half of what is in flight should be done."""
-        if not self._recent_flops:
-            return MIN_RETRY_DELAY
-        seconds = self.flops * self._recent_seconds / self._recent_flops
+    def _full(self, bound: str, limit: float) -> Overloaded:
+        return Overloaded(bound, limit, self._delay(self._everybody))
+
+    def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
+        return ShareExceeded(bound, limit, self._delay(own))
+
+    def _delay(self, usage: Usage) -> float:
+        """Seconds until half of that should be computed."""
+        seconds = self.pace.seconds(usage.flops, usage.waiting)
         return min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

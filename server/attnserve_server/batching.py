@@ -1,8 +1,9 @@
 """What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
 
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
-its group, wherever they stand in the queue, until the batch is full by cost or count. An entry is due at its arrival,
-less `aging` seconds for each level of its priority: so a higher priority goes first, oldest first within one, and
+its group, wherever they stand in the queue, until the batch is full by cost or count. When an entry is due follows from
+what its caller has waiting before it (`fairness`), so that none waits for all that another has sent; each level of its
+priority makes it due `aging` seconds earlier, in time that the device has worked: a higher priority goes first, and
 nothing waits forever. Entries that nobody waits for any more never reach a batch.
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from attnserve_server.fairness import FairClock
 
 
 class Waiting(Protocol):
@@ -28,12 +30,20 @@ class Waiting(Protocol):
         """What it costs to run."""
 
     @property
+    def seconds(self) -> float:
+        """How long it should take to run."""
+
+    @property
     def received_bytes(self) -> int:
         """What it holds in memory."""
 
     @property
     def priority(self) -> int:
         """Higher goes first."""
+
+    @property
+    def caller(self) -> Hashable:
+        """Whose it is: callers have equal shares."""
 
     @property
     def arrival(self) -> float:
@@ -68,26 +78,29 @@ class BatchQueue(Generic[E]):
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
-        self._lanes: dict[Hashable, dict[int, deque[E]]] = {}
-        self._first: list[tuple[float, int, E]] = []
-        """A heap of those that are, or were, first in their lanes, by when they are due."""
+        self._fairness = FairClock()
+        self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
+        """A heap for each group: when an entry is due, which of all it is, and the entry."""
+        self._first: list[tuple[float, int, Hashable]] = []
+        """A heap of the groups by the entries that are, or were, first in them."""
         self._pushes = itertools.count()
         self.requests = 0
         self.bytes = 0
         self.cost = 0
+        self.seconds = 0.0
 
     def push(self, entry: E) -> None:
-        """Appends an entry."""
-        lanes = self._lanes.setdefault(entry.group, {})
-        lane = lanes.get(entry.priority)
-        if lane is None:
-            lane = lanes[entry.priority] = deque()
-        lane.append(entry)
-        if len(lane) == 1:
-            self._now_first(entry)
+        """Takes an entry."""
+        begin = self._fairness.enter(entry.caller, entry.priority, entry.seconds)
+        item = (begin - self._advantage(entry.priority), next(self._pushes), entry)
+        group = self._groups.setdefault(entry.group, [])
+        heapq.heappush(group, item)
+        if group[0] is item:
+            heapq.heappush(self._first, (item[0], item[1], entry.group))
         self.requests += 1
         self.bytes += entry.received_bytes
         self.cost += entry.cost
+        self.seconds += entry.seconds
 
     @property
     def is_full(self) -> bool:
@@ -95,47 +108,78 @@ class BatchQueue(Generic[E]):
         return self.cost >= self._max_cost or self.requests >= self._max_requests
 
     def oldest_arrival(self) -> float | None:
-        """When the entry came that has waited longest; None if nothing waits."""
-        return min((lane[0].arrival for lanes in self._lanes.values() for lane in lanes.values()), default=None)
+        """When the entry came that has waited longest; None if nothing waits. Looks at all that wait."""
+        return min((item[2].arrival for group in self._groups.values() for item in group), default=None)
+
+    def seconds_before(self, caller: Hashable, priority: int) -> float:
+        """How long what waits now should take to run, as far as it is due before a next entry of this caller, with
+        this priority. Looks at all that wait.
+        """
+        due = self._fairness.begin(caller, priority) - self._advantage(priority)
+        return sum(item[2].seconds for group in self._groups.values() for item in group if item[0] <= due)
 
     def pop(self, now: float) -> Batch[E]:
         """Takes the next batch out of the queue; without entries if nothing is left to run."""
         batch: Batch[E] = Batch()
-        while self._lanes and not batch.entries:
-            _, _, entry = heapq.heappop(self._first)
-            lane = self._lanes.get(entry.group, {}).get(entry.priority)
-            if lane is not None and lane[0] is entry:
-                self._fill(batch, entry.group, now)
+        while self._groups and not batch.entries:
+            _, number, group = heapq.heappop(self._first)
+            waiting = self._groups.get(group)
+            if waiting is not None and waiting[0][1] == number:
+                self._fill(batch, waiting, now)
+                if waiting:
+                    heapq.heappush(self._first, (waiting[0][0], waiting[0][1], group))
+                else:
+                    del self._groups[group]
+        if not self.requests:
+            self._first.clear()
+            self.seconds = 0.0  # what is left of sums of fractions
         return batch
 
-    def _now_first(self, entry: E) -> None:
-        """Says that an entry is first in its lane."""
-        heapq.heappush(self._first, (self._due(entry), next(self._pushes), entry))
+    def drop_cancelled(self) -> list[E]:
+        """Takes everything out that has been cancelled. Looks at all that wait."""
+        dropped: list[E] = []
+        for group, waiting in list(self._groups.items()):
+            gone = [item[2] for item in waiting if item[2].cancelled]
+            if not gone:
+                continue
+            dropped += gone
+            waiting[:] = [item for item in waiting if not item[2].cancelled]
+            heapq.heapify(waiting)
+            if not waiting:
+                del self._groups[group]
+        for entry in dropped:
+            self._forget(entry)
+        self._first = [(waiting[0][0], waiting[0][1], group) for group, waiting in self._groups.items()]
+        heapq.heapify(self._first)
+        return dropped
 
-    def _due(self, entry: E) -> float:
-        return entry.arrival - entry.priority * self._aging
+    def _advantage(self, priority: int) -> float:
+        """How much earlier a priority makes an entry due: with so many callers, virtual time is so much slower."""
+        return priority * self._aging / max(1, self._fairness.callers)
 
-    def _fill(self, batch: Batch[E], group: Hashable, now: float) -> None:
-        lanes, taken_from = self._lanes[group], set()
-        while lanes and len(batch.entries) < self._max_requests:
-            lane = min(lanes.values(), key=lambda lane: self._due(lane[0]))
-            entry = lane[0]
+    def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
+        """Fills a batch from the group whose entry is due first; no further than to that, if nobody waits for it."""
+        callers, seconds = self._fairness.callers, 0.0
+        while waiting and len(batch.entries) < self._max_requests:
+            entry = waiting[0][2]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
             if gone is None and batch.entries and batch.cost + entry.cost > self._max_cost:
                 break
-            lane.popleft()
-            taken_from.add(entry.priority)
-            if not lane:
-                del lanes[entry.priority]
-            self.requests -= 1
-            self.bytes -= entry.received_bytes
-            self.cost -= entry.cost
-            if gone is not None:
-                gone.append(entry)
-            else:
+            heapq.heappop(waiting)
+            self._forget(entry)
+            if gone is None:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
-        for priority in taken_from & lanes.keys():
-            self._now_first(lanes[priority][0])
-        if not lanes:
-            del self._lanes[group]
+                seconds += entry.seconds
+            else:
+                gone.append(entry)
+                if not batch.entries:  # now another group may be first
+                    break
+        self._fairness.served(seconds, callers)
+
+    def _forget(self, entry: E) -> None:
+        self._fairness.leave(entry.caller)
+        self.requests -= 1
+        self.bytes -= entry.received_bytes
+        self.cost -= entry.cost
+        self.seconds -= entry.seconds

@@ -229,6 +229,13 @@ class Config:
         1024,
         "The most streams that one caller may have open. Callers without a name count by their connection.",
     )
+    # Long enough for what a caller sends at once, and short enough for whoever waits for the reply.
+    max_queue_time: float = _setting(
+        _DURATION,
+        1.0,
+        "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. So long "
+        "does an overloaded server have its callers wait. 16 requests may wait whatever they take. 0 is no bound.",
+    )
     max_batch_flops: int = _setting(
         _flops(),
         4 * 10**9,
@@ -250,7 +257,8 @@ class Config:
     priority_aging: float = _setting(
         _DURATION,
         0.1,
-        "One level of priority is worth this much waiting: a request that has waited so much longer runs first.",
+        "One level of priority is worth this much of the device's time: a request that has waited for so much more "
+        "work runs first.",
     )
     stuck_after: float = _setting(
         _DURATION,

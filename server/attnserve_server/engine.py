@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +24,7 @@ from attnserve_server.errors import (
     Cancelled,
     ComputationFailed,
     DeadlineExceeded,
+    DeadlineUnreachable,
     DeviceFailed,
     Draining,
     RequestError,
@@ -70,18 +72,24 @@ class Entry:
     decode: float
     caller: Hashable = None
     trace: Trace | None = None
-    cancelled: bool = False
-    answered: bool = False
+    cancelled: bool = field(default=False, init=False)
+    answered: bool = field(default=False, init=False)
+    cost: int = field(init=False)
+    """What it costs to run, in FLOPs."""
+    size: int = field(init=False)
+    """The bytes that it may take until its reply has left."""
+    seconds: float = field(default=0.0, init=False)
+    """How long it should take to run, as far as was known when it came."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.cost = request.cost
+        self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes
 
     @property
     def group(self) -> Hashable:
         """Equal for entries that one batch can hold."""
         return self.request.group
-
-    @property
-    def cost(self) -> int:
-        """What it costs to run, in FLOPs."""
-        return self.request.cost
 
     @property
     def received_bytes(self) -> int:
@@ -93,10 +101,15 @@ class Entry:
         """Higher goes first."""
         return self.request.priority
 
-    @property
-    def size(self) -> int:
-        """The bytes that it may take until its reply has left."""
-        return self.request.received_bytes + self.request.reply_bytes + self.request.scratch_bytes
+
+@dataclass(slots=True)
+class Ran:
+    """A batch that has run: what it cost, how many requests it had and what the largest of them cost, and its begin."""
+
+    cost: int
+    requests: int
+    largest: int
+    begin: float
 
 
 class Engine:
@@ -122,6 +135,10 @@ class Engine:
         self._turns: Turns[Entry] = Turns()
         self._running: Batch[Entry] | None = None
         self._batch_begin = 0.0
+        self._batch_end = 0.0
+        self._last: Ran | None = None
+        self._drop_due: asyncio.Handle | None = None
+        self._cancelled: list[Entry] = []
         self._busy_seconds = 0.0
         self._next_step: asyncio.Handle | None = None
         self._waits = False
@@ -134,9 +151,15 @@ class Engine:
         self.failed = asyncio.Event()
         """Set when there is a failure."""
 
+    def check(self, caller: Hashable, size: int) -> None:
+        """Raises Overloaded if a request of so many bytes would be refused, whatever it asks for: refusing must cost
+        less than reading.
+        """
+        self._admission.check(caller, size)
+
     def submit(self, entry: Entry) -> None:
-        """Admits and queues a request. Raises Overloaded, InvalidRequest (too large for the server), Draining, or
-        DeviceFailed.
+        """Admits and queues a request. Raises Overloaded, InvalidRequest (too large for the server),
+        DeadlineUnreachable, Draining, or DeviceFailed.
 
         The caller of `submit` calls `release` when the reply has left.
         """
@@ -148,13 +171,16 @@ class Engine:
         if self._draining:
             self._metrics.rejected("draining")
             raise Draining
-        self._admission.admit(entry.size, entry.cost, entry.request.reply_bytes)
+        entry.seconds = self._admission.pace.seconds(entry.cost, 1)
+        if entry.deadline < inf:
+            self._check_deadline(entry)
+        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)
         if entry.request.needs:
             try:
                 entry.request.enter()
             except Exception:
-                self._admission.computed(entry.cost, 0)
-                self._admission.release(entry.size)
+                self._admission.computed(entry.caller, entry.cost)
+                self._admission.release(entry.caller, entry.size)
                 raise
             if not self._turns.enter(entry, entry.request.needs):
                 self._idle.clear()
@@ -163,9 +189,37 @@ class Engine:
         self._queue.push(entry)
         self._schedule()
 
+    def cancel(self, entries: Iterable[Entry]) -> None:
+        """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
+        run already: those go on.
+        """
+        for entry in entries:
+            entry.cancelled = True
+            if entry.request.needs:
+                self._cancelled.append(entry)
+        if self._drop_due is None:
+            self._drop_due = self._loop.call_soon(self._drop_cancelled)
+
+    def _check_deadline(self, entry: Entry) -> None:
+        """Raises DeadlineUnreachable if what is due before an entry, and the entry itself, should take longer than its
+        caller waits. What nothing is before is computed in any case: nothing else would mend a rate that is wrong.
+        """
+        if self._running is None and not self._queue.requests:
+            return
+        now = entry.arrival + entry.decode
+        least = self._admission.pace.least_seconds(entry.cost)
+        if self._running is not None:
+            least += max(0.0, self._batch_end - now)
+        left = entry.deadline - now
+        if least + self._queue.seconds <= left:  # most often, and without looking at all that waits
+            return
+        least += self._queue.seconds_before(entry.caller, entry.priority)
+        if least > left:
+            raise DeadlineUnreachable(least, left)
+
     def release(self, entry: Entry) -> None:
         """Says that the reply of an admitted request has left, or never will."""
-        self._admission.release(entry.size)
+        self._admission.release(entry.caller, entry.size)
         if not self._admission.requests:
             self._idle.set()
 
@@ -248,8 +302,8 @@ class Engine:
 
     def _remaining_wait(self) -> float:
         """How long the oldest entry still waits for company."""
-        oldest = self._queue.oldest_arrival()
-        return 0.0 if oldest is None or self._queue.is_full else oldest + self._max_wait - perf_counter()
+        oldest = None if self._queue.is_full else self._queue.oldest_arrival()
+        return 0.0 if oldest is None else oldest + self._max_wait - perf_counter()
 
     def _step(self) -> None:
         """Runs the next batch, if there is one."""
@@ -264,8 +318,10 @@ class Engine:
         if self.failure is not None:
             return
         self._batch_begin = begin = perf_counter()
+        self._learn(begin)
         self._running = batch = self._queue.pop(begin)
-        self._drop(batch)
+        self._drop(batch.cancelled, "cancelled", Cancelled)
+        self._drop(batch.expired, "deadline", DeadlineExceeded)
         if batch.entries and batch.entries[0].request.needs:
             self._begin(batch)
         if not batch.entries:
@@ -273,22 +329,37 @@ class Engine:
             if self._queue.requests:
                 self._schedule()
             return
+        self._batch_end = begin + self._admission.pace.seconds(batch.cost, len(batch.entries))
         if batch.cost <= self._device.inline_flops:
             self._complete(batch, begin, compute(self._device, batch.entries))
         else:
             future = self._loop.run_in_executor(self._worker, compute, self._device, batch.entries)
             future.add_done_callback(partial(self._computed, batch, begin))
 
-    def _drop(self, batch: Batch[Entry]) -> None:
-        for entries, reason, error in (
-            (batch.cancelled, "cancelled", Cancelled),
-            (batch.expired, "deadline", DeadlineExceeded),
-        ):
-            for entry in entries:
-                self._admission.computed(entry.cost, 0)
-                self._metrics.cancelled(reason)
-                self._leave(entry)
-                self._reply(entry, error())
+    def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
+        """Replies to what will not run, because nobody waits for it."""
+        for entry in entries:
+            self._admission.computed(entry.caller, entry.cost)
+            self._metrics.cancelled(reason)
+            self._leave(entry)
+            self._reply(entry, error())
+
+    def _drop_cancelled(self) -> None:
+        """Replies to what has been cancelled and not run yet."""
+        self._drop_due = None
+        cancelled, self._cancelled = self._cancelled, []
+        if self.failure is not None:  # everybody has been told
+            return
+        for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
+            self._drop(entries, "cancelled", Cancelled)
+        if self._queue.requests:  # whose turn has come
+            self._schedule()
+
+    def _learn(self, now: float) -> None:
+        """Takes notice of how long the last batch took, with what the loop did before the next one could begin."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            self._admission.pace.learn(last.cost, last.requests, last.largest, now - last.begin)
 
     def _begin(self, batch: Batch[Entry]) -> None:
         """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""
@@ -297,7 +368,7 @@ class Engine:
             try:
                 entry.request.begin()
             except Exception as error:
-                self._admission.computed(entry.cost, 0)
+                self._admission.computed(entry.caller, entry.cost)
                 batch.cost -= entry.cost
                 self._leave(entry)
                 self._reply(entry, error_for_caller(error))
@@ -337,9 +408,14 @@ class Engine:
             self.fail("the device is lost")
             return
         self._running = None
-        seconds = perf_counter() - begin
-        self._busy_seconds += seconds
-        self._admission.computed(batch.cost, seconds)
+        now = perf_counter()
+        self._busy_seconds += now - begin
+        for entry in batch.entries:
+            self._admission.computed(entry.caller, entry.cost)
+        if len(parts) == 1:  # of a batch that failed, the time says nothing
+            self._last = Ran(batch.cost, len(batch.entries), max(entry.cost for entry in batch.entries), begin)
+        if self._max_wait > 0 or not self._queue.requests:  # the next one does not begin as soon as it can
+            self._learn(now)
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 for entry in entries:

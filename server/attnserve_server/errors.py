@@ -7,9 +7,11 @@
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
-    │   └── TooManyStreams
+    │   ├── TooManyStreams
+    │   └── ShareExceeded
     ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
+    ├── DeadlineUnreachable  DEADLINE_EXCEEDED    ErrorInfo
     ├── Cancelled            CANCELLED            ErrorInfo
     ├── Draining             UNAVAILABLE          ErrorInfo
     ├── Starting             UNAVAILABLE          ErrorInfo
@@ -60,6 +62,11 @@ class RequestError(Exception):
         self.message = message
         self.reason = reason
         self.metadata = metadata
+
+    @property
+    def rejection(self) -> str | None:
+        """Why it was refused at the door, as the metrics have it; None if it was not, or is counted there."""
+        return None
 
     def details(self) -> list[Message]:
         """The google.rpc details that travel with the status."""
@@ -131,18 +138,42 @@ class Overloaded(RequestError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, bound: str, limit: int, retry_delay: float) -> None:
+    def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         super().__init__(
-            f"the server is full: {bound} is {limit}; retry in {retry_delay:.3f} s", "OVERLOADED", bound=bound
+            f"the server is full: {bound} is {limit:.9g}; retry in {retry_delay:.3f} s", "OVERLOADED", bound=bound
         )
         self.bound = bound
         self.retry_delay = retry_delay
+
+    @property
+    def rejection(self) -> str:
+        """The bound that it would have passed."""
+        return self.bound
 
     def details(self) -> list[Message]:
         """ErrorInfo, and RetryInfo with the delay after which there should be room."""
         delay = Duration()
         delay.FromNanoseconds(round(self.retry_delay * 1e9))
         return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+class ShareExceeded(Overloaded):
+    """A request of a caller that has its share of what there is room for; others may have room."""
+
+    def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
+        RequestError.__init__(
+            self,
+            f"this caller has its share of the server, whose {bound} is {limit:.9g}; retry in {retry_delay:.3f} s",
+            "SHARE_EXCEEDED",
+            bound=bound,
+        )
+        self.bound = bound
+        self.retry_delay = retry_delay
+
+    @property
+    def rejection(self) -> str:
+        """Not that the server is full."""
+        return "share"
 
 
 class OutOfMemory(RequestError):
@@ -172,6 +203,22 @@ class DeadlineExceeded(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the deadline passed before the request ran", "DEADLINE_EXCEEDED")
+
+
+class DeadlineUnreachable(RequestError):
+    """A request that would not be computed within its caller's time, which is known when it comes."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def __init__(self, needed: float, left: float) -> None:
+        super().__init__(
+            f"at the measured rate the reply takes {needed:.3f} s, and {left:.3f} s are left", "DEADLINE_UNREACHABLE"
+        )
+
+    @property
+    def rejection(self) -> str:
+        """That it is too late."""
+        return "deadline"
 
 
 class Cancelled(RequestError):

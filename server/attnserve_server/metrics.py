@@ -43,7 +43,19 @@ CODES: Final = (
 """How a request can end. A code that is missing here counts as UNKNOWN."""
 
 PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
-REJECTIONS: Final = ("requests", "bytes", "flops", "draining", "failed", "cache_bytes", "caches", "caller_streams")
+REJECTIONS: Final = (
+    "requests",
+    "bytes",
+    "flops",
+    "queue_time",
+    "share",
+    "deadline",
+    "draining",
+    "failed",
+    "cache_bytes",
+    "caches",
+    "caller_streams",
+)
 CANCELLATIONS: Final = ("cancelled", "deadline")
 
 # Two buckets a decade, from 10 us (the decoding of a small request) to 10 s.
@@ -86,7 +98,8 @@ class Metrics:
         )
         rejected = Counter(
             "attnserve_rejected_requests_total",
-            "Requests refused at the door, by the bound that they would have passed, or because the server drains.",
+            "Requests refused at the door: by the bound that they would have passed, because their caller had its "
+            "share of one, because their deadline was out of reach, or because the server drains.",
             ("reason",),
             registry=registry,
         )
@@ -141,6 +154,11 @@ class Metrics:
         )
         self._in_flight_flops = Gauge(
             "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", registry=registry
+        )
+        self._in_flight_seconds = Gauge(
+            "attnserve_in_flight_queue_time",
+            "How long what is admitted and not yet computed should take, in seconds at the measured rate.",
+            registry=registry,
         )
         self._in_flight_limit = Gauge(
             "attnserve_in_flight_limit",
@@ -241,16 +259,18 @@ class Metrics:
         in_flight_requests: Reading,
         in_flight_bytes: Reading,
         in_flight_flops: Reading,
+        in_flight_seconds: Reading,
         limits: Mapping[str, float],
     ) -> None:
-        """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes and
-        flops.
+        """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes,
+        flops and queue_time.
         """
         self._queue_requests.set_function(queue_requests)
         self._queue_bytes.set_function(queue_bytes)
         self._in_flight_requests.set_function(in_flight_requests)
         self._in_flight_bytes.set_function(in_flight_bytes)
         self._in_flight_flops.set_function(in_flight_flops)
+        self._in_flight_seconds.set_function(in_flight_seconds)
         for bound, limit in limits.items():
             self._in_flight_limit.labels(bound).set(limit)
 

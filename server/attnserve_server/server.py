@@ -93,7 +93,9 @@ class Server:
         self.metrics = Metrics(__version__, torch.__version__, self.device.name)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
         queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
-        admission = Admission(config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes)
+        admission = Admission(
+            config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes, config.max_queue_time
+        )
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
         self.metrics.watch(
@@ -102,7 +104,13 @@ class Server:
             in_flight_requests=lambda: admission.requests,
             in_flight_bytes=lambda: admission.bytes,
             in_flight_flops=lambda: admission.flops,
-            limits={"requests": config.max_requests, "bytes": config.max_bytes, "flops": config.max_flops},
+            in_flight_seconds=lambda: admission.seconds,
+            limits={
+                "requests": config.max_requests,
+                "bytes": config.max_bytes,
+                "flops": config.max_flops,
+                "queue_time": config.max_queue_time,
+            },
         )
         self.metrics.watch_device(
             lambda: self.engine.busy_seconds, lambda: self.engine.batch_seconds, self.device.memory

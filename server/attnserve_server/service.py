@@ -104,8 +104,8 @@ class AttentionService:
             reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
-            if isinstance(error, Overloaded):
-                self._metrics.rejected(error.bound)
+            if error.rejection is not None:
+                self._metrics.rejected(error.rejection)
                 if caller is not None:
                     self._metrics.usage.of(caller.name).rejected += 1
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
@@ -131,6 +131,7 @@ class AttentionService:
         trace: Trace | None = None,
     ) -> bytes:
         """The reply to a unary call. Raises RequestError."""
+        self._engine.check(caller.share, len(message))
         request = read(caller, message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
@@ -146,7 +147,7 @@ class AttentionService:
         try:
             outcome = await outcomes
         except asyncio.CancelledError:
-            entry.cancelled = True
+            self._engine.cancel((entry,))
             if outcomes.done() and not outcomes.cancelled():  # it was on its way when the caller went
                 self._engine.release(entry)
             raise

@@ -28,7 +28,6 @@ from attnserve_server.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Malformed,
-    Overloaded,
     RequestError,
     Unauthenticated,
     error_for_caller,
@@ -115,8 +114,7 @@ class CallStream:
             self._gone = True
             if self._retiring is not None:
                 self._retiring.cancel()
-            for entry in self._in_flight.values():
-                entry.cancelled = True
+            self._engine.cancel(self._in_flight.values())
             for unsent in self._outbox:
                 if unsent.entry is not None:
                     self._engine.release(unsent.entry)
@@ -183,9 +181,8 @@ class CallStream:
             cancelled, calls = read_message(message, self._max_message_calls)
         except DecodeError as error:
             raise Malformed("", error) from None
-        for call_id in cancelled:
-            if (entry := self._in_flight.get(call_id)) is not None:
-                entry.cancelled = True
+        if cancelled:
+            self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
         begin = arrival
         for call in calls:
             trace = None
@@ -210,6 +207,8 @@ class CallStream:
             if call.timeout <= 0:
                 raise DeadlineExceeded
             deadline = arrival + call.timeout
+        _, begin_at, end_at = call.request
+        self._engine.check(self._caller.share, end_at - begin_at)
         request = self._readers[call.operation](self._caller, *call.request)
         reply = partial(self._answer, call.id, call.label)
         entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
@@ -250,8 +249,8 @@ class CallStream:
         entry: Entry | None,
         trace: Trace | None,
     ) -> None:
-        if isinstance(error, Overloaded):
-            self._metrics.rejected(error.bound)
+        if error.rejection is not None:
+            self._metrics.rejected(error.rejection)
             self._usage.rejected += 1
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
         if trace is not None:

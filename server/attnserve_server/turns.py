@@ -42,14 +42,21 @@ class Turns(Generic[T]):
             self._ahead[who] = ahead
         return not ahead
 
+    def waits(self, who: T) -> bool:
+        """Whether it has entered, and its turn has not come."""
+        return who in self._ahead
+
     def leave(self, who: T) -> list[T]:
-        """Is done, at its turn; those whose turn it is now."""
+        """Is done, at its turn or before; those whose turn it is now."""
         next_ones = []
+        self._ahead.pop(who, None)
         for need in self._needs.pop(who):
             line = self._lines[need]
-            line.popleft()
+            was_first = line[0] == who
+            line.remove(who)
             if not line:
                 del self._lines[need]
+            if not line or not was_first:
                 continue
             first = line[0]
             self._ahead[first] -= 1

@@ -200,9 +200,10 @@ async def test_who_is_cancelled_while_waiting_changes_nothing_and_lets_others_on
     first = bench.attend(cache, seed=1, appended=1)
     await bench.device.until_entered()
     given_up, last = bench.attend(cache, seed=2, appended=30), bench.attend(cache, seed=3, appended=1)
-    given_up.cancelled = True
+    bench.engine.cancel([given_up])
+    assert isinstance(await bench.outcome(given_up), Cancelled)  # at once, and not when its turn comes
+    assert bench.engine.waiting_for_turns == 1
     bench.device.may_run.set()
-    assert isinstance(await bench.outcome(given_up), Cancelled)
     await bench.check(first, (0, 3), (1, 1))
     await bench.check(last, (0, 3), (1, 1), (3, 1))
     await bench.finished()

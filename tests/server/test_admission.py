@@ -1,4 +1,4 @@
-"""Who comes in: bounds by count, bytes and cost, and the delay that the refused are told."""
+"""Who comes in: bounds by count, bytes, cost and time, shares of them, and the delay that the refused are told."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server.admission import MAX_RETRY_DELAY, MIN_RETRY_DELAY, Admission
-from attnserve_server.errors import InvalidRequest, Overloaded
+from attnserve_server.admission import ALWAYS_WAIT, MAX_RETRY_DELAY, MIN_RETRY_DELAY, SHARE, Admission
+from attnserve_server.errors import InvalidRequest, Overloaded, ShareExceeded
+
+ME, OTHER = "me", "another"
 
 
 def counts(admission: Admission) -> tuple[int, int, int]:
     return admission.requests, admission.bytes, admission.flops
 
 
-def refused(admission: Admission, size: int, flops: int) -> Overloaded:
+def refused(admission: Admission, size: int, flops: int, caller: str = ME) -> Overloaded:
     """The error of a request that is refused; nothing may have been counted."""
     before = counts(admission)
     with pytest.raises(Overloaded) as caught:
-        admission.admit(size, flops)
+        admission.admit(caller, size, flops)
     assert counts(admission) == before
     return caught.value
 
@@ -30,36 +32,36 @@ def refused(admission: Admission, size: int, flops: int) -> Overloaded:
 )
 def test_each_bound_refuses_what_is_beyond_it_and_counts_nothing(bound: str, size: int, flops: int) -> None:
     admission = Admission(max_requests=2, max_bytes=119, max_flops=1199)
-    admission.admit(60, 600)
+    admission.admit(ME, 60, 600)
     if bound == "requests":
-        admission.admit(0, 0)
+        admission.admit(ME, 0, 0)
     error = refused(admission, size, flops)
     assert (error.bound, error.reason, error.metadata) == (bound, "OVERLOADED", {"bound": bound})
 
 
 def test_a_bound_can_be_reached_exactly() -> None:
     admission = Admission(max_requests=2, max_bytes=100, max_flops=1000)
-    admission.admit(40, 400)
-    admission.admit(60, 600)
+    admission.admit(ME, 40, 400)
+    admission.admit(ME, 60, 600)
     assert counts(admission) == (2, 100, 1000)
 
 
 def test_room_comes_back_in_two_steps() -> None:
     admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
-    admission.admit(100, 1000)
-    admission.computed(1000, 0.1)
+    admission.admit(ME, 100, 1000)
+    admission.computed(ME, 1000)
     assert counts(admission) == (1, 100, 0)
     assert refused(admission, 1, 1).bound == "requests"
-    admission.release(100)
+    admission.release(ME, 100)
     assert counts(admission) == (0, 0, 0)
-    admission.admit(100, 1000)
+    admission.admit(ME, 100, 1000)
 
 
 @pytest.mark.parametrize(("size", "flops"), [(101, 0), (0, 1001)])
 def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int) -> None:
     admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
     with pytest.raises(InvalidRequest) as caught:
-        admission.admit(size, flops)
+        admission.admit(ME, size, flops)
     assert caught.value.reason == "LIMIT_EXCEEDED"
     assert counts(admission) == (0, 0, 0)
 
@@ -68,49 +70,148 @@ def full(flops: int, measure: Callable[[Admission], None]) -> Admission:
     """An admission with one request in flight, of so many FLOPs, after some measurements."""
     admission = Admission(max_requests=1, max_bytes=10, max_flops=10**15)
     measure(admission)
-    admission.admit(1, flops)
+    admission.admit(ME, 1, flops)
     return admission
 
 
 def compute(flops: int, seconds: float) -> Callable[[Admission], None]:
     def measure(admission: Admission) -> None:
-        admission.admit(1, flops)
-        admission.computed(flops, seconds)
-        admission.release(1)
+        admission.pace.learn(flops, 1, flops, seconds)
 
     return measure
 
 
-def test_the_delay_is_the_least_before_anything_has_been_measured() -> None:
-    assert refused(full(10**12, lambda admission: None), 1, 1).retry_delay == MIN_RETRY_DELAY
+def at(flops: int, seconds: float) -> Callable[[Admission], None]:
+    """Measurements after which so many FLOPs take so many seconds."""
+
+    def measure(admission: Admission) -> None:
+        for _ in range(200):
+            compute(flops, seconds)(admission)
+
+    return measure
 
 
 def test_the_delay_is_the_time_of_half_the_queue_at_the_measured_rate() -> None:
-    queue = full(8 * 10**9, compute(10**9, 0.25))  # 4e9 a second: 2 s of queue
-    assert refused(queue, 1, 1).retry_delay == pytest.approx(1.0)
+    queue = full(8 * 10**9, at(10**9, 0.25))  # 4e9 a second: 2 s of queue
+    assert refused(queue, 1, 1).retry_delay == pytest.approx(1.0, rel=0.01)
 
 
 def test_the_delay_follows_the_rate() -> None:
     def slower(admission: Admission) -> None:
-        compute(10**9, 0.25)(admission)
-        for _ in range(100):
-            compute(10**9, 1.0)(admission)
+        at(10**9, 0.25)(admission)
+        at(10**9, 1.0)(admission)
 
     assert refused(full(8 * 10**9, slower), 1, 1).retry_delay == pytest.approx(4.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("flops", "delay"), [(1, MIN_RETRY_DELAY), (10**14, MAX_RETRY_DELAY)])
 def test_the_delay_is_bounded(flops: int, delay: float) -> None:
-    assert refused(full(flops, compute(10**9, 1.0)), 1, 1).retry_delay == delay
+    assert refused(full(flops, at(10**9, 1.0)), 1, 1).retry_delay == delay
 
 
-def test_what_is_not_computed_does_not_change_the_rate() -> None:
-    def dropped(admission: Admission) -> None:
-        compute(10**9, 1.0)(admission)
-        compute(10**12, 0.0)(admission)  # cancelled: no time was spent
-        compute(0, 5.0)(admission)  # nothing to compute
+def queue_of(count: int, seconds: float, max_queue_time: float, caller: str = ME) -> Admission:
+    """An admission with requests in flight that take so long each."""
+    admission = Admission(10**6, 10**9, 10**18, max_queue_time=max_queue_time)
+    at(10**9, seconds)(admission)
+    for _ in range(count):
+        admission.admit(caller, 1, 10**9)
+    return admission
 
-    assert refused(full(4 * 10**9, dropped), 1, 1).retry_delay == pytest.approx(2.0)
+
+def test_a_queue_is_bounded_by_the_time_it_takes() -> None:
+    admission = queue_of(0, 0.01, 1.0)
+    for caller in range(100):
+        admission.admit(caller, 1, 10**9)
+    error = flood(admission, ME, 1, 10**9)
+    assert (error.bound, error.reason, error.rejection) == ("queue_time", "OVERLOADED", "queue_time")
+    assert error.retry_delay == pytest.approx(0.5, rel=0.05)
+    assert admission.requests == pytest.approx(100, abs=3)
+    assert admission.seconds == pytest.approx(1.0, rel=0.05)
+    admission.computed(0, 10**9)  # not released: what is computed waits no longer
+    admission.admit(ME, 1, 10**9)
+
+
+def test_some_may_wait_however_slow_they_are() -> None:
+    admission = queue_of(0, 5.0, 1.0)
+    for caller in range(ALWAYS_WAIT):
+        admission.admit(caller, 1, 10**9)
+    assert refused(admission, 1, 1).bound == "queue_time"
+
+
+def test_without_a_bound_on_time_there_is_none() -> None:
+    assert queue_of(1000, 60.0, 0.0).requests == 1000
+
+
+def test_an_idle_server_takes_anything_whatever_it_has_measured() -> None:
+    queue_of(1, 10**6, 0.001)
+
+
+def flood(admission: Admission, caller: str, size: int, flops: int) -> Overloaded:
+    """Has a caller send requests until one is refused: with which error."""
+    while True:
+        try:
+            admission.admit(caller, size, flops)
+        except Overloaded as error:
+            return error
+
+
+@pytest.mark.parametrize("bound", ["requests", "bytes", "flops", "queue_time"])
+def test_one_caller_leaves_room_for_another(bound: str) -> None:
+    """One takes all it can get; another then gets in at once, with more than one request."""
+    size, flops = {"requests": (0, 1), "bytes": (10, 1), "flops": (1, 10**9), "queue_time": (1, 10**9)}[bound]
+    admission = Admission(
+        100 if bound == "requests" else 10**6,
+        1000 if bound == "bytes" else 10**9,
+        10**11 if bound == "flops" else 10**18,
+        max_queue_time=1.0 if bound == "queue_time" else 0.0,
+    )
+    at(10**9, 0.01)(admission)
+    error = flood(admission, ME, size, flops)
+    assert isinstance(error, ShareExceeded)
+    assert (error.bound, error.reason, error.rejection) == (bound, "SHARE_EXCEEDED", "share")
+    assert admission.requests == pytest.approx(100 * SHARE / (SHARE + 1), abs=2)
+    for _ in range(5):
+        admission.admit(OTHER, size, flops)
+    with pytest.raises(ShareExceeded):
+        admission.admit(ME, size, flops)
+
+
+def test_two_that_want_everything_get_the_same_whoever_was_there_first() -> None:
+    admission = Admission(1000, 10**9, 10**18)
+    flood(admission, OTHER, 1, 1)
+    for _ in range(1000):
+        for caller in (ME, OTHER):
+            flood(admission, caller, 1, 1)
+            admission.computed(caller, 1)  # both are served alike
+            admission.release(caller, 1)
+    mine, others = (admission._callers[caller].requests for caller in (ME, OTHER))
+    assert mine == pytest.approx(others, abs=5)
+    assert mine + others == pytest.approx(1000 * 16 / 17, abs=8)
+
+
+def test_the_delay_of_who_has_its_share_is_that_of_its_own_requests() -> None:
+    admission = queue_of(70, 0.01, 1.0, OTHER)
+    error = flood(admission, ME, 1, 10**9)
+    own = admission._callers[ME].waiting * 0.01
+    assert error.retry_delay == pytest.approx(own / 2, rel=0.05)
+
+
+def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
+    admission = Admission(1, 100, 10**9)
+    admission.check(ME, 100)
+    assert counts(admission) == (0, 0, 0)
+    admission.admit(ME, 60, 1)
+    with pytest.raises(Overloaded):
+        admission.check(ME, 1)
+
+
+def test_nothing_is_kept_of_callers_who_have_gone() -> None:
+    admission = Admission(10, 100, 10**9)
+    for caller in range(1000):
+        admission.admit(caller, 1, 1)
+        admission.computed(caller, 1)
+        admission.release(caller, 1)
+    assert admission._callers == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 600), st.booleans()), max_size=40))
@@ -120,16 +221,16 @@ def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[in
     for size, flops, leave in requests:
         if leave and inside:
             old_size, old_flops = inside.pop(0)
-            admission.computed(old_flops, 0.01)
-            admission.release(old_size)
+            admission.computed(ME, old_flops)
+            admission.release(ME, old_size)
         fits = len(inside) < 5 and sum(s for s, _ in inside) + size <= 100 and sum(f for _, f in inside) + flops <= 1000
         if fits:
-            admission.admit(size, flops)
+            admission.admit(ME, size, flops)
             inside.append((size, flops))
         else:
             refused(admission, size, flops)
         assert counts(admission) == (len(inside), sum(s for s, _ in inside), sum(f for _, f in inside))
     for size, flops in inside:
-        admission.computed(flops, 0.01)
-        admission.release(size)
+        admission.computed(ME, flops)
+        admission.release(ME, size)
     assert counts(admission) == (0, 0, 0)

@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, Entry, queue_of
 
 from attnserve_server.batching import Batch, BatchQueue
-
-AGING = 0.5
-MAX_FLOPS = 100
-MAX_REQUESTS = 4
-
-
-@dataclass(eq=False)
-class Entry:
-    """What waits, in these tests."""
-
-    arrival: float = 0.0
-    group: str = "a"
-    cost: int = 10
-    received_bytes: int = 1
-    priority: int = 0
-    deadline: float = math.inf
-    cancelled: bool = False
-
-
-def queue_of(*entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS) -> BatchQueue[Entry]:
-    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING)
-    for entry in entries:
-        queue.push(entry)
-    return queue
 
 
 def popped(queue: BatchQueue[Entry], now: float = 0.0) -> list[list[Entry]]:
@@ -88,15 +65,21 @@ def test_within_a_priority_the_oldest_goes_first() -> None:
     assert popped(queue_of(*entries)) == [entries]
 
 
-def test_a_higher_priority_goes_before_an_older_request_up_to_aging() -> None:
-    old, urgent = Entry(0.0, priority=0), Entry(2 * AGING - 0.01, priority=2)
-    assert popped(queue_of(old, urgent, max_requests=1)) == [[urgent], [old]]
-    old, urgent = Entry(0.0, priority=0), Entry(2 * AGING + 0.01, priority=2)
-    assert popped(queue_of(old, urgent, max_requests=1)) == [[old], [urgent]]
+@pytest.mark.parametrize("work", [0.99, 1.01])
+def test_a_higher_priority_goes_before_an_older_request_up_to_aging(work: float) -> None:
+    """Aging is in time that the device has worked: here, work of so many times as much as two levels are worth."""
+    queue = queue_of(max_requests=1)
+    between = Entry(seconds=2 * AGING * work, priority=8)
+    old, urgent = Entry(priority=0), Entry(priority=2)
+    queue.push(old)
+    queue.push(between)
+    assert queue.pop(0.0).entries == [between]
+    queue.push(urgent)
+    assert popped(queue) == ([[urgent], [old]] if work < 1 else [[old], [urgent]])
 
 
 def test_priority_decides_between_groups_too() -> None:
-    old, urgent = Entry(0.0, "a"), Entry(AGING / 2, "b", priority=1)
+    old, urgent = Entry(0.0, "a"), Entry(1.0, "b", priority=1)
     assert popped(queue_of(old, urgent)) == [[urgent], [old]]
 
 
@@ -140,6 +123,39 @@ def test_a_cancellation_after_queueing_counts() -> None:
     assert queue.pop(0.0).cancelled == [entry]
 
 
+def test_what_is_cancelled_can_be_taken_out_at_once() -> None:
+    gone = [Entry(0, group) for group in "abc"]
+    stay = [Entry(1, group) for group in "ab"]
+    queue = queue_of(*gone, *stay)
+    for entry in gone:
+        entry.cancelled = True
+    assert queue.drop_cancelled() == gone
+    assert (queue.requests, queue.cost, queue.bytes) == (2, 20, 2)
+    assert queue.drop_cancelled() == []
+    assert popped(queue) == [[entry] for entry in stay]
+
+
+def test_what_is_due_before_a_request_is_known() -> None:
+    queue = queue_of(
+        *(Entry(caller="flood", seconds=1.0) for _ in range(5)),
+        Entry(caller="flood", seconds=10.0, priority=-8),
+        Entry(caller="other", seconds=0.5, priority=8),
+        Entry(caller="other", seconds=0.25),
+    )
+    assert queue.seconds == 15.75
+    # All that it has sent before, and what of the other is due by then.
+    assert queue.seconds_before("flood", 0) == 5.75
+    # What begins at the same time was there before: one of the flood's, and all of the other's own.
+    assert queue.seconds_before("other", 0) == 1.75
+    assert queue.seconds_before("new", 0) == 1.5
+    assert queue.seconds_before("new", 8) == 0.5
+    queue.pop(0.0)
+    while queue.requests:
+        queue.pop(0.0)
+    assert queue.seconds == 0.0
+    assert queue.seconds_before("flood", 0) == 0.0
+
+
 def test_the_oldest_arrival_is_that_of_any_lane() -> None:
     queue = queue_of(Entry(5.0, "a", priority=8), Entry(3.0, "b"), Entry(4.0, "a"))
     assert queue.oldest_arrival() == 3.0
@@ -158,6 +174,8 @@ entries = st.builds(
     priority=st.integers(-8, 8),
     deadline=st.one_of(st.just(math.inf), st.floats(0, 20)),
     cancelled=st.booleans(),
+    caller=st.sampled_from("xyz"),
+    seconds=st.floats(0, 3),
 )
 
 
@@ -180,26 +198,26 @@ def test_every_entry_comes_out_once(waiting: list[Entry], now: float) -> None:
     priority=st.integers(-8, 7),
     higher=st.integers(1, 8),
     other_group=st.booleans(),
-    interval=st.floats(0.05, 1.0),
+    other_caller=st.booleans(),
+    work=st.floats(0.05, 1.0),
     backlog=st.integers(0, 8),
 )
 def test_a_steady_stream_of_higher_priority_starves_nobody(
-    priority: int, higher: int, other_group: bool, interval: float, backlog: int
+    priority: int, higher: int, other_group: bool, other_caller: bool, work: float, backlog: int
 ) -> None:
-    """One request runs at each tick and one of higher priority comes: the low one runs as soon as those that came up
-    to (levels of priority) * aging after it have run.
+    """One request runs at each tick and one of higher priority comes: the low one runs when the device has worked on
+    others for (levels of priority) * aging, and on those that were there before.
     """
     above = min(priority + higher, 8)
     queue = queue_of(max_requests=1)
-    low = Entry(0.0, "low" if other_group else "a", priority=priority)
+    low = Entry(group="low" if other_group else "a", priority=priority, caller="low" if other_caller else None)
     queue.push(low)
     for _ in range(backlog):
-        queue.push(Entry(0.0, priority=above))
-    first_younger = (above - priority) * AGING  # what comes from now on is due after the low one
-    ahead = backlog + math.floor(first_younger / interval) + 1
-    for tick in range(ahead + 1):
-        queue.push(Entry(tick * interval, priority=above))
-        if low in queue.pop(tick * interval).entries:
+        queue.push(Entry(priority=above, seconds=work))
+    ahead = 2 * backlog + math.ceil(2 * (above - priority) * AGING / work) + 2  # of two callers, each has half
+    for _ in range(ahead + 1):
+        queue.push(Entry(priority=above, seconds=work))
+        if low in queue.pop(0.0).entries:
             return
     raise AssertionError(f"still waiting after {ahead + 1} batches")
 
@@ -219,6 +237,7 @@ class QueueMachine(RuleBasedStateMachine):
         entry.deadline += self.now - entry.arrival
         entry.arrival = self.now
         entry.cancelled = False
+        entry.caller, entry.seconds = None, 0.0  # how callers share is tested apart
         self.queue.push(entry)
         self.model.append(entry)
 
@@ -226,6 +245,13 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.model)).cancelled = True
+
+    @rule()
+    def drop_cancelled(self) -> None:
+        dropped = self.queue.drop_cancelled()
+        assert len(dropped) == len({id(entry) for entry in dropped})
+        assert {id(entry) for entry in dropped} == {id(entry) for entry in self.model if entry.cancelled}
+        self.model = [entry for entry in self.model if not entry.cancelled]
 
     @rule(later=st.floats(0, 5))
     def pop(self, later: float) -> None:
@@ -246,18 +272,15 @@ class QueueMachine(RuleBasedStateMachine):
         """The batch holds the entries of one group that are due first, as many as fit."""
         (group,) = {entry.group for entry in batch.entries}
         assert all(entry in living for entry in batch.entries)
-        candidates = sorted((entry for entry in living if entry.group == group), key=due)
-        chosen = 0
-        cost = 0
+        # The model is in the order in which they came, and sorting keeps it.
+        candidates = sorted((entry for entry in living if entry.group == group), key=lambda entry: -entry.priority)
+        assert candidates[0].priority == max(entry.priority for entry in living)
+        chosen: list[Entry] = []
         for entry in candidates[:MAX_REQUESTS]:
-            if chosen and cost + entry.cost > MAX_FLOPS:
+            if chosen and sum(each.cost for each in chosen) + entry.cost > MAX_FLOPS:
                 break
-            chosen += 1
-            cost += entry.cost
-        # Entries that are due at the same moment may come in any order, and then fit or not.
-        assert [due(entry) for entry in batch.entries] == [due(entry) for entry in candidates[: len(batch.entries)]]
-        if len({due(entry) for entry in candidates}) == len(candidates):
-            assert len(batch.entries) == chosen
+            chosen.append(entry)
+        assert batch.entries == chosen
         assert batch.cost == sum(entry.cost for entry in batch.entries)
         assert batch.cost <= MAX_FLOPS or len(batch.entries) == 1
         assert len(batch.entries) <= MAX_REQUESTS
@@ -268,11 +291,6 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.bytes == sum(entry.received_bytes for entry in self.model)
         assert self.queue.cost == sum(entry.cost for entry in self.model)
         assert self.queue.oldest_arrival() == min((entry.arrival for entry in self.model), default=None)
-
-
-def due(entry: Entry) -> float:
-    """When an entry is due: its arrival, less aging for each level of its priority."""
-    return entry.arrival - entry.priority * AGING
 
 
 TestQueueMachine = QueueMachine.TestCase

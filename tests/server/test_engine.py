@@ -27,6 +27,7 @@ from attnserve_server.errors import (
     Cancelled,
     ComputationFailed,
     DeadlineExceeded,
+    DeadlineUnreachable,
     Draining,
     InvalidRequest,
     Overloaded,
@@ -41,6 +42,8 @@ from attnserve_server.work import BatchResult
 INLINE, BESIDE = 10**15, -1
 """Inline FLOPs with which every batch runs on the loop, and with which none does."""
 PATIENCE_S = 30.0
+SOON_S = 0.5
+"""Long enough for a request to be submitted meanwhile."""
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("torch_threads")]
 
@@ -99,9 +102,9 @@ class Bench:
         self.replies: dict[Entry, list[Outcome | RequestError]] = {}
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
 
-    def submit(self, message: pb.AttendRequest, deadline: float = math.inf) -> Entry:
+    def submit(self, message: pb.AttendRequest, deadline: float = math.inf, caller: str = "me") -> Entry:
         request, now = messages.read(message), perf_counter()
-        entry = Entry(request, self._reply, now, deadline, 1e-6)
+        entry = Entry(request, self._reply, now, deadline, 1e-6, caller)
         self.engine.submit(entry)
         self.replies[entry] = []
         self._futures[entry] = asyncio.get_running_loop().create_future()
@@ -345,8 +348,10 @@ async def test_a_deadline_that_passes_in_the_queue_is_never_run() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
     first = await hold(bench, device)
-    late = bench.submit(messages.random_attend(1), deadline=perf_counter())
+    soon = perf_counter() + SOON_S
+    late = bench.submit(messages.random_attend(1), deadline=soon)
     in_time = bench.submit(messages.random_attend(2), deadline=perf_counter() + PATIENCE_S)
+    await asyncio.sleep(soon - perf_counter())
     device.may_run.set()
     outcomes = await bench.outcomes([first, late, in_time])
     assert isinstance(outcomes[1], DeadlineExceeded)
@@ -360,7 +365,7 @@ async def test_what_is_cancelled_in_the_queue_is_never_run() -> None:
     bench = Bench(device)
     first = await hold(bench, device)
     gone, waits = bench.submit(messages.random_attend(1)), bench.submit(messages.random_attend(2))
-    gone.cancelled = True
+    bench.engine.cancel([gone])
     device.may_run.set()
     outcomes = await bench.outcomes([first, gone, waits])
     assert isinstance(outcomes[1], Cancelled)
@@ -369,11 +374,98 @@ async def test_what_is_cancelled_in_the_queue_is_never_run() -> None:
     assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 1
 
 
+async def test_what_is_cancelled_leaves_the_queue_at_once_and_makes_room() -> None:
+    """While the device is busy still: what nobody waits for must not keep others out."""
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_requests=4)
+    first = await hold(bench, device)
+    gone = [bench.submit(messages.random_attend(seed)) for seed in range(1, 4)]
+    with pytest.raises(Overloaded):
+        bench.submit(messages.random_attend(4))
+    bench.engine.cancel(gone)
+    for entry in gone:
+        assert isinstance(await bench.outcome(entry), Cancelled)
+    assert (bench.queue.requests, bench.queue.bytes, bench.admission.requests) == (0, 0, 1)
+    stays = bench.submit(messages.random_attend(5))
+    device.may_run.set()
+    await bench.outcomes([first, *gone, stays])
+    assert [request for batch in device.batches for request in batch] == [first.request, stays.request]
+    assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 3
+
+
+async def test_what_was_answered_can_be_cancelled_without_harm() -> None:
+    bench = Bench(HeldDevice(INLINE))
+    entry = bench.submit(messages.random_attend(0))
+    await bench.outcome(entry)
+    bench.engine.cancel([entry])
+    bench.engine.cancel([entry])
+    await bench.outcomes([entry, bench.submit(messages.random_attend(1))])
+
+
+def taught(bench: Bench, message: pb.AttendRequest, seconds: float) -> None:
+    """Has the engine believe that such a request takes so long."""
+    cost = messages.read(message).cost
+    for _ in range(200):
+        bench.admission.pace.learn(cost, 1, cost, seconds)
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_batch_requests=1)
+    message = messages.random_attend(0)
+    taught(bench, message, 10.0)
+    first = await hold(bench, device)
+    queued = [bench.submit(message) for _ in range(3)]
+    now = perf_counter()
+    with pytest.raises(DeadlineUnreachable) as caught:
+        bench.submit(message, deadline=now + 45.0)  # 50 s by the measured rate
+    assert (caught.value.code.name, caught.value.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE")
+    assert (bench.queue.requests, bench.admission.requests) == (3, 4)
+    in_time = bench.submit(message, deadline=now + 55.0)
+    urgent = bench.submit(messages.random_attend(0, priority=8), deadline=now + 25.0)  # nothing queued is before it
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, *queued, in_time, urgent])
+    assert all(isinstance(outcome, Outcome) for outcome in outcomes)
+    assert device.batches[1] == [urgent.request]
+
+
+async def test_on_an_idle_device_a_deadline_is_not_judged_by_the_rate() -> None:
+    """What runs corrects a rate that is wrong; were it refused, nothing would."""
+    bench = Bench(HeldDevice(INLINE))
+    message = messages.random_attend(0)
+    taught(bench, message, 1000.0)
+    (outcome,) = await bench.outcomes([bench.submit(message, deadline=perf_counter() + PATIENCE_S)])
+    assert isinstance(outcome, Outcome)
+    assert bench.admission.pace.seconds(messages.read(message).cost, 1) < 1000.0
+
+
+async def test_a_caller_that_floods_delays_another_by_two_batches() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_batch_requests=4)
+    first = await hold(bench, device)
+    flood = [bench.submit(messages.random_attend(seed)) for seed in range(40)]
+    other = [bench.submit(messages.random_attend(seed), caller="other") for seed in range(40, 42)]
+    device.may_run.set()
+    await bench.outcomes([first, *flood, *other])
+    assert {id(entry.request) for entry in other} <= {id(request) for batch in device.batches[:3] for request in batch}
+    assert device.sizes[1:] == [4] * 10 + [2]  # the flood fills the batches of the other
+
+
+async def test_the_rate_is_learnt_from_batches() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    message = messages.random_attend(0, 64, heads=8, width=64)
+    taught(bench, message, 10.0)
+    for _ in range(60):
+        await bench.outcome(bench.submit(message))
+    assert bench.admission.pace.seconds(messages.read(message).cost, 1) < 1.0
+
+
 async def test_what_is_cancelled_while_it_runs_is_answered_once() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
     first = await hold(bench, device)
-    first.cancelled = True
+    bench.engine.cancel([first])
     device.may_run.set()
     (outcome,) = await bench.outcomes([first])
     assert isinstance(outcome, Outcome)

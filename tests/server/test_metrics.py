@@ -121,14 +121,22 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         in_flight_requests=lambda: 2 * len(waiting),
         in_flight_bytes=lambda: 2 * sum(waiting),
         in_flight_flops=lambda: 1e9 * len(waiting),
-        limits={"requests": 10, "bytes": 4096, "flops": 1e12},
+        in_flight_seconds=lambda: 0.5 * len(waiting),
+        limits={"requests": 10, "bytes": 4096, "flops": 1e12, "queue_time": 1.0},
     )
-    names = ("queue_requests", "queue_bytes", "in_flight_requests", "in_flight_bytes", "in_flight_flops")
-    assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0, 0]
+    names = (
+        "queue_requests",
+        "queue_bytes",
+        "in_flight_requests",
+        "in_flight_bytes",
+        "in_flight_flops",
+        "in_flight_queue_time",
+    )
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0, 0, 0]
     waiting += [100, 200]
-    assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600, 2e9]
-    bounds = ("requests", "bytes", "flops")
-    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12]
+    assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600, 2e9, 1.0]
+    bounds = ("requests", "bytes", "flops", "queue_time")
+    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12, 1.0]
 
 
 def test_the_use_of_the_device(metrics: Metrics) -> None:

@@ -168,8 +168,10 @@ def test_a_timeout_that_has_passed(stream: calls.Stream, timeout: Duration) -> N
 
 
 def test_a_timeout_that_passes_in_the_queue(server: Server, stream: calls.Stream) -> None:
+    """It is known when the call comes that its time will not do."""
+
     def expired() -> float:
-        return calls.metric(server.http_address, "attnserve_cancelled_requests_total", reason="deadline")
+        return calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="deadline")
 
     before = expired()
     urgent = messages.random_attend(1)

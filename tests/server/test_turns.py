@@ -87,6 +87,25 @@ def test_who_needs_two_things_holds_up_neither_longer_than_the_order_says() -> N
     assert turns.leave("behind") == []
 
 
+@given(st.data())
+def test_who_waits_may_give_up(data: st.DataObject) -> None:
+    """Whoever leaves, whether its turn has come or not: it is one's turn when nobody before needs the same."""
+    turns: Turns[int] = Turns()
+    model = Model()
+    needs = data.draw(st.lists(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), max_size=12))
+    for who, each in enumerate(needs):
+        model.present[who] = frozenset(each)
+        assert turns.enter(who, each) == (who in model.ready())
+    while model.present:
+        before = model.ready()
+        assert {who for who in model.present if turns.waits(who)} == model.present.keys() - before
+        who = data.draw(st.sampled_from(sorted(model.present)), label="leaves")
+        del model.present[who]
+        assert set(turns.leave(who)) == model.ready() - before
+    assert turns.waiting == 0
+    assert (turns._lines, turns._needs) == ({}, {})
+
+
 def test_nobody_leaves_who_is_not_there() -> None:
     turns: Turns[str] = Turns()
     with pytest.raises(KeyError):

@@ -1,0 +1,69 @@
+"""Whose work is next: shares the device's time equally among the callers that have work waiting.
+
+Each entry gets a virtual time at which it may begin: now, or when what its caller has sent before it is done, if that
+is later; what has a lower priority is not before it. The virtual clock advances as fast as a caller with its equal
+share is served, so that entries in the order of their times are served as if each caller had a slower device of its
+own. (Weighted fair queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Seconds in,
+virtual seconds out; it never asks the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final
+
+FORGOTTEN: Final = 256
+"""How many callers that have nothing waiting are remembered before those are forgotten that may be."""
+
+
+class FairClock:
+    """Virtual time, and until when each caller has had its share."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._waiting: dict[Hashable, int] = {}
+        self._until: dict[Hashable, dict[int, float]] = {}
+        """For each caller, when all is done that it has sent with one of its priorities or above."""
+        self._prune_at = FORGOTTEN
+
+    @property
+    def callers(self) -> int:
+        """How many have work waiting."""
+        return len(self._waiting)
+
+    def begin(self, caller: Hashable, priority: int) -> float:
+        """The virtual time that the caller's next entry would get."""
+        until = self._until.get(caller)
+        if until is None:
+            return self._now
+        return max(self._now, *(done for level, done in until.items() if level >= priority), 0.0)
+
+    def enter(self, caller: Hashable, priority: int, seconds: float) -> float:
+        """Takes notice of work of so many seconds that waits. Returns its virtual time."""
+        self._waiting[caller] = self._waiting.get(caller, 0) + 1
+        begin = self.begin(caller, priority)
+        until = self._until.setdefault(caller, {})
+        until[priority] = begin + seconds
+        for level in until:
+            if level < priority:
+                until[level] += seconds
+        return begin
+
+    def leave(self, caller: Hashable) -> None:
+        """Takes notice that one of a caller's entries waits no longer, whether it runs or not."""
+        left = self._waiting[caller] - 1
+        if left:
+            self._waiting[caller] = left
+            return
+        del self._waiting[caller]
+        if not self._waiting:  # nobody has to wait for anybody: all begin anew
+            self._until.clear()
+            self._now = 0.0
+        elif len(self._until) > self._prune_at:
+            self._until = {each: until for each, until in self._until.items() if max(until.values()) > self._now}
+            self._prune_at = max(FORGOTTEN, 2 * len(self._until))
+
+    def served(self, seconds: float, callers: int) -> None:
+        """Takes notice that so many seconds of work run, taken while so many callers had work waiting."""
+        if self._waiting:
+            self._now += seconds / callers
