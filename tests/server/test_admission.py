@@ -216,21 +216,24 @@ def test_nothing_is_kept_of_callers_who_have_gone() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 600), st.booleans()), max_size=40))
 def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[int, int, bool]]) -> None:
+    """Each request of a caller of its own, so that no share is exceeded."""
     admission = Admission(max_requests=5, max_bytes=100, max_flops=1000)
-    inside: list[tuple[int, int]] = []
-    for size, flops, leave in requests:
+    inside: list[tuple[str, int, int]] = []
+
+    def out(caller: str, size: int, flops: int) -> None:
+        admission.computed(caller, flops)
+        admission.release(caller, size)
+
+    for number, (size, flops, leave) in enumerate(requests):
         if leave and inside:
-            old_size, old_flops = inside.pop(0)
-            admission.computed(ME, old_flops)
-            admission.release(ME, old_size)
-        fits = len(inside) < 5 and sum(s for s, _ in inside) + size <= 100 and sum(f for _, f in inside) + flops <= 1000
-        if fits:
-            admission.admit(ME, size, flops)
-            inside.append((size, flops))
+            out(*inside.pop(0))
+        sizes, costs = sum(each[1] for each in inside), sum(each[2] for each in inside)
+        if len(inside) < 5 and sizes + size <= 100 and costs + flops <= 1000:
+            admission.admit(str(number), size, flops)
+            inside.append((str(number), size, flops))
         else:
-            refused(admission, size, flops)
-        assert counts(admission) == (len(inside), sum(s for s, _ in inside), sum(f for _, f in inside))
-    for size, flops in inside:
-        admission.computed(ME, flops)
-        admission.release(ME, size)
+            refused(admission, size, flops, str(number))
+        assert counts(admission) == (len(inside), sum(each[1] for each in inside), sum(each[2] for each in inside))
+    for each in inside:
+        out(*each)
     assert counts(admission) == (0, 0, 0)
