@@ -106,7 +106,7 @@ def render(directory: Path) -> Rendered:
     assert done.returncode == 0, done.stderr
     # A deprecation would be said here.
     assert not done.stderr, done.stderr
-    return Rendered(tuple(yaml.safe_load_all(done.stdout)))
+    return Rendered(tuple(yaml.load_all(done.stdout, yaml.CSafeLoader)))  # ten times as fast as in Python
 
 
 @cache
