@@ -203,7 +203,9 @@ def test_services_are_for_both_ways_of_balancing(rendered: Rendered) -> None:
     assert not headless.get("publishNotReadyAddresses")
     assert cluster["type"] == "ClusterIP"
     assert "clusterIP" not in cluster
-    assert all(port["appProtocol"] for service in (headless, cluster) for port in service["ports"])
+    # For meshes and gateways, which balance calls where they know that they are HTTP/2, and can read it.
+    tls = bool(rendered.config.tls_certificate)
+    assert [port["appProtocol"] for port in cluster["ports"]] == ["https" if tls else "kubernetes.io/h2c"]
 
 
 def test_replicas_keep_their_names_where_callers_come_back_to_them(rendered: Rendered) -> None:

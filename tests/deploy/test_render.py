@@ -135,6 +135,13 @@ def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
         service = rendered.named("Service", rendered.workload["spec"]["serviceName"])
         assert service["spec"]["clusterIP"] == "None"
     assert rendered.named("ServiceAccount", rendered.pod["serviceAccountName"])
+    made = {certificate["spec"]["secretName"] for certificate in rendered.of_kind("Certificate")}
+    secrets = {volume["secret"]["secretName"] for volume in rendered.pod["volumes"] if "secret" in volume}
+    secrets |= {issuer["spec"]["ca"]["secretName"] for issuer in rendered.of_kind("Issuer") if "ca" in issuer["spec"]}
+    assert secrets <= made
+    for certificate in rendered.of_kind("Certificate"):
+        issuer = certificate["spec"]["issuerRef"]
+        assert rendered.named(issuer["kind"], issuer["name"])
     volumes = {volume["name"] for volume in rendered.pod["volumes"]}
     assert {mount["name"] for mount in rendered.container["volumeMounts"]} == volumes
 
@@ -147,11 +154,21 @@ def test_a_field_that_is_not_there_is_found() -> None:
 
 
 def test_the_order_of_components_does_not_matter() -> None:
-    # What goes wrong between components goes wrong between two of them; and all at once, to be sure.
+    # What goes wrong between components goes wrong between two of them; and all at once, to be sure. But tls is the
+    # last, because it says how what monitoring has made reads the metrics.
     most = len(components()) - len(AUTOSCALINGS) + 1
     for names in combinations():
         if len(names) in (2, most):
-            assert _by_identity(combine(*names)) == _by_identity(combine(*reversed(names))), names
+            others = [name for name in names if name != "tls"]
+            reverse = (*reversed(others), *(name for name in names if name == "tls"))
+            assert _by_identity(combine(*names)) == _by_identity(combine(*reverse)), names
+            if "monitoring" not in names:
+                assert _by_identity(combine(*names)) == _by_identity(combine(*reversed(names))), names
+
+
+def test_a_wrong_order_of_components_is_refused() -> None:
+    with pytest.raises(AssertionError, match="readinessProbe/grpc"):
+        combine("tls", "monitoring")
 
 
 def _by_identity(rendered: Rendered) -> dict[tuple[str, str, str], Manifest]:

@@ -1,0 +1,115 @@
+"""The component tls, as its pods have it: a real server with its settings, and a certificate with its names."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import certificates
+import numpy as np
+import pytest
+from conftest import Server
+from cryptography import x509
+from manifests import Rendered, combine, needs_kubectl
+
+from attnserve import TLS, Client, UnavailableError
+from attnserve_server.units import parse_address
+
+pytestmark = needs_kubectl
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Rendered:
+    return combine("monitoring", "stateful", "tls")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> certificates.Authority:
+    return certificates.Authority(tmp_path)
+
+
+@pytest.fixture
+def deployed(
+    rendered: Rendered,
+    authority: certificates.Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start_server: Callable[..., Server],
+) -> Server:
+    """A server with the pods' environment, whose Secret is a directory of this test's."""
+    server_certificate = rendered.named("Certificate", "attnserve")["spec"]
+    names = tuple(x509.DNSName(name) for name in server_certificate["dnsNames"])
+    issued = authority.issue("issued", names=names)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    # What cert-manager writes into a Secret, by its names.
+    for name, source in (("tls.crt", issued.certificate), ("tls.key", issued.key), ("ca.crt", authority.ca)):
+        (secret / name).write_bytes(source.read_bytes())
+    (volume,) = (volume["name"] for volume in rendered.pod["volumes"] if "secret" in volume)
+    (mount,) = (mount for mount in rendered.container["volumeMounts"] if mount["name"] == volume)
+    assert mount["readOnly"] is True
+    assert "subPath" not in mount
+    for name, value in rendered.environment.items():
+        inside = PurePosixPath(value)
+        if inside.is_relative_to(mount["mountPath"]):
+            value = str(secret / inside.relative_to(mount["mountPath"]))
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ATTNSERVE_DRAIN_DELAY", "0")  # nobody balances here
+    return start_server()
+
+
+def test_callers_with_a_certificate_are_served_by_every_name(
+    deployed: Server, authority: certificates.Authority, rendered: Rendered
+) -> None:
+    mine = authority.issue("caller", common_name="caller")
+    query = np.ones((1, 2, 4), np.float32)
+    for service in (manifest["metadata"]["name"] for manifest in rendered.of_kind("Service")):
+        host = f"attnserve-0.{service}" if service == "attnserve-owners" else service
+        for name in (f"{host}.attnserve", f"{host}.attnserve.svc", f"{host}.attnserve.svc.cluster.local"):
+            tls = TLS(ca=authority.ca, certificate=mine.certificate, key=mine.key, server_name=name)
+            with Client(deployed.address, tls=tls) as client:
+                np.testing.assert_allclose(client.attend(query, query, query).output, query)
+    with (
+        Client(deployed.address, tls=TLS(ca=authority.ca, server_name="attnserve.attnserve"), retries=0) as client,
+        pytest.raises(UnavailableError),
+    ):
+        client.attend(query, query, query)
+
+
+def test_probes_and_prometheus_are_answered(
+    deployed: Server, authority: certificates.Authority, rendered: Rendered
+) -> None:
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    for probe in ("startup", "liveness", "readiness"):
+        spec = rendered.container[f"{probe}Probe"]
+        assert "grpc" not in spec
+        assert spec["httpGet"]["scheme"] == "HTTPS"
+        assert fetch(deployed, spec["httpGet"]["path"], unverified) == 200
+
+    (endpoint,) = rendered.named("PodMonitor", "attnserve")["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert (
+        endpoint["tlsConfig"]["ca"]["secret"]["name"]
+        == rendered.named("Certificate", "attnserve")["spec"]["secretName"]
+    )
+    verified = ssl.create_default_context(cafile=str(authority.ca))
+    assert fetch(deployed, endpoint["path"], verified, endpoint["tlsConfig"]["serverName"]) == 200
+    with pytest.raises(ssl.SSLCertVerificationError):
+        fetch(deployed, endpoint["path"], verified, "attnserve.elsewhere.svc")
+
+
+def fetch(server: Server, path: str, context: ssl.SSLContext, server_name: str | None = None) -> int:
+    """The status of a page over HTTPS, from a server that goes by a name."""
+    address = parse_address(server.http_address)
+    with (
+        socket.create_connection(address, timeout=30) as plain,
+        context.wrap_socket(plain, server_hostname=server_name) as encrypted,
+    ):
+        connection = http.client.HTTPConnection(address.host, address.port)
+        connection.sock = encrypted
+        connection.request("GET", path)
+        return connection.getresponse().status
