@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final, NamedTuple
 
 import torch
@@ -78,6 +79,8 @@ class QueryAttention:
     """How many keys there are, before masks."""
     per_page: int
     groups: list[list[Part]]
+    finite: bool
+    """Whether the query is known to hold neither NaN nor infinities."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     lses: list[torch.Tensor] = field(default_factory=list)
     scores: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -107,7 +110,10 @@ class QueryAttention:
             token_bytes = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * dtype.itemsize
             pages = max(1, PIECE_BYTES // (token_bytes * per_page))
             groups = [[part] for part in as_sequences(reach, per_page, pages)]
-        return QueryAttention(query, query.query.to(dtype), keys, per_page, groups)
+        tensor = query.query if query.query.dtype == dtype else query.query.to(dtype)
+        # A sum is finite only if all that it adds up is. To look at another device would be to wait for it.
+        finite = device.type == "cpu" and isfinite(tensor.sum().item())
+        return QueryAttention(query, tensor, keys, per_page, groups, finite)
 
     @property
     def steps(self) -> Hashable:
@@ -159,7 +165,7 @@ class QueryAttention:
             bias=bias,
             alibi_slopes=query.alibi_slopes,
             return_lse=True,
-            finite=block.finite,
+            finite=block.finite and self.finite,
             return_scores=query.return_scores,
         )
         yield Job(call, block.first_page)
@@ -183,7 +189,7 @@ class QueryAttention:
             bias=_pages(query.bias, first, count, per_page),
             alibi_slopes=query.alibi_slopes,
             return_lse=True,
-            finite=block.finite,
+            finite=block.finite and self.finite,
         )
         return Job(call, block.first_page, lacking)
 

@@ -23,10 +23,22 @@ if TYPE_CHECKING:
 
 def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
     """A tensor of a request, in memory of its own on the device."""
+    return _elements(spec, payloads, device).view(spec.shape)
+
+
+def _elements(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
+    """The elements of a tensor, one behind the other."""
     raw = torch.empty(spec.size, dtype=torch.uint8)
     if spec.payload >= 0:
         memoryview(raw.numpy())[:] = payloads[spec.payload]  # type: ignore[arg-type]
-    return raw.view(TORCH[spec.dtype]).view(spec.shape).to(device.torch_device)
+    elements = raw.view(TORCH[spec.dtype])
+    return elements if device.torch_device.type == "cpu" else elements.to(device.torch_device)
+
+
+def _heads_first(name: str, request: CachedRequest, device: Device) -> torch.Tensor:
+    """Queries, keys or values of a request as [N, H, L, D]."""
+    spec = request.problem.tensors[name]
+    return heads_first(_elements(spec, request.payloads, device), spec.shape, request.problem.length_first)
 
 
 def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
@@ -53,10 +65,7 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     """Writes what a request appends, where it has been placed."""
     if not request.placements:
         return
-    problem = request.problem
-    key, value = (
-        heads_first(read_tensor(problem.tensors[name], request.payloads, device), problem) for name in ("key", "value")
-    )
+    key, value = (_heads_first(name, request, device) for name in ("key", "value"))
     for b, (use, placement) in enumerate(zip(request.uses, request.placements, strict=True)):
         pool.write(use.cache.shape, placement, key[b], value[b])
 
@@ -77,7 +86,7 @@ def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
     def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)
 
-    query = heads_first(read_tensor(problem.tensors["query"], payloads, device), problem)
+    query = _heads_first("query", request, device)
     mask = of_rank_4(read("mask"))
     mask = None if mask is None else mask != 0
     bias = of_rank_4(parameter("bias"))

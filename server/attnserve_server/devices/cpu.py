@@ -43,7 +43,7 @@ class CpuDevice:
         self.threads = threads
         self.inline_flops = inline_flops
         self.description = _processor()
-        self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor)
+        self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)
         self._kernel_calls: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, "attnserve-cpu") if threads > 1 else None
 

@@ -133,7 +133,7 @@ class CudaDevice:
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
     """Computes a batch, on the device that transfers go to."""
     begin = perf_counter()
-    stager = Stager(transfers.allocate, transfers.upload)
+    stager = Stager(transfers.allocate, transfers.upload, looks=False)
     packs, places = pack(requests, kernels)
     others = [requests[place] for place in places]
     staged_packs = [StagedPack(each, requests, transfers.allocate, transfers.upload) for each in packs]

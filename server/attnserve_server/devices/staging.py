@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,6 +31,20 @@ TORCH: dict[int, torch.dtype] = {
 Upload = Callable[[torch.Tensor], torch.Tensor]
 Allocate = Callable[[int], torch.Tensor]
 
+ALIGNMENT: Final = 64
+"""Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
+LOOKED_AT: Final = 1 << 20
+"""Up to so many bytes, whether inputs are finite is seen here, all at once; kernels look at larger ones, on threads."""
+
+
+class _Inputs(NamedTuple):
+    """Queries, keys and values [N, H, L, D], packed; `finite`: known to hold neither NaN nor infinities."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    finite: bool
+
 
 @dataclass(slots=True)
 class StagedCall:
@@ -38,11 +55,15 @@ class StagedCall:
 
 
 class Stager:
-    """Turns batches into calls: `allocate` gives host memory of so many bytes, `upload` brings it to the device."""
+    """Turns batches into calls: `allocate` gives host memory of so many bytes, `upload` brings it to the device.
 
-    def __init__(self, allocate: Allocate, upload: Upload) -> None:
+    `looks` says that what has been uploaded can be looked at without waiting for the device.
+    """
+
+    def __init__(self, allocate: Allocate, upload: Upload, looks: bool) -> None:
         self._allocate = allocate
         self._upload = upload
+        self._looks = looks
 
     def stage(self, requests: Sequence[Request]) -> list[StagedCall]:
         """The calls for a batch."""
@@ -57,8 +78,8 @@ class Stager:
         problem, spans = members[0].problem, members[0].spans
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
-        query, key, value = (heads_first(self._tensor(members, name), problem) for name in ("query", "key", "value"))
-        exact = torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
+        query, key, value, finite = self._inputs(members)
+        exact = exact_dtype(problem)
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
         parameters = {
@@ -71,21 +92,25 @@ class Stager:
         masked_lengths = problem.return_scores in ("raw", "capped") and not problem.packed
         for span in spans:
             count = span.sequences * len(members)
-            sequences = slice(0, 1) if problem.packed else slice(span.first, span.first + count)
-            queries = slice(span.query_start, span.query_start + span.query_length)
-            keys = slice(span.kv_start, span.kv_start + span.kv_length)
             bounds = slice(0, span.query_length), slice(0, span.kv_length)
             span_mask = mask
             if masked_lengths:
-                keys, bounds = slice(0, problem.kv_length), (bounds[0], slice(0, problem.kv_length))
+                bounds = bounds[0], slice(0, problem.kv_length)
                 if span.kv_length < problem.kv_length:
                     within = torch.arange(problem.kv_length, device=query.device).view(1, 1, 1, -1) < span.kv_length
                     span_mask = within if mask is None else mask & within
+            queries, keys, values = query, key, value
+            if len(spans) > 1 or bounds[1].stop < problem.kv_length:
+                sequences = slice(0, 1) if problem.packed else slice(span.first, span.first + count)
+                queries = query[sequences, :, span.query_start : span.query_start + span.query_length]
+                keys, values = (
+                    tensor[sequences, :, span.kv_start : span.kv_start + bounds[1].stop] for tensor in (key, value)
+                )
             yield StagedCall(
                 AttentionCall(
-                    query=query[sequences, :, queries],
-                    key=key[sequences, :, keys],
-                    value=value[sequences, :, keys],
+                    query=queries,
+                    key=keys,
+                    value=values,
                     scale=problem.scale,
                     score=score,
                     softcap=problem.softcap,
@@ -98,9 +123,40 @@ class Stager:
                     return_scores=problem.return_scores,
                     alibi_slopes=parameters.get("alibi_slopes"),
                     sinks=parameters.get("sinks"),
+                    finite=finite,
                 ),
                 [(index, span) for index in indexes],
             )
+
+    def _inputs(self, members: Sequence[Request]) -> _Inputs:
+        """Queries, keys and values of requests that share a problem, sequence by sequence.
+
+        They share memory, which is taken, uploaded and looked at once.
+        """
+        problem, count = members[0].problem, len(members)
+        specs = [problem.tensors[name] for name in ("query", "key", "value")]
+        starts = [0]
+        for spec in specs:
+            starts.append(starts[-1] + -(-spec.size * count // ALIGNMENT) * ALIGNMENT)
+        raw = self._allocate(starts[-1])
+        target = memoryview(raw.numpy())  # type: ignore[arg-type]
+        for spec, start in zip(specs, starts, strict=False):
+            size = spec.size
+            if not size:
+                continue
+            for member in members:
+                target[start : start + size] = member.payloads[spec.payload]
+                start += size
+        elements = self._upload(raw.view(TORCH[problem.dtype]))
+        finite = False
+        if self._looks and starts[-1] <= LOOKED_AT and sum(spec.size for spec in specs) * count == starts[-1]:
+            # A sum is finite only if all that it adds up is; one that is not may have overflowed.
+            finite = isfinite(elements.sum(dtype=exact_dtype(problem)).item())
+        query, key, value = (
+            heads_first(elements, spec.shape, problem.length_first, start // elements.itemsize, count)
+            for spec, start in zip(specs, starts, strict=False)
+        )
+        return _Inputs(query, key, value, finite)
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
         """A tensor of several requests, one behind the other along a new first axis that is dropped for one."""
@@ -155,6 +211,11 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
     return list(stacks.values())
 
 
+def exact_dtype(problem: Problem) -> torch.dtype:
+    """The dtype of a problem's sums, biases and parameters."""
+    return torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
+
+
 def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in a dtype of less range, maybe, in which what was finite stays finite: large biases are values."""
     converted = tensor.to(dtype)
@@ -164,16 +225,28 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(tensor.isfinite(), converted.clamp(-largest, largest), converted)
 
 
-def heads_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """[N, H, L, D], packed, from a tensor of one request in its layout and rank, or of several behind each other."""
-    rank = problem.rank
-    if tensor.dim() > rank:
-        tensor = tensor.flatten(0, 1) if rank == 4 else tensor
-    elif rank < 4:
-        tensor = tensor.unsqueeze(0)
-    if rank == 2:
-        return tensor.unsqueeze(1)
-    return tensor.transpose(1, 2).contiguous() if problem.length_first else tensor
+def heads_first(
+    elements: torch.Tensor, shape: tuple[int, ...], length_first: bool, start: int = 0, count: int = 1
+) -> torch.Tensor:
+    """[N, H, L, D], packed, of elements in one piece of memory that hold `count` tensors of a shape, of rank 2 to 4 and
+    in some layout, one behind the other from element `start` on.
+    """
+    axes, strides = _arranged(shape, length_first, count)
+    tensor = elements.as_strided(axes, strides, start)
+    return tensor.contiguous() if length_first else tensor
+
+
+@lru_cache(maxsize=4096)
+def _arranged(
+    shape: tuple[int, ...], length_first: bool, count: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Axes [N, H, L, D] of packed tensors behind each other, and their strides in elements."""
+    batch = count * shape[0] if len(shape) == 4 else count
+    heads, length, width = (1, *shape) if len(shape) == 2 else shape[-3:]
+    if not length_first or len(shape) == 2:
+        return (batch, heads, length, width), (heads * length * width, length * width, width, 1)
+    length, heads = heads, length
+    return (batch, heads, length, width), (length * heads * width, width, heads * width, 1)
 
 
 def _cut(tensor: torch.Tensor | None, *bounds: slice) -> torch.Tensor | None:

@@ -41,7 +41,7 @@ class AttentionCall:
     accumulation dtype. The shapes are not checked here: they have been, when the request came in.
 
     Keys and values may have a dtype all of whose values that of the queries has, too: they are converted where the call
-    is computed. `finite` says that keys and values are known to hold neither NaN nor infinities.
+    is computed. `finite` says that queries, keys and values are known to hold neither NaN nor infinities.
     """
 
     query: torch.Tensor

@@ -52,8 +52,11 @@ def attend(call: AttentionCall) -> AttentionResult:
     """
     query_length, kv_length = call.query.shape[2], call.key.shape[2]
     band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
-    if call.finite and band.is_everything and _is_plain(call) and _is_finite(call.query):
-        return _attend_everything(call)
+    if call.finite and _is_plain(call):
+        if band.is_everything:
+            return _attend_plain(call, False)
+        if band.is_lower_triangle and query_length >= kv_length:
+            return _attend_plain(call, True)
     rows = query_length
     if call.alibi_slopes is not None:
         rows = max(MIN_BLOCK, MAX_BLOCK_ELEMENTS // (kv_length * call.query.shape[1]))
@@ -77,11 +80,14 @@ def _is_plain(call: AttentionCall) -> bool:
     return call.mask is None and call.bias is None and call.alibi_slopes is None and call.sinks is None
 
 
-def _attend_everything(call: AttentionCall) -> AttentionResult:
-    """A plain call all of whose queries reach all keys, everything being finite: what a step over a cache mostly is."""
+def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
+    """A plain call of queries that reach all keys, or those up to their own, everything being finite: what most are."""
     query, scale = positive_scale(call.query, call.scale)
-    output, lse = _run(query, call.key, call.value, None, False, scale)
-    return AttentionResult(output[..., : call.value.shape[-1]], lse if call.return_lse else None, None, NAME)
+    output, lse = _run(query, call.key, call.value, None, causal, scale)
+    width = call.value.shape[-1]
+    if output.shape[-1] != width:
+        output = output[..., :width]
+    return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
 def _attend_block(call: AttentionCall) -> AttentionResult:
@@ -110,8 +116,8 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
-    keys = () if call.finite else (key, value)
-    if not _is_finite(call.query, *keys, call.bias):
+    inputs = () if call.finite else (call.query, key, value)
+    if not _is_finite(*inputs, call.bias):
         output, lse = output.contiguous(), lse.contiguous()
         group = call.query.shape[1] // key.shape[1]
         for n, head in _non_finite_heads(call.query, key, value, call.bias):
@@ -134,7 +140,8 @@ def _run(
     if length == 1 and dtype in (torch.float16, torch.bfloat16):
         # One query a sequence reads every key once; in half precision the kernel is several times slower at that.
         query = query.float()
-    key, value = key.to(query.dtype), value.to(query.dtype)
+    if key.dtype != query.dtype:
+        key, value = key.to(query.dtype), value.to(query.dtype)
     widest = max(query.shape[-1], value.shape[-1])
     width = -(-widest // ROW_ELEMENTS) * ROW_ELEMENTS
     query, key, value = (
@@ -154,7 +161,7 @@ def _run(
     if folded:
         output = output.reshape(count, heads, length, width)
         lse = lse.reshape(count, heads, length)
-    return output.to(dtype), lse
+    return output if output.dtype == dtype else output.to(dtype), lse
 
 
 def _is_finite(*tensors: torch.Tensor | None) -> bool:
