@@ -102,25 +102,16 @@ class KeyShape(NamedTuple):
     value_dim: int
 
 
-class AttendsToCaches(Exception):
-    """A request whose keys and values are resident; it carries the message."""
+def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
+    """The problem that a serialised header (of `AttendRequest`, with tickets for payloads and no caches) states.
 
-    def __init__(self, message: pb.AttendRequest) -> None:
-        self.message = message
-
-
-def problem_of(header: bytes) -> Problem:
-    """The problem that a serialised header (of `AttendRequest`, with tickets for payloads) states.
-
-    Raises InvalidRequest with the path of the field that breaks the contract, and AttendsToCaches.
+    Raises InvalidRequest with the path of the field that breaks the contract. `resident` as in `check`.
     """
     try:
         message = pb.AttendRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
-    if message.caches:
-        raise AttendsToCaches(message)
-    return check(message)
+    return check(message, resident)
 
 
 def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Problem:

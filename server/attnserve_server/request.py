@@ -145,10 +145,15 @@ def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: Req
         header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
+    return request_of(header, payloads, end - at, limits)
+
+
+def request_of(header: bytes, payloads: list[memoryview], size: int, limits: RequestLimits) -> Request:
+    """The request of so many bytes that a header and its payloads are. Raises InvalidRequest."""
     problem, extent = _known(header, limits) if len(header) <= MAX_KNOWN_HEADER else _follows(header, limits)
     if extent is None:
         extent = _extent(problem, payloads, limits)
-    return Request(problem, payloads, extent, end - at)
+    return Request(problem, payloads, extent, size)
 
 
 def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, Extent | None]:

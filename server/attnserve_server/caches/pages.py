@@ -30,6 +30,10 @@ REMEMBERED_SHAPES = 64
 """For how many shapes of tokens the views of the pool are kept; callers choose shapes."""
 
 
+FEW_PAGES: Final = 256
+"""Up to so many, to compare their numbers one by one is faster than to call NumPy."""
+
+
 class Block(NamedTuple):
     """key [n, Hk, t, D] and value [n, Hk, t, Dv] of n adjacent pages; `finite`: known to be finite."""
 
@@ -62,7 +66,7 @@ class PagePool:
         self._bytes = torch.zeros(count, page_bytes, dtype=torch.uint8, device=device).fill_(0)
         # Whether all that has been written to a page since its first slot is known to be finite. On other devices than
         # a CPU nothing is known: to look would be to wait for the device.
-        self._finite = np.zeros(count, dtype=np.bool_)
+        self._finite = bytearray(count)
         self._looks = device.type == "cpu"
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
 
@@ -100,7 +104,7 @@ class PagePool:
         full, rest = divmod(tokens, per_page)
         for start, stop in _runs(pages, full, longest):
             first, last = pages[start], pages[stop - 1] + 1
-            finite = bool(self._finite[first:last].all())
+            finite = self._finite.find(0, first, last) < 0
             blocks.append(Block(views.key[first:last], views.value[first:last], start * per_page, first, finite))
         if rest:
             page = pages[full]
@@ -130,13 +134,11 @@ class PagePool:
         """Notes whether what was written to adjacent pages is finite."""
         parts = [whole[page : page + count, :, slot : slot + tokens] for whole in (views.key, views.value)]
         # A sum is finite only if all that it adds up is. One that is not may have overflowed: then look closer.
-        finite: np.bool_ | np.typing.NDArray[np.bool_] = np.bool_(
-            all(isfinite(float(part.sum(dtype=torch.float32))) for part in parts)
-        )
-        if not finite:
-            finite = np.logical_and(*(torch.isfinite(part).flatten(1).all(1).numpy() for part in parts))
-        before = slot == 0 or self._finite[page : page + count]
-        self._finite[page : page + count] = np.logical_and(finite, before)
+        each = [all(isfinite(part.sum(dtype=torch.float32).item()) for part in parts)] * count
+        if not each[0]:
+            each = torch.logical_and(*(torch.isfinite(part).flatten(1).all(1) for part in parts)).tolist()
+        for place, finite in enumerate(each, page):
+            self._finite[place] = finite and (slot == 0 or self._finite[place])
 
     @torch.inference_mode(False)  # views are remembered, and those made in inference mode could not be written later
     def _views_of(self, shape: CacheShape) -> _Views:
@@ -154,6 +156,10 @@ class PagePool:
 def _runs(pages: Sequence[int], count: int, longest: int) -> Iterator[tuple[int, int]]:
     """The first `count` pages as ranges of places whose pages lie side by side, none longer than `longest` if not 0."""
     if not count:
+        return
+    first = pages[0]
+    if not longest and count <= FEW_PAGES and list(pages[:count]) == list(range(first, first + count)):
+        yield 0, count
         return
     numbers = np.asarray(pages)[:count]
     edges = [0, *(np.flatnonzero(numbers[1:] - numbers[:-1] != 1) + 1).tolist(), count]

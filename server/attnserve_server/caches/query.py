@@ -208,8 +208,9 @@ class QueryAttention:
 
     def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All there is as one: outputs [n, Hq, Lq, Dv] and lses [n, Hq, Lq] over disjoint keys (contract, §4)."""
-        lse = torch.cat(self.lses)
-        output, weights = torch.cat(self.outputs).contiguous().to(lse.dtype), lse.softmax(0)
+        lse, output = (each[0] if len(each) == 1 else torch.cat(each) for each in (self.lses, self.outputs))
+        # The layout in memory is made one and the same, because the order of a sum follows it.
+        output, weights = output.contiguous().to(lse.dtype), lse.contiguous().softmax(0)
         if not self.needs_lse:
             return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), lse
         total = lse.logsumexp(0, keepdim=True)

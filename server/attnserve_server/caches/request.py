@@ -6,18 +6,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+
+from google.protobuf.message import DecodeError
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.callers import Caller
-from attnserve_server.errors import InvalidRequest
+from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.options import check_offset
-from attnserve_server.problem import AttendsToCaches, KeyShape, Problem, check
+from attnserve_server.problem import KeyShape, Problem, problem_of
 from attnserve_server.reply import encode_attend_response
-from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER, read_request, reply_bytes
+from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER, reply_bytes, request_of
 from attnserve_server.tensors import check_broadcast, read_integers
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
@@ -97,48 +99,85 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
+_CACHES_TAG: Final = _wire.field_prefix(pb.AttendRequest.CACHES_FIELD_NUMBER, 0)[:-1]
+
+
+class Reference(NamedTuple):
+    """A cache, as a request names it."""
+
+    name: str
+    layer: int
+    expected_length: int | None
+
+
 def read_attend(
     host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
 ) -> Work:
     """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
-        return read_request(buffer, at, end, limits)
-    except AttendsToCaches as request:
-        _, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
-        return _read(host, caller.name, request.message, payloads, end - at, limits)
+        header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
+        references, rest = _apart(header)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    if not references:
+        return request_of(header, payloads, end - at, limits)
+    return _read(host, caller.name, references, rest, payloads, end - at, limits)
+
+
+def _apart(header: bytes) -> tuple[tuple[Reference, ...], bytes]:
+    """The caches that a header names, and the header without them: which those are differs from step to step, and all
+    else seldom. Raises DecodeError.
+    """
+    if _CACHES_TAG not in header:
+        return (), header
+    return (_taken_apart if len(header) <= MAX_KNOWN_HEADER else _take_apart)(header)
+
+
+def _take_apart(header: bytes) -> tuple[tuple[Reference, ...], bytes]:
+    found: list[bytes] = []
+    rest: list[bytes] = []
+    for number, wire_type, start, _, end in _wire.fields(header, 0, len(header)):
+        is_reference = number == pb.AttendRequest.CACHES_FIELD_NUMBER and wire_type == 2
+        (found if is_reference else rest).append(header[start:end])
+    references = tuple(
+        Reference(each.name, each.layer, each.expected_length if each.HasField("expected_length") else None)
+        for each in pb.AttendRequest.FromString(b"".join(found)).caches
+    )
+    return references, b"".join(rest)
+
+
+_taken_apart = lru_cache(maxsize=1024)(_take_apart)
 
 
 def _read(
     host: Host,
     owner: str | None,
-    message: pb.AttendRequest,
+    references: Sequence[Reference],
+    header: bytes,
     payloads: list[memoryview],
     size: int,
     limits: RequestLimits,
 ) -> CachedRequest:
-    limits.check_sequences("caches", len(message.caches))
+    limits.check_sequences("caches", len(references))
     now = monotonic()
-    caches = [host.store.get(reference.name, now, owner) for reference in message.caches]
+    caches = [host.store.get(reference.name, now, owner) for reference in references]
     shape = caches[0].shape
-    for index, cache in enumerate(caches):
+    for index, (cache, reference) in enumerate(zip(caches, references, strict=True)):
         if cache.shape != shape:
             raise InvalidRequest(f"caches[{index}].name", "a cache of the shape of the first", str(cache.shape))
-        if message.caches[index].layer >= shape.layers:
+        if reference.layer >= shape.layers:
             expected = f"below {shape.layers}, the layers that the cache has"
-            raise InvalidRequest(f"caches[{index}].layer", expected, message.caches[index].layer)
-    problem = _problem(message, KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim), limits)
+            raise InvalidRequest(f"caches[{index}].layer", expected, reference.layer)
+    resident = KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
+    problem = (_known if len(header) <= MAX_KNOWN_HEADER else _check)(header, resident, limits)
     if len(caches) != problem.batch:
         raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
     uses = tuple(
-        Use(
-            cache,
-            reference.layer,
-            problem.kv_length,
-            reference.expected_length if reference.HasField("expected_length") else None,
-        )
-        for cache, reference in zip(caches, message.caches, strict=True)
+        Use(cache, reference.layer, problem.kv_length, reference.expected_length)
+        for cache, reference in zip(caches, references, strict=True)
     )
-    check_distinct(uses)
+    if len(uses) > 1:
+        check_distinct(uses)
     keys = [use.cache.length(use.layer) + use.tokens for use in uses]
     rows = problem.batch * problem.query_length
     flops = problem.flops(problem.query_length * sum(keys), rows, sum(keys))
@@ -155,17 +194,8 @@ def _read(
     )
 
 
-def _problem(message: pb.AttendRequest, resident: KeyShape, limits: RequestLimits) -> Problem:
-    """The problem of a message, whatever caches it names: those differ from step to step, and all else seldom."""
-    nameless = pb.AttendRequest()
-    nameless.CopyFrom(message)
-    nameless.ClearField("caches")
-    header = nameless.SerializeToString()
-    return (_known if len(header) <= MAX_KNOWN_HEADER else _check)(header, resident, limits)
-
-
 def _check(header: bytes, resident: KeyShape, limits: RequestLimits) -> Problem:
-    problem = check(pb.AttendRequest.FromString(header), resident)
+    problem = problem_of(header, resident)
     limits.check_tensors(problem.tensors)
     return problem
 

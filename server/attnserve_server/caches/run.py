@@ -137,10 +137,10 @@ def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tens
 def _collect(request: CachedRequest, results: Sequence[AttentionResult]) -> RequestResult:
     """The results of a request's sequences as its reply has them."""
     problem = request.problem
-    output = torch.cat([result.output for result in results])
+    output = _joined([result.output for result in results])
     if problem.length_first and problem.rank > 2:
         output = output.transpose(1, 2)
-    lse = torch.cat([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
+    lse = _joined([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
         excluded = 0.0 if problem.return_scores == "weights" else -torch.inf
@@ -154,3 +154,7 @@ def _collect(request: CachedRequest, results: Sequence[AttentionResult]) -> Requ
         )
     whole = (rows_of_bytes(part, 1)[0] if part is not None else None for part in (lse, scores))
     return RequestResult(rows_of_bytes(output, 1)[0], *whole)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
