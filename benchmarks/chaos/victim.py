@@ -25,7 +25,7 @@ class Victim:
         self.address = self.http_address = "127.0.0.1:0"
         self._module = module
         self._flags = flags
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
+        self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed in __exit__
         self._process: subprocess.Popen[str] | None = None
         self.ends: list[int] = []
         """The exit statuses of its lives that are over."""

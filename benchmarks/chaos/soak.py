@@ -1,0 +1,177 @@
+"""Minutes of mixed traffic: good callers and bad ones, who cancel, vanish, talk nonsense and churn caches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import signal
+import statistics
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Final
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+
+from attnserve import AsyncClient, Client
+from benchmarks.chaos.callers import PATIENCE_S, in_tasks, in_threads
+from benchmarks.chaos.outcome import Figure, exactly
+from benchmarks.chaos.traffic import KINDS, Kind, Record
+from benchmarks.chaos.victim import Victim
+
+PROMISE: Final = (
+    "Minutes of mixed traffic with cancellations, broken clients, bad input and cache churn: resident memory stays "
+    "flat after warm-up; no task, thread, descriptor or cache page is leaked; every answer is right, and none goes to "
+    "another caller (each request carries its number in its values)."
+)
+PAUSE_S: Final = 0.01
+"""Between one thing that a caller does and the next, so that no kind crowds out the others."""
+FLAGS: Final = ("--cache-bytes", "16MiB", "--cache-page-bytes", "16KiB", "--log-level", "error")
+WARM_UP: Final = 0.3
+"""The share of the time after which memory is to stay flat."""
+GROWTH: Final = 5.0
+"""By how much it may grow, in percent; promised where there are minutes to tell growth from warm-up."""
+LEAST_MINUTES: Final = 2.0
+TASKS: Final = re.compile(r"^tasks: (\d+)$", re.MULTILINE)
+NOTHING_LEFT: Final = ("in_flight_requests", "in_flight_bytes", "queue_requests", "queue_bytes", "streams", "caches")
+
+
+@dataclass(slots=True)
+class _Footprint:
+    """What a process has."""
+
+    threads: int
+    descriptors: int
+    tasks: int
+
+
+def _growth(resident: Sequence[int]) -> float:
+    """By how much the last third of samples is above the first after warm-up, in percent; medians of each."""
+    after = resident[int(len(resident) * WARM_UP) :]
+    third = max(1, len(after) // 3)
+    first, last = statistics.median(after[:third]), statistics.median(after[-third:])
+    return 100 * (last - first) / first
+
+
+def run(minutes: float) -> list[Figure]:
+    """Does it."""
+    with Victim(*FLAGS, module="benchmarks.chaos.counted") as victim:
+        process = psutil.Process(victim.process.pid)
+        own = psutil.Process()
+        record = Record(victim.address, victim.http_address)
+        for kind in KINDS.values():  # so that what is made once is there before it is counted
+            with Client(victim.address) as client:
+                kind(client, np.random.default_rng(0), record)
+        before = _settled(victim, process, None)
+        own_before = own.num_fds(), threading.active_count()
+        samples = asyncio.run(_under_load(victim, process, record, 60 * minutes))
+        after = _settled(victim, process, before)
+        own_after = own.num_fds(), threading.active_count()
+        left = {name: victim.metric(f"attnserve_{name}") for name in NOTHING_LEFT}
+        pages = victim.metric('attnserve_cache_pool_bytes{state="used"}')
+        log = victim.stderr()
+    tally, counts = record.tally, record.counts
+    odd = sum(count for name, count in counts.items() if name.startswith("mutated message"))
+    growth = Figure("growth of resident memory after warm-up", round(_growth(samples), 2), "%")
+    if minutes >= LEAST_MINUTES:
+        growth = Figure(growth.name, growth.value, "%", at_most=GROWTH)
+    return [
+        growth,
+        Figure("resident memory at the end", round(samples[-1] / 2**20), "MiB"),
+        Figure("threads more than before", after.threads - before.threads, at_most=0),
+        Figure("descriptors more than before", after.descriptors - before.descriptors, at_most=0),
+        Figure("tasks more than before", after.tasks - before.tasks, at_most=0),
+        *(exactly(f"left in the end: {name}", value, 0) for name, value in left.items()),
+        exactly("left in the end: bytes of cache pages", pages, 0),
+        Figure("the SDK's descriptors more than before", own_after[0] - own_before[0], at_most=0),
+        Figure("the SDK's threads more than before", own_after[1] - own_before[1], at_most=0),
+        Figure("answers checked, all right", tally.right + counts["caches"], at_least=1000 * min(1.0, minutes)),
+        exactly("wrong answers", tally.wrong + counts["wrong answers of caches"], 0),
+        exactly("answers for another caller", tally.anothers, 0),
+        exactly("good calls that failed", tally.failed, 0),
+        exactly("bad input that was answered", counts["bad input that was answered"], 0),
+        exactly("mutated messages with another error than they deserve", odd, 0),
+        *(
+            Figure(name, counts[name], at_least=1)
+            for name in ("cancelled", "too late", "newcomers", "vanished", "garbage", "refused", "mutated", "caches")
+        ),
+        exactly("tracebacks in the log", log.count("Traceback"), 0),
+    ]
+
+
+async def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds: float) -> list[int]:
+    samples = []
+    async with AsyncExitStack() as stack:
+        for transport in ("stream", "unary"):
+            client = stack.enter_context(Client(victim.address, transport=transport))
+            stack.enter_context(in_threads(client, 1, record.tally))
+            async_client = await stack.enter_async_context(AsyncClient(victim.address, transport=transport))
+            await stack.enter_async_context(in_tasks(async_client, 2, record.tally))
+        client = stack.enter_context(Client(victim.address))
+        for number, kind in enumerate(KINDS.values()):
+            stack.enter_context(_repeating(kind, client, np.random.default_rng(number), record))
+        end = monotonic() + seconds
+        while monotonic() < end:
+            samples.append(process.memory_info().rss)
+            await asyncio.sleep(min(1.0, seconds / 30))
+    return samples
+
+
+@contextmanager
+def _repeating(kind: Kind, client: Client, random: np.random.Generator, record: Record) -> Iterator[None]:
+    """A kind of caller, over and over while the block runs. Whatever it did not expect is raised."""
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def repeat() -> None:
+        try:
+            while not stop.wait(PAUSE_S):
+                kind(client, random, record)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=repeat, name=kind.__name__)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(PATIENCE_S)
+    if thread.is_alive():
+        raise TimeoutError(f"{kind.__name__} hangs")
+    if failures:
+        raise failures[0]
+
+
+def _settled(victim: Victim, process: psutil.Process, no_more_than: _Footprint | None) -> _Footprint:
+    """What the server has when all that is going on has ended: it no longer changes, or is down to what it was."""
+    end, last = monotonic() + PATIENCE_S, None
+    for _ in itertools.count():
+        sleep(1.0)
+        now = _Footprint(process.num_threads(), process.num_fds(), _tasks(victim))
+        quiet = all(victim.metric(f"attnserve_{name}") == 0 for name in NOTHING_LEFT)
+        goal = now == last if no_more_than is None else _within(now, no_more_than)
+        if (quiet and goal) or monotonic() > end:
+            return now
+        last = now
+    raise AssertionError
+
+
+def _within(now: _Footprint, most: _Footprint) -> bool:
+    return now.threads <= most.threads and now.descriptors <= most.descriptors and now.tasks <= most.tasks
+
+
+def _tasks(victim: Victim) -> int:
+    """The tasks of the server's event loop."""
+    told = len(TASKS.findall(victim.stderr()))
+    victim.process.send_signal(signal.SIGUSR1)
+    end = monotonic() + PATIENCE_S
+    while len(found := TASKS.findall(victim.stderr())) == told:
+        if monotonic() > end:
+            raise TimeoutError("the server does not count its tasks")
+        sleep(0.01)
+    return int(found[-1])
