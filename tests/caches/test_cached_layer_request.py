@@ -27,7 +27,7 @@ from attnserve_server.caches.work import Host
 from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.engine import Engine, Entry, Outcome
-from attnserve_server.errors import ComputationFailed, RequestError
+from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
@@ -133,7 +133,7 @@ async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog:
     bench.device.fails = False
     assert bench.device.attentions == 2 * BLOCKS, "in the batch, and again alone"
     assert "MemoryError" in caplog.text
-    assert isinstance(outcomes[0], ComputationFailed)
+    assert isinstance(outcomes[0], OutOfMemory)
     assert isinstance(outcomes[1], Outcome)
     assert bytes(outcomes[1].result.output) == step
     assert innocent.lengths == [12, 12]
