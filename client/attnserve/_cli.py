@@ -72,13 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser(
         "top", help="what a server does, live", description="Show what a server does, read from its metrics."
     )
-    top.add_argument("address", nargs="?", default=_METRICS_ADDRESS, help="host:port of its HTTP port (%(default)s)")
+    top.add_argument(
+        "address", nargs="?", default=_METRICS_ADDRESS, help="host:port, or URL, of its HTTP port (%(default)s)"
+    )
     top.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from one reading to the next (%(default)s)"
     )
     top.add_argument("--once", action="store_true", help="show it once, and end")
     top.add_argument("--json", action="store_true", help="print JSON, once")
     top.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)")
+    add_flags(top)
     top.set_defaults(run=_top)
     return parser
 

@@ -1,19 +1,19 @@
 """What a server's own metrics say: at one moment, or of what happened between two.
 
-In: the address of a server's HTTP port. Out: its samples, counts, and quantiles estimated from histograms as Prometheus
+In: a server's endpoint. Out: its samples, counts, and quantiles estimated from histograms as Prometheus
 estimates them. Needs prometheus-client, which the extra `top` brings.
 """
 
 from __future__ import annotations
 
 import math
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self, TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from attnserve._endpoint import Endpoint
 
 _Labels: TypeAlias = frozenset[tuple[str, str]]
 
@@ -27,24 +27,14 @@ class Reading:
     """When it was read, in seconds of a clock of its own; of a difference, how much later than the other."""
 
     @classmethod
-    def of(cls, address: str, timeout: float = 10.0) -> Self:
-        """Reads what is at a `host:port` or below an `http://host:port`, within so many seconds.
-
-        OSError if there are no metrics.
-        """
-        base = address if "://" in address else f"http://{address}"
-        url = f"{base.rstrip('/')}/metrics"
+    def of(cls, endpoint: Endpoint | str) -> Self:
+        """Reads what is at an endpoint, or at a `host:port` without more ado. OSError if there are no metrics."""
+        endpoint = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
+        page = endpoint.fetch()
         try:
-            with urllib.request.urlopen(url, timeout=timeout) as answer:
-                return cls.parse(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(200).decode(errors="replace").strip()
-            raise OSError(f"no metrics at {url}: {error.code} {said}") from None
-        except urllib.error.URLError as error:
-            raise OSError(f"no metrics at {url}: {error.reason}") from None
-        except (OSError, ValueError) as error:
-            raise OSError(f"no metrics at {url}: {error}") from None
+            return cls.parse(page)
+        except ValueError as error:
+            raise OSError(f"no metrics at {endpoint.url}: {error}") from None
 
     @classmethod
     def parse(cls, page: str) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from attnserve._connection import tls_of, token_of
+from attnserve._endpoint import Endpoint
 from attnserve._reading import Reading
 from attnserve._top_figures import Figures, figures, without_nan
 from attnserve._top_view import view
@@ -28,18 +31,26 @@ _HISTORY: Final = 40
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command as it was parsed; its exit status."""
     try:
-        if parsed.once or parsed.json:
-            return _once(parsed)
-        return _live(parsed)
+        endpoint = Endpoint(
+            parsed.address,
+            tls=tls_of(parsed, os.environ),
+            token=token_of(parsed, os.environ),
+            timeout=parsed.timeout,
+        )
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _once(parsed, endpoint) if parsed.once or parsed.json else _live(parsed, endpoint)
     except KeyboardInterrupt:
         return 0
 
 
-def _once(parsed: argparse.Namespace) -> int:
+def _once(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     try:
-        before = Reading.of(parsed.address, parsed.timeout)
+        before = Reading.of(endpoint)
         time.sleep(parsed.interval)
-        found = figures(before, Reading.of(parsed.address, parsed.timeout))
+        found = figures(before, Reading.of(endpoint))
     except OSError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 1
@@ -50,7 +61,7 @@ def _once(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _live(parsed: argparse.Namespace) -> int:
+def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         print("attnserve: top: this is no terminal; --once and --json are for scripts", file=sys.stderr)
@@ -62,7 +73,7 @@ def _live(parsed: argparse.Namespace) -> int:
         while True:
             said = Text(f"every {parsed.interval:g} s, until ctrl-c", style="dim")
             try:
-                after = Reading.of(parsed.address, parsed.timeout)
+                after = Reading.of(endpoint)
                 if before is not None:
                     last = figures(before, after)
                     history.append(last.requests)

@@ -12,17 +12,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import calls
+import certificates
 import numpy as np
 import pytest
 from rich.console import Console
 
-from attnserve import Client, _cli
+from attnserve import TLS, Client, Token, _cli
+from attnserve._endpoint import Endpoint
 from attnserve._reading import Reading
 from attnserve._top_figures import Figures, figures
 from attnserve._top_view import view
+from attnserve_server.tokens import digest, format_hash, new_token
 
 NOBODY = "127.0.0.1:9"
 PAGE = """
@@ -157,6 +162,71 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     assert "404" in capsys.readouterr().err
     assert _cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
+
+
+def test_a_server_with_tls_tells_those_who_have_a_token(
+    start_server: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    authority = certificates.Authority(tmp_path)
+    files = authority.issue_for_server(name="attnserve.example")
+    tokens = {role: new_token() for role in ("metrics", "use")}
+    entries = (
+        f'[[tokens]]\nname = "of-{role}"\nroles = ["{role}"]\nhash = "{format_hash(digest(token))}"\n'
+        for role, token in tokens.items()
+    )
+    (tmp_path / "callers.toml").write_text("\n".join(entries))
+    server = start_server(
+        *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--http-tls", "true"),
+        *("--callers", str(tmp_path / "callers.toml")),
+    )
+    query = np.ones((2, 3, 16), np.float32)
+    with Client(server.address, tls=TLS(authority.ca), token=tokens["use"]) as client:
+        client.attend(query, query, query)
+    (tmp_path / "token").write_text(tokens["metrics"])
+
+    def top(address: str, *flags: str) -> int:
+        return _cli.main(["top", address, "--once", "--interval", "0.1", *flags])
+
+    trusted = ("--ca", str(authority.ca))
+    assert top(server.http_address, *trusted, "--token-file", str(tmp_path / "token")) == 0
+    assert "of-use" not in capsys.readouterr().out, "it has had nothing in the meantime"
+    monkeypatch.setenv("ATTNSERVE_TOKEN", tokens["metrics"])
+    assert top(f"https://{server.http_address}", *trusted, "--server-name", "attnserve.example") == 0
+    reading = Reading.of(
+        Endpoint(server.http_address, tls=TLS(authority.ca), token=Token(tokens["metrics"]), timeout=60.0)
+    )
+    assert reading.total("attnserve_caller_query_tokens_total", caller="of-use") == 3
+    assert reading.total("attnserve_caller_requests_total", caller="anonymous") == 0
+    capsys.readouterr()
+    assert top(server.http_address, *trusted, "--server-name", "another.example") == 1
+    assert "certificate verify failed" in capsys.readouterr().err
+    assert top(f"https://{server.http_address}") == 1
+    assert "certificate verify failed" in capsys.readouterr().err
+    monkeypatch.setenv("ATTNSERVE_TOKEN", tokens["use"])
+    assert top(server.http_address, *trusted) == 1
+    assert "403" in capsys.readouterr().err
+    monkeypatch.delenv("ATTNSERVE_TOKEN")
+    assert top(server.http_address, *trusted) == 1
+    assert "401" in capsys.readouterr().err
+
+
+def test_a_token_does_not_travel_in_the_clear(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_TOKEN", "secret-token")
+    assert _cli.main(["top", "attnserve.example:8002", "--once"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("attnserve: token: attnserve.example:8002 would get it unencrypted")
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize("address", ["", "ftp://host:1", "host:port", "http://"])
+def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["top", address, "--once"]) == 2
+    assert capsys.readouterr().err.startswith("attnserve: ")
 
 
 @pytest.mark.parametrize("missing", ["rich", "prometheus_client"])
