@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 INGREDIENTS := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench chaos protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench chaos fuzz protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ bench: $(VENV)/.dev ## compare the service with the same torch calls in process
 
 chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)
+
+fuzz: $(VENV)/.fuzz ## bad bytes into the codec and every RPC, millions of them: about half an hour
+	$(BIN)/python tests/fuzz/fuzz.py codec --inputs 1000000
+	$(BIN)/python tests/fuzz/fuzz.py server --inputs 100000
+	$(BIN)/python tests/fuzz/fuzz.py guided-codec --inputs 1000000
+	$(BIN)/python tests/fuzz/fuzz.py guided-server --inputs 100000
 
 protos: $(VENV)/.dev ## generate the code of the protos
 	$(BIN)/python scripts/protos.py generate
@@ -85,3 +91,7 @@ $(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
 	$(PIP) $(TORCH_INSTALL)
 	$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.demo $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(PIP) --editable '.[fuzz]'
+	@touch $@

@@ -16,6 +16,7 @@ from attnserve_server.caches.operations import Fork, Truncate, describe, read_ap
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import Host, Use
 from attnserve_server.callers import Caller
+from attnserve_server.durations import seconds_of
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.rpc import Rpcs, parsed
 from attnserve_server.service import AttentionService, Read
@@ -60,7 +61,7 @@ class CacheService:
             request.layers or 1,
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
         )
-        ttl = _seconds("ttl", request.ttl) if request.HasField("ttl") else None
+        ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         cache = self._host.store.create(shape, ttl, monotonic(), caller.name)
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
@@ -93,7 +94,7 @@ class CacheService:
     def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork:
         request = parsed(pb.CacheServiceForkRequest, data)
         cache = self._host.store.get(request.name, monotonic(), caller.name)
-        ttl = _seconds("ttl", request.ttl) if request.HasField("ttl") else None
+        ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl)
 
     def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
@@ -103,8 +104,8 @@ class CacheService:
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
 
 
-def _seconds(field: str, duration: Duration) -> float:
-    seconds = float(duration.seconds) + duration.nanos * 1e-9
+def _ttl(duration: Duration) -> float:
+    seconds = seconds_of("ttl", duration)
     if seconds <= 0:
-        raise InvalidRequest(field, "a time above 0", f"{seconds:g} s")
+        raise InvalidRequest("ttl", "a time above 0", f"{seconds:g} s")
     return seconds

@@ -36,11 +36,20 @@ BOUNDS: Final[dict[int, tuple[int, int]]] = {
 def mutated(random: Random, message_type: type[Message], data: bytes, other: bytes = b"") -> bytes:
     """The bytes after one to four mutations; parts of `other` may come in."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        if random.random() < 0.5:
+        if random.random() < 0.7:
             data = _with_other_fields(random, message_type, data)
         else:
             data = random.choice(_OF_BYTES)(random, data, other)
     return data[:MAX_BYTES]
+
+
+def is_message(message_type: type[Message], data: bytes) -> bool:
+    """Whether stock protobuf takes the bytes for a message of the type."""
+    try:
+        message_type.FromString(data)
+    except DecodeError:
+        return False
+    return True
 
 
 def random_bytes(random: Random) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import Final
 
 from codec import assert_same_meaning
 from google.protobuf.message import Message
-from mutation import mutated, random_bytes
+from mutation import is_message, mutated, random_bytes
 from sound import METHODS, Caches, requests
 
 SEEDS: Final[list[tuple[type[Message], bytes]]] = [
@@ -23,21 +24,30 @@ POOL: Final = 512
 """So many inputs that protobuf accepted are mutated further."""
 
 
-def inputs(random: Random, count: int) -> list[tuple[type[Message], bytes]]:
+class Inputs:
     """Inputs, few of them purely random, most mutations of messages and of such mutations."""
-    pool, made = list(SEEDS), []
-    for _ in range(count):
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._pool = list(SEEDS)
+
+    def take(self, count: int) -> Iterator[tuple[type[Message], bytes]]:
+        """The next ones, as a message type and bytes."""
+        for _ in range(count):
+            yield self._next()
+
+    def _next(self) -> tuple[type[Message], bytes]:
+        random, pool = self._random, self._pool
         if random.random() < 0.05:
-            made.append((random.choice(MESSAGE_TYPES), random_bytes(random)))
-            continue
+            return random.choice(MESSAGE_TYPES), random_bytes(random)
         message_type, data = random.choice(pool)
         data = mutated(random, message_type, data, random.choice(pool)[1])
-        made.append((message_type, data))
-        if len(pool) < POOL:
-            pool.append(made[-1])
-        elif random.random() < 0.1:
-            pool[random.randrange(len(SEEDS), POOL)] = made[-1]
-    return made
+        if is_message(message_type, data):  # what is none leads nowhere
+            if len(pool) < len(SEEDS) + POOL:
+                pool.append((message_type, data))
+            else:
+                pool[random.randrange(len(SEEDS), len(pool))] = message_type, data
+        return message_type, data
 
 
 def check(message_type: type[Message], data: bytes) -> None:

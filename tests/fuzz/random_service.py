@@ -16,20 +16,28 @@ from typing import Any, Final
 
 import calls
 import grpc
+import messages
 import numpy as np
-from caller import Caller
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
-from mutation import mutated, random_bytes
-from sound import DECODER_CACHE, HK, METHODS, PLAIN_CACHE, Caches, D, S, requests
+from mutation import is_message, mutated, random_bytes
+from sound import DECODER_CACHE, HK, METHODS, PLAIN_CACHE, Caches, D, S, requests, tensor
 
+from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import layers_pb2
 
 PATIENCE_S: Final = 120.0
 IN_FLIGHT: Final = 32
 CALLS: Final = 64
 ROUND: Final = 2000
+POOL: Final = 64
+"""So many mutations of each RPC's requests are mutated further."""
+
+FLAGS: Final = (
+    "--device", "cpu", "--cache-bytes", "16MiB", "--cache-page-bytes", "4KiB", "--max-caches", "64",
+    "--log-level", "error",
+)  # fmt: skip
+"""A server that cannot be filled up with what inputs leave behind."""
 
 MAY_BE: Final = {
     grpc.StatusCode[name]
@@ -49,7 +57,7 @@ FORBIDDEN: Final = re.compile(
     rb"Exception|Unexpected <|torch\.|SECRET-FINGERPRINT"
 )
 """What no reply may hold: traces, paths, names of the server's own classes, and what another caller has sent."""
-SECRET: Final = b"SECRET-FINGERPRINT"
+SECRET: Final = b"SECRET-FINGERPRINT--"
 
 
 class Finding(AssertionError):
@@ -67,52 +75,78 @@ class Attack:
     channel: grpc.Channel
     random: Random
     codes: Counter[str] = field(default_factory=Counter)
+    """How often each RPC ended with each code."""
     sent: Counter[str] = field(default_factory=Counter)
+    """How many inputs each way has had."""
 
     def __post_init__(self) -> None:
-        self._caller = Caller(self.channel)
         self._caches = Caches("", "")
         self._pool: dict[str, list[bytes]] = {}
+        self._kinds: dict[str, int] = {}
         self._flight: deque[tuple[str, bytes, Any]] = deque()
-        self._others: list[str] = []
 
     def run(self, inputs: int) -> None:
         """Sends so many inputs. Raises Finding."""
         while inputs > 0:
-            self._prepare()
+            self.prepare()
             for _ in range(min(ROUND, inputs) // CALLS or 1):
                 inputs -= self._some()
             while self._flight:
                 self._settle()
 
-    def _prepare(self) -> None:
+    def send(self, method: str, data: bytes) -> None:
+        """Sends one input and waits for what comes of it. Raises Finding."""
+        if METHODS[method].streaming:
+            self._send_messages(data, wait=True)
+        else:
+            self._send(method, data)
+            self._settle()
+
+    def input(self, method: str) -> bytes:
+        """One input of the random's choice."""
+        if not self._pool:
+            self.prepare()
+        return self._input(method)
+
+    def seeds(self, method: str) -> list[bytes]:
+        """The sound requests of an RPC."""
+        return self._pool[method][: self._kinds[method]]
+
+    def prepare(self) -> None:
         """Caches and layers as the sound requests need them."""
-        self._caller.delete(*(cache.name for cache in self._caller.list().caches), "nothing")
-        load = layers_pb2.LayerServiceLoadRequest(definitions="layers.toml")
-        if len(self._ask("LayerService/List", b"").layers) < 10:
-            self._ask("LayerService/Load", load.SerializeToString())
-        names = [self._ask("CacheService/Create", _cache(shape)).cache.name for shape in (PLAIN_CACHE, DECODER_CACHE)]
-        self._caches = Caches(*names)
-        self._caller.append(names[0], *(np.zeros((HK, S, D), np.float32) for _ in range(2)))
+        caches = [cache.name for cache in self._ask("CacheService/List").caches]
+        self._ask("CacheService/Delete", names=[*caches, "nothing"])
+        if len(self._ask("LayerService/List").layers) < 10:
+            self._ask("LayerService/Load", definitions="layers.toml")
+        plain, decoder, others = (
+            self._ask("CacheService/Create", **shape).cache.name for shape in (PLAIN_CACHE, DECODER_CACHE, PLAIN_CACHE)
+        )
+        self._caches = Caches(plain, decoder)
+        self._ask("CacheService/Append", name=plain, key=tensor(HK, S, D), value=tensor(HK, S, D))
         # What another caller has here, and an attacker must not see.
-        secret = np.frombuffer(SECRET * 16, np.uint8)[: 16 * 16].copy().view(np.float32).reshape(2, 4, 8)
-        self._caller.append(self._caller.create(2, 8), secret, secret)
+        secret = messages.tensor(np.frombuffer(SECRET * HK * D, np.float32).reshape(HK, -1, D))
+        self._ask("CacheService/Append", name=others, key=secret, value=secret)
         self._pool = {
             name: [message.SerializeToString() for message in kinds.values()]
             for name, kinds in requests(self._caches).items()
         }
+        self._kinds = {name: len(kinds) for name, kinds in self._pool.items()}
 
-    def _ask(self, method: str, data: bytes) -> Any:
-        reply = self.channel.unary_unary(METHODS[method].path)(data, timeout=PATIENCE_S)
-        return METHODS[method].response.FromString(reply)
+    def _ask(self, method: str, **fields: Any) -> Any:
+        return ask(self.channel, method, **fields)
 
     def _input(self, method: str) -> bytes:
         if self.random.random() < 0.03:
             return random_bytes(self.random)
         pool = self._pool[method]
-        data = mutated(self.random, METHODS[method].request, self.random.choice(pool), self.random.choice(pool))
-        if len(pool) < 100:
-            pool.append(data)
+        begin = self.random.choice(pool[: self._kinds[method]] if self.random.random() < 0.6 else pool)
+        data = mutated(self.random, METHODS[method].request, begin, self.random.choice(pool))
+        if is_message(METHODS[method].request, data):  # what is none leads nowhere
+            kinds = self._kinds[method]
+            if len(pool) < kinds + POOL:
+                pool.append(data)
+            else:
+                pool[self.random.randrange(kinds, len(pool))] = data
         return data
 
     def _some(self) -> int:
@@ -122,7 +156,7 @@ class Attack:
             return self._send_calls()
         if kind == "messages":
             data = self._input("AttentionService/AttendStream")
-            self._send_messages([data], half_close=self.random.random() < 0.9)
+            self._send_messages(data, wait=self.random.random() < 0.9)
             return 1
         for _ in range(CALLS):
             method = self.random.choice([name for name in METHODS if not METHODS[name].streaming])
@@ -170,22 +204,20 @@ class Attack:
             raise Finding(f"no reply to {sorted(sent)}", "AttendStream", whole)
         return CALLS
 
-    def _send_messages(self, messages: list[bytes], half_close: bool) -> None:
-        """What may be messages of a stream: it ends with an error or well, and it ends."""
+    def _send_messages(self, data: bytes, wait: bool) -> None:
+        """What may be a message of a stream: it ends, with an error or well. Or its caller does not wait."""
         method = "AttentionService/AttendStream"
-        self.sent[method] += len(messages)
-        call = self.channel.stream_stream(METHODS[method].path)(
-            iter(messages) if half_close else _then_wait(messages), timeout=PATIENCE_S
-        )
+        self.sent[method] += 1
+        call = self.channel.stream_stream(METHODS[method].path)(iter([data]), timeout=PATIENCE_S)
         try:
-            if not half_close:
+            if not wait:
                 call.cancel()
             for reply in call:
-                for each in self._parse(method, messages[0], pb.AttendStreamResponse, reply).replies:
-                    self._judge(method, messages[0], NAMES[each.error.code], each.error, each.error.message)
+                for each in self._parse(method, data, pb.AttendStreamResponse, reply).replies:
+                    self._judge(method, data, NAMES[each.error.code], each.error, each.error.message)
         except grpc.RpcError:
-            if half_close:
-                self._judge(method, messages[0], call.code(), calls.status_of(call), call.details())
+            if wait:
+                self._judge(method, data, call.code(), calls.status_of(call), call.details())
 
     def _replies(self, messages: list[bytes]) -> Iterator[pb.AttendStreamReply]:
         method = "AttentionService/AttendStream"
@@ -219,16 +251,11 @@ class Attack:
             raise Finding(f"the reply is no {message_type.__name__}: {error}", method, data) from None
 
 
-def _cache(shape: dict[str, Any]) -> bytes:
-    return METHODS["CacheService/Create"].request(**shape).SerializeToString()
+def ask(channel: grpc.Channel, method: str, **fields: Any) -> Any:
+    """The reply to a sound request."""
+    request = METHODS[method].request(**fields).SerializeToString()
+    return METHODS[method].response.FromString(channel.unary_unary(METHODS[method].path)(request, timeout=PATIENCE_S))
 
 
 def _field(number: int, content: bytes) -> bytes:
-    from attnserve import _wire
-
     return _wire.field_prefix(number, len(content)) + content
-
-
-def _then_wait(messages: list[bytes]) -> Iterator[bytes]:
-    """The messages, and no half-close: the caller goes away instead."""
-    yield from messages

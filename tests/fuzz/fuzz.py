@@ -1,0 +1,143 @@
+"""Fuzzing, from the command line: `python tests/fuzz/fuzz.py codec --inputs 1000000`.
+
+    codec           random and mutated bytes into the wire codec, compared with stock protobuf
+    server          the same into every RPC of a live server, which must not crash, hang, leak or say INTERNAL
+    guided-codec    the codec, with inputs that atheris chooses by the code that they reach (extra `fuzz`)
+    guided-server   the readers and RPCs of a server in the same process, likewise
+
+What is found is written below `fuzz-findings/`, and belongs into a test. The exit status says whether anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+FINDINGS = Path("fuzz-findings")
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+MAX_GROWTH = 1.05
+"""Resident memory after the first fifth of the inputs, and at the end."""
+
+
+def codec(inputs: int, seed: int) -> dict[str, Any]:
+    """Random and mutated bytes into the codec."""
+    from mutation import is_message
+    from random_codec import Inputs, check
+
+    source, taken, accepted = Inputs(Random(seed)), 0, 0
+    at_first = 0
+    for message_type, data in source.take(inputs):
+        try:
+            check(message_type, data)
+        except Exception:
+            keep(f"codec-{message_type.__name__}", data)
+            raise
+        taken += 1
+        accepted += is_message(message_type, data)
+        if taken == inputs // 5:
+            at_first = resident("self")
+    return {"inputs": taken, "messages": accepted, "resident_growth": _growth(at_first, resident("self"))}
+
+
+def server(inputs: int, seed: int) -> dict[str, Any]:
+    """Random and mutated bytes into every RPC of a server."""
+    import checkpoints
+    import grpc
+    from conftest import Server
+    from random_service import FLAGS, Attack, Finding
+
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoints.write(Path(directory))
+        flags = (*FLAGS, "--layers", str(Path(directory) / "layers.toml"))
+        process = Server(flags, Path(directory) / "stderr")
+        codes: Counter[str] = Counter()
+        try:
+            with grpc.insecure_channel(process.address) as channel:
+                attack = Attack(channel, Random(seed), codes)
+                attack.run(max(2000, inputs // 5))
+                pid = str(process.process.pid)
+                at_first, open_at_first = resident(pid), descriptors(pid)
+                attack.run(max(0, inputs - sum(attack.sent.values())))
+            growth, more_open = _growth(at_first, resident(pid)), descriptors(pid) - open_at_first
+        except Finding as finding:
+            keep(f"server-{finding.method.replace('/', '-')}", finding.data)
+            raise
+        finally:
+            status = process.stop()
+        faults = [line for line in process.stderr().splitlines() if " error " in line]
+        assert status == 0, f"the server ended with {status}"
+        assert not faults, faults[:3]
+        assert more_open <= 0, f"{more_open} descriptors more are open"
+        assert growth <= MAX_GROWTH, f"resident memory grew to {growth:.3f} of what it was"
+        return {"inputs": sum(attack.sent.values()), "resident_growth": growth, "codes": dict(sorted(codes.items()))}
+
+
+def guided(target: str, inputs: int, seed: int) -> dict[str, Any]:
+    """A target of `guided.py`, in a process of its own, which libFuzzer ends as it pleases."""
+    FINDINGS.mkdir(exist_ok=True)
+    command = [sys.executable, str(HERE / "guided.py"), target, f"-runs={inputs}", f"-seed={seed or 1}"]
+    done = subprocess.run(
+        [*command, f"-artifact_prefix={FINDINGS}/{target}-"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    last = [line for line in done.stderr.splitlines() if line.startswith(("#", "Done "))]
+    if done.returncode:
+        print(done.stderr[-6000:], file=sys.stderr)
+        raise AssertionError(f"{target} ended with {done.returncode}")
+    return {"inputs": inputs, "libfuzzer": last[-2:]}
+
+
+def resident(pid: str) -> int:
+    """The resident memory of a process, in KiB."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1])
+
+
+def descriptors(pid: str) -> int:
+    """How many descriptors a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def keep(name: str, data: bytes) -> None:
+    """Writes an input down that found something."""
+    FINDINGS.mkdir(exist_ok=True)
+    (FINDINGS / name).write_bytes(data)
+
+
+def _growth(before: int, after: int) -> float:
+    return round(after / before, 4) if before else 1.0
+
+
+TARGETS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "codec": codec,
+    "server": server,
+    "guided-codec": lambda inputs, seed: guided("codec", inputs, seed),
+    "guided-server": lambda inputs, seed: guided("server", inputs, seed),
+}
+
+
+def main() -> int:
+    """Runs one target and prints its figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    figures = TARGETS[arguments.target](arguments.inputs, arguments.seed)
+    print(json.dumps({"target": arguments.target, "seconds": round(time.perf_counter() - begin, 1), **figures}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
