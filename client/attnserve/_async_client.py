@@ -22,6 +22,7 @@ from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Token, as_token
 from attnserve._errors import ClientClosedError
+from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
 from attnserve._plans import CacheState, CacheStates, Plan, Request
@@ -176,6 +177,14 @@ class AsyncClient:
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return await self._ask(SERVER_INFO, timeout)
+
+    async def is_ready(self, *, timeout: float | None = 60.0) -> bool:
+        """Whether the server takes requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        return await self._ask(READINESS, timeout)
+
+    async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
+        """Whether the server is of use: while it starts or drains too. Arguments and errors are those of `is_ready`."""
+        return await self._ask(LIVENESS, timeout)
 
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""

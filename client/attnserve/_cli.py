@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ask(parsed: argparse.Namespace) -> int:
     """Asks the service, and prints what it says."""
     try:
-        client = Client(parsed.address, tls=tls_of(parsed, os.environ), token=token_of(parsed, os.environ))
+        client = _client(parsed)
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2
@@ -49,6 +49,12 @@ def _ask(parsed: argparse.Namespace) -> int:
         return 1
     print(json.dumps(answer, indent=2) if parsed.json else text)
     return 0
+
+
+def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
+    """A client as the command line and the environment say. ValueError if they make no sense."""
+    tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
+    return Client(parsed.address, retries=retries, tls=tls, token=token)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +89,18 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)")
     add_flags(top)
     top.set_defaults(run=_top)
+    health = commands.add_parser(
+        "health",
+        help="whether a server is ready",
+        description="Ask for a server's health (grpc.health.v1). The exit status is 0 if it is well, and 1 if not.",
+    )
+    health.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
+    health.add_argument("--live", action="store_true", help="ask whether it lives, ready or not")
+    health.add_argument(
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
+    )
+    add_flags(health)
+    health.set_defaults(run=_health)
     return parser
 
 
@@ -91,6 +109,24 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"expected seconds, more than 0, found {text}")
     return seconds
+
+
+def _health(parsed: argparse.Namespace) -> int:
+    """Asks whether the server is well."""
+    try:
+        client = _client(parsed, retries=0)
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        with client:
+            ask = client.is_alive if parsed.live else client.is_ready
+            well = ask(timeout=parsed.timeout)
+    except AttnServeError as error:
+        print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
+        return 1
+    print(("" if well else "not ") + ("alive" if parsed.live else "ready"))
+    return 0 if well else 1
 
 
 def _top(parsed: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Token, as_token
+from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
 from attnserve._plans import CacheState, CacheStates, Plan, Request
@@ -284,6 +285,14 @@ class Client:
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return self._ask(SERVER_INFO, timeout)
+
+    def is_ready(self, *, timeout: float | None = 60.0) -> bool:
+        """Whether the server takes requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        return self._ask(READINESS, timeout)
+
+    def is_alive(self, *, timeout: float | None = 60.0) -> bool:
+        """Whether the server is of use: while it starts or drains too. Arguments and errors are those of `is_ready`."""
+        return self._ask(LIVENESS, timeout)
 
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""

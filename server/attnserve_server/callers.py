@@ -43,7 +43,7 @@ class Caller:
     def require(self, *roles: Role) -> None:
         """Raises PermissionDenied if the caller has none of the roles."""
         if self.roles.isdisjoint(roles):
-            raise PermissionDenied(f"the caller lacks the role {' or '.join(roles)!r}", "ROLE_MISSING", role=roles[0])
+            raise PermissionDenied(f"the caller lacks the role {' or '.join(roles)}", "ROLE_MISSING", role=roles[0])
 
 
 @lru_cache(4096)

@@ -1,0 +1,26 @@
+"""Whether a server is well: grpc.health.v1, asked for readiness and for liveness.
+
+Its messages have one field each, and google.protobuf's wrappers of a text and of a number are the same bytes: no
+package is needed for them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+
+from attnserve._rpc import Rpc
+
+_PATH: Final = "/grpc.health.v1.Health/Check"
+_SERVING: Final = 1
+
+
+def _read(status: Int32Value) -> bool:
+    return status.value == _SERVING
+
+
+READINESS: Final = Rpc(_PATH, StringValue(value="readiness"), Int32Value, _read)
+"""Asks whether to send requests to a server."""
+LIVENESS: Final = Rpc(_PATH, StringValue(value="liveness"), Int32Value, _read)
+"""Asks whether a server's process is of use."""

@@ -1,0 +1,159 @@
+"""What a client shows of itself, and whom it shows it to; the commands' flags and variables for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import certificates
+import pytest
+
+from attnserve import TLS, AsyncClient, Client, Token
+from attnserve._cli import main
+from attnserve._credentials import Bearer, is_local
+from attnserve_server.tokens import digest, format_hash
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+SECRET = "attnserve_of-the-tests"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:1", "127.9.9.9", "localhost:1", "LOCALHOST", "[::1]:1", "::1", "unix:/s", "dns:///localhost:1"],
+)
+def test_addresses_of_this_machine(address: str) -> None:
+    assert is_local(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1:1",
+        "example.org:1",
+        "dns:///attnserve:1",
+        "dns://127.0.0.1/attnserve:1",
+        "[2001:db8::1]:1",
+        "ipv4:10.0.0.1:1",
+    ],
+)
+def test_addresses_of_others(address: str) -> None:
+    assert not is_local(address)
+
+
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+def test_a_token_is_not_sent_in_the_clear_to_other_machines(client_class: Any) -> None:
+    for token in (SECRET, Token(SECRET)):
+        with pytest.raises(ValueError, match=r"^token: example\.org:1 would get it unencrypted") as caught:
+            client_class("example.org:1", token=token)
+        assert SECRET not in str(caught.value)
+    client_class("example.org:1", token=SECRET, tls=TLS())
+    client_class("example.org:1", token=Token(SECRET, plaintext=True))
+
+
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"tls": True}, "tls: expected attnserve.TLS"),
+        ({"tls": TLS(ca="/nowhere/ca.pem")}, "tls: cannot read /nowhere/ca.pem"),
+        ({"token": ""}, "token: expected visible"),
+        ({"token": "two words"}, "token: expected visible"),
+        ({"token": "ümlaut"}, "token: expected visible"),
+        ({"token": Token(file="/nowhere/token")}, "token: cannot read /nowhere/token"),
+    ],
+)
+def test_credentials_that_make_no_sense_are_refused(client_class: Any, argument: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        client_class(**argument)
+
+
+def test_values_that_are_not_complete_are_refused() -> None:
+    for make in (lambda: TLS(certificate="c"), lambda: TLS(key="k"), lambda: Token(), lambda: Token("t", file="f")):
+        with pytest.raises(ValueError, match=r"^t(ls|oken): expected"):
+            make()
+    assert SECRET not in repr(Token(SECRET))
+
+
+def test_a_token_in_a_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    bearer = Bearer(Token(file=file))
+    assert bearer.metadata == (("authorization", "Bearer first"),)
+    file.write_text("")
+    assert bearer.metadata == (("authorization", "Bearer first"),)
+    file.write_text("the-second\n")
+    assert bearer.metadata == (("authorization", "Bearer the-second"),)
+    file.unlink()
+    assert bearer.metadata == (("authorization", "Bearer the-second"),)
+    assert Bearer(None).metadata == ()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> certificates.Authority:
+    return certificates.Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def guarded(authority: certificates.Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with TLS on both ports that knows one token, which may do everything."""
+    from conftest import Server
+
+    directory = tmp_path_factory.mktemp("guarded")
+    (directory / "callers.toml").write_text(
+        f'[[tokens]]\nname = "ann"\nroles = ["use", "metrics"]\nhash = "{format_hash(digest(SECRET))}"\n'
+    )
+    (directory / "token").write_text(SECRET)
+    files = authority.issue_for_server("guarded")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--http-tls=true")
+    server = Server((*flags, "--callers", str(directory / "callers.toml")), directory / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture
+def variables(authority: certificates.Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSERVE_CA", str(authority.ca))
+    monkeypatch.setenv("ATTNSERVE_TOKEN", SECRET)
+
+
+def test_commands_take_credentials_from_flags(
+    guarded: Server, authority: certificates.Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    assert main(["info", guarded.address, "--ca", str(authority.ca), "--token-file", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"]
+    assert main(["info", guarded.address, "--ca", str(authority.ca)]) == 1
+    assert "there is no token" in capsys.readouterr().err
+    assert main(["info", guarded.address, "--ca", str(authority.ca), "--token-file", str(tmp_path / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert main(["caches", guarded.address, "--ca", str(authority.ca), "--certificate", "c"]) == 2
+    assert "tls: expected both" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("variables")
+def test_commands_take_credentials_from_variables(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["caches", guarded.address]) == 0
+    assert "no caches are open" in capsys.readouterr().out
+    assert main(["top", f"https://{guarded.http_address}", "--json", "--interval", "0.01"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_health_from_the_command_line(
+    guarded: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It needs the authorities, but no token."""
+    assert main(["health", guarded.address, "--ca", str(authority.ca)]) == 0
+    assert main(["health", guarded.address, "--ca", str(authority.ca), "--live"]) == 0
+    assert capsys.readouterr().out == "ready\nalive\n"
+    assert main(["health", guarded.address]) == 1
+    assert guarded.address in capsys.readouterr().err
+
+
+async def test_health_from_the_client_for_asyncio(guarded: Server, authority: certificates.Authority) -> None:
+    async with AsyncClient(guarded.address, tls=TLS(authority.ca)) as client:
+        assert (await client.is_ready(), await client.is_alive()) == (True, True)
