@@ -30,6 +30,8 @@ OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append
 CODES: Final = (
     "OK",
     "INVALID_ARGUMENT",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
     "NOT_FOUND",
     "FAILED_PRECONDITION",
     "RESOURCE_EXHAUSTED",
@@ -156,8 +158,8 @@ class Metrics:
             "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", registry=registry
         )
         self._in_flight_seconds = Gauge(
-            "attnserve_in_flight_queue_time",
-            "How long what is admitted and not yet computed should take, in seconds at the measured rate.",
+            "attnserve_in_flight_seconds",
+            "How long what is admitted and not yet computed should take, at the measured rate.",
             registry=registry,
         )
         self._in_flight_limit = Gauge(
@@ -263,7 +265,7 @@ class Metrics:
         limits: Mapping[str, float],
     ) -> None:
         """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes,
-        flops and queue_time.
+        flops and seconds. 0 is no bound.
         """
         self._queue_requests.set_function(queue_requests)
         self._queue_bytes.set_function(queue_bytes)
@@ -272,7 +274,8 @@ class Metrics:
         self._in_flight_flops.set_function(in_flight_flops)
         self._in_flight_seconds.set_function(in_flight_seconds)
         for bound, limit in limits.items():
-            self._in_flight_limit.labels(bound).set(limit)
+            if limit:
+                self._in_flight_limit.labels(bound).set(limit)
 
     def watch_device(
         self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]

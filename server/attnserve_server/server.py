@@ -109,7 +109,7 @@ class Server:
                 "requests": config.max_requests,
                 "bytes": config.max_bytes,
                 "flops": config.max_flops,
-                "queue_time": config.max_queue_time,
+                "seconds": config.max_queue_time,
             },
         )
         self.metrics.watch_device(

@@ -90,7 +90,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     flags = (
         *("--layers", traffic.write_layer(directory)),
         *("--cache-bytes", "4MiB", "--cache-page-bytes", "16KiB"),
-        *("--priority-aging", "60s"),
+        *("--priority-aging", "60s", "--max-queue-time", "60s"),
     )
     server = Server(flags, directory / "stderr")
     try:
@@ -210,7 +210,7 @@ def test_depth_of_the_queue(observed: Observed) -> None:
     assert waited <= prometheus.value("max_over_time(attnserve_in_flight_requests[1h])") <= in_flight
     assert prometheus.value("attnserve_queue_requests") == 0, "it is empty again"
     ratio = prometheus.by("bound", "max_over_time(attnserve:in_flight:ratio[1h])")
-    assert set(ratio) == {"requests", "bytes", "flops"}
+    assert set(ratio) == {"requests", "bytes", "flops", "seconds"}
     assert 0 < ratio["requests"] <= in_flight / prometheus.value('attnserve_in_flight_limit{bound="requests"}')
 
 

@@ -22,6 +22,7 @@ from attnserve import Client
 from attnserve_server import metrics as declared
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
+from attnserve_server.errors import RequestError
 from attnserve_server.health import Health
 from attnserve_server.histogram import Histogram
 from attnserve_server.metrics import Metrics
@@ -66,6 +67,16 @@ def test_a_code_that_nobody_declared_makes_no_series(metrics: Metrics) -> None:
     metrics.finished("attend", "a caller's invention", 0.1)
     assert value(metrics, "attnserve_requests_total", operation="attend", code="UNKNOWN") == 1
     assert "invention" not in generate_latest(metrics.registry).decode()
+
+
+def test_every_error_has_its_code() -> None:
+    ahead, codes = [RequestError], set()
+    while ahead:
+        error = ahead.pop()
+        ahead += error.__subclasses__()
+        codes |= {code.name} if (code := getattr(error, "code", None)) is not None else set()
+    assert "UNAUTHENTICATED" in codes
+    assert codes <= set(declared.CODES)
 
 
 def test_phases(metrics: Metrics) -> None:
@@ -122,7 +133,7 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         in_flight_bytes=lambda: 2 * sum(waiting),
         in_flight_flops=lambda: 1e9 * len(waiting),
         in_flight_seconds=lambda: 0.5 * len(waiting),
-        limits={"requests": 10, "bytes": 4096, "flops": 1e12, "queue_time": 1.0},
+        limits={"requests": 10, "bytes": 4096, "flops": 1e12, "seconds": 0},
     )
     names = (
         "queue_requests",
@@ -130,13 +141,14 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         "in_flight_requests",
         "in_flight_bytes",
         "in_flight_flops",
-        "in_flight_queue_time",
+        "in_flight_seconds",
     )
     assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0, 0, 0]
     waiting += [100, 200]
     assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600, 2e9, 1.0]
-    bounds = ("requests", "bytes", "flops", "queue_time")
-    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12, 1.0]
+    bounds = ("requests", "bytes", "flops")
+    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12]
+    assert 'bound="seconds"' not in generate_latest(metrics.registry).decode(), "0 is no bound"
 
 
 def test_the_use_of_the_device(metrics: Metrics) -> None:
