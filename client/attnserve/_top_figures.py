@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from attnserve._reading import Reading
 
@@ -16,6 +16,9 @@ _ERRORS = ("INTERNAL", "UNKNOWN", "UNAVAILABLE")
 _REQUESTS = "attnserve_requests_total"
 _DURATION = "attnserve_request_duration_seconds"
 _PHASES = "attnserve_request_phase_duration_seconds"
+
+_FEW: Final = 8
+"""So many requests may wait however long they take: the bound on time is for queues."""
 
 Rates: TypeAlias = dict[str, float]
 """By name, what is not 0, the largest first."""
@@ -56,7 +59,11 @@ class Load:
     @property
     def fullest(self) -> tuple[str, float]:
         """The bound that is taken most, and the part of it that is."""
-        parts = {bound: self.in_flight.get(bound, 0.0) / limit for bound, limit in self.limits.items()}
+        parts = {
+            bound: self.in_flight.get(bound, 0.0) / limit
+            for bound, limit in self.limits.items()
+            if bound != "seconds" or self.queue_requests > _FEW
+        }
         return max(parts.items(), key=lambda item: item[1], default=("", math.nan))
 
 

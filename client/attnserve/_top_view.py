@@ -52,7 +52,8 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
         (
             "queue",
             f"{load.queue_requests:,.0f} wait ({_bytes(load.queue_bytes)}), "
-            f"{load.in_flight.get('requests', 0.0):,.0f} in flight",
+            f"{load.in_flight.get('requests', 0.0):,.0f} in flight"
+            + (f", work of {_seconds(load.in_flight['seconds'])}" if load.in_flight.get("seconds") else ""),
         ),
         ("", f"{_bar(fullest)} {_percent(fullest)} of the bound on {bound}" if bound else ""),
         (

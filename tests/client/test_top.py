@@ -25,7 +25,7 @@ from rich.console import Console
 from attnserve import TLS, Client, Token, _cli
 from attnserve._endpoint import Endpoint
 from attnserve._reading import Reading
-from attnserve._top_figures import Figures, figures
+from attnserve._top_figures import Figures, Load, figures
 from attnserve._top_view import view
 from attnserve_server.tokens import digest, format_hash, new_token
 
@@ -85,6 +85,13 @@ def test_rates_are_per_second() -> None:
     assert found.load.fullest == ("requests", 0.75)
     assert found.callers == {"search": 1e9}
     assert (found.version, found.device.name, found.state) == ("1.2.3", "cpu", "serving")
+
+
+@pytest.mark.parametrize(("waiting", "bound"), [(8.0, "requests"), (9.0, "seconds")])
+def test_few_requests_are_no_queue_however_long_they_take(waiting: float, bound: str) -> None:
+    load = Load(waiting, 0.0, {"requests": 10.0, "seconds": 3.0}, {"requests": 100.0, "seconds": 1.0})
+    assert load.fullest[0] == bound
+    assert math.isnan(Load(0.0, 0.0, {}, {}).fullest[1])
 
 
 def test_a_server_that_was_started_anew_has_done_nothing_before() -> None:
