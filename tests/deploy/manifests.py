@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +29,9 @@ DEPLOY = ROOT / "deploy"
 WORKLOADS = ("Deployment", "StatefulSet")
 AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
 """Two ways to say how many replicas there are, of which at most one can be had."""
+
+POD = {"metadata.name": "attnserve-0", "status.podIP": "10.0.0.1"}
+"""What Kubernetes says of a pod to itself."""
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders, is not here")
 
@@ -79,11 +83,17 @@ class Rendered:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the container is started with, from its ConfigMaps and its own; `$(NAME)` as it is."""
+        """The variables that the container of `POD` is started with, from ConfigMaps and its own."""
         found: dict[str, str] = {}
         for source in self.container.get("envFrom", []):
             found |= self.named("ConfigMap", source["configMapRef"]["name"])["data"]
-        return found | {entry["name"]: entry.get("value", "") for entry in self.container.get("env", [])}
+        for entry in self.container.get("env", []):
+            if "valueFrom" in entry:
+                found[entry["name"]] = POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            else:
+                # Only what stands before it is known.
+                found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], entry["value"])
+        return found
 
     @property
     def config(self) -> Config:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
-from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 import certificates
 import numpy as np
@@ -26,25 +26,19 @@ def rendered() -> Rendered:
     return combine("monitoring", "stateful", "tls")
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> certificates.Authority:
-    return certificates.Authority(tmp_path)
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> certificates.Authority:
+    return certificates.Authority(tmp_path_factory.mktemp("authority"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def deployed(
-    rendered: Rendered,
-    authority: certificates.Authority,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start_server: Callable[..., Server],
-) -> Server:
+    rendered: Rendered, authority: certificates.Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server with the pods' environment, whose Secret is a directory of this test's."""
-    server_certificate = rendered.named("Certificate", "attnserve")["spec"]
-    names = tuple(x509.DNSName(name) for name in server_certificate["dnsNames"])
-    issued = authority.issue("issued", names=names)
-    secret = tmp_path / "secret"
-    secret.mkdir()
+    names = rendered.named("Certificate", "attnserve")["spec"]["dnsNames"]
+    issued = authority.issue("issued", names=tuple(map(x509.DNSName, names)))
+    secret = tmp_path_factory.mktemp("secret")
     # What cert-manager writes into a Secret, by its names.
     for name, source in (("tls.crt", issued.certificate), ("tls.key", issued.key), ("ca.crt", authority.ca)):
         (secret / name).write_bytes(source.read_bytes())
@@ -52,13 +46,15 @@ def deployed(
     (mount,) = (mount for mount in rendered.container["volumeMounts"] if mount["name"] == volume)
     assert mount["readOnly"] is True
     assert "subPath" not in mount
-    for name, value in rendered.environment.items():
-        inside = PurePosixPath(value)
-        if inside.is_relative_to(mount["mountPath"]):
-            value = str(secret / inside.relative_to(mount["mountPath"]))
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ATTNSERVE_DRAIN_DELAY", "0")  # nobody balances here
-    return start_server()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in rendered.environment.items():
+            inside = PurePosixPath(value)
+            there = inside.is_relative_to(mount["mountPath"])
+            patched.setenv(name, str(secret / inside.relative_to(mount["mountPath"])) if there else value)
+        # Nobody is left to hear of its end.
+        server = Server(("--drain-delay", "0"), tmp_path_factory.mktemp("deployed") / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
 
 
 def test_callers_with_a_certificate_are_served_by_every_name(
