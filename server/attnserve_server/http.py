@@ -4,7 +4,7 @@ In: a registry and the server's health. Out: answers to GET and HEAD of these th
 tokens, the metrics to those only who may read them. It runs on the event loop of gRPC, of which it tells: a loop that
 hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
 prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would bring a web
-server along, for three paths. A scrape takes about 1 ms of the loop.
+server along, for three paths. A scrape takes 2 to 4 ms of the loop.
 """
 
 from __future__ import annotations
