@@ -53,6 +53,13 @@ def test_operations_tells_of_no_alert_that_is_not_there() -> None:
     assert set(re.findall(r"\bAttnserve[A-Z]\w+", OPERATIONS)) == set(ALERTS)
 
 
+def test_operations_links_to_what_is_there() -> None:
+    docs = MONITORING.parents[1] / "docs"
+    targets = re.findall(r"\]\(([^)#]+)", OPERATIONS)
+    assert len(targets) > 5
+    assert [target for target in targets if not (docs / target).exists()] == []
+
+
 def test_grafana_knows_every_word_of_the_dashboard() -> None:
     """Grafana ignores what it does not know, and shows something else than was meant."""
     register_default_plugins()
