@@ -62,11 +62,11 @@ class Sample(NamedTuple):
 
 
 class Prometheus:
-    """Prometheus, scraping one address every half second, until the block ends."""
+    """Prometheus, scraping one address every second, until the block ends."""
 
     def __init__(self, directory: Path, target: str) -> None:
         config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text("utf-8"))
-        config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
         (job,) = config["scrape_configs"]
         job["static_configs"] = [{"targets": [target]}]
@@ -132,18 +132,17 @@ class Prometheus:
             for series in self.ask("query", query=expression, **moment)["result"]
         ]
 
-    def value(self, expression: str, at: float | None = None) -> float:
-        """The value of an expression that gives one series."""
-        found = self.query(expression, at)
-        assert len(found) == 1, (expression, found)
-        return found[0].value
+    def value(self, expression: str) -> float:
+        """The value of an expression that gives one series now."""
+        (found,) = self.wait_for(expression)
+        return found.value
 
-    def by(self, label: str, expression: str, at: float | None = None) -> dict[str, float]:
-        """The values of an expression by one of its labels."""
-        return {sample.labels[label]: sample.value for sample in self.query(expression, at)}
+    def by(self, label: str, expression: str) -> dict[str, float]:
+        """The values of an expression now, by one of its labels."""
+        return {sample.labels[label]: sample.value for sample in self.wait_for(expression)}
 
     def wait_for(self, expression: str) -> list[Sample]:
-        """The series that an expression gives, once it gives any."""
+        """The series that an expression gives, once it gives any: a scrape that came too late leaves a gap."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
