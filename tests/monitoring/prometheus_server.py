@@ -62,14 +62,17 @@ class Sample(NamedTuple):
 
 
 class Prometheus:
-    """Prometheus, scraping one address every second, until the block ends."""
+    """Prometheus, scraping one address every second, until the block ends.
 
-    def __init__(self, directory: Path, target: str) -> None:
+    `job` is what the configuration of the scraping has besides.
+    """
+
+    def __init__(self, directory: Path, target: str, **job: Any) -> None:
         config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text("utf-8"))
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
-        (job,) = config["scrape_configs"]
-        job["static_configs"] = [{"targets": [target]}]
+        (deployed,) = config["scrape_configs"]
+        deployed |= {"static_configs": [{"targets": [target]}], **job}
         path = directory / "prometheus.yaml"
         path.write_text(yaml.safe_dump(config), "utf-8")
         command = (

@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import calls
+import certificates
 import pytest
 import traffic
 from conftest import Server
 from prometheus_server import MONITORING, RULES, Prometheus, Sample, promtool
 from traffic import BURST, TRUNCATE_EVERY, Reply, Traffic
 
-from attnserve import Client, OverloadedError
+from attnserve import TLS, Client, OverloadedError
 from attnserve_server.metrics import OPERATIONS
+from attnserve_server.tokens import digest, format_hash, new_token
 
 pytestmark = pytest.mark.timeout(300)  # of which the setup, on a machine that is busy with others, may take a part
 
@@ -274,3 +277,38 @@ def test_every_query_of_the_dashboard_gives_data(observed: Observed) -> None:
 def test_the_metrics_follow_the_conventions(observed: Observed) -> None:
     _, page = calls.get(observed.server.http_address, "/metrics")
     promtool("check", "metrics", page=page)
+
+
+def test_prometheus_shows_its_token_over_tls(tmp_path: Path, start_server: Callable[..., Server]) -> None:
+    """And sees callers by their names."""
+    authority = certificates.Authority(tmp_path)
+    files = authority.issue_for_server()
+    tokens = {name: new_token() for name in ("ranker", "prometheus")}
+    roles = {"ranker": "use", "prometheus": "metrics"}
+    callers, credentials = tmp_path / "callers.toml", tmp_path / "token"
+    callers.write_text(
+        "".join(
+            f'[[tokens]]\nname = "{name}"\nroles = ["{roles[name]}"]\nhash = "{format_hash(digest(token))}"\n'
+            for name, token in tokens.items()
+        )
+    )
+    credentials.write_text(tokens["prometheus"])
+    server = start_server(
+        *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--http-tls", "true"),
+        *("--callers", str(callers)),
+    )
+    job = {
+        "scheme": "https",
+        "tls_config": {"ca_file": str(authority.ca)},
+        "authorization": {"credentials_file": str(credentials)},
+    }
+    query, key, value = traffic.arrays(2, 5, 8)
+    with (
+        Prometheus(tmp_path, server.http_address, **job) as prometheus,
+        Client(server.address, tls=TLS(authority.ca), token=tokens["ranker"]) as client,
+    ):
+        for _ in range(3):
+            client.attend(query, key, value)
+        prometheus.wait_for('attnserve_caller_requests_total{caller="ranker"} == 3')
+        assert prometheus.value('attnserve_caller_query_tokens_total{caller="ranker"}') == 15
+        assert prometheus.value('attnserve_caller_requests_total{caller="anonymous"}') == 0
