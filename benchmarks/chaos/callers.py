@@ -6,16 +6,20 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 from attnserve import AsyncClient, AttnServeError, Client
 from benchmarks.chaos.questions import Array, Question, Verdict
 
 PATIENCE_S: Final = 120.0
 """How long callers may take to end, once they are told to."""
+
+PAUSE_S: Final = 0.01
+"""How long a caller rests: what is hurt shall have time to come back beside them, on a machine that they share."""
 
 
 class Tally:
@@ -62,12 +66,12 @@ class Tally:
 
 
 @contextmanager
-def in_threads(client: Client, callers: int, tally: Tally) -> Iterator[None]:
-    """So many callers of a client, each a thread, while the block runs."""
+def in_threads(client: Client, callers: int, tally: Tally, pause: float = PAUSE_S) -> Iterator[None]:
+    """So many callers of a client, each a thread, while the block runs; they rest `pause` seconds between questions."""
     stop = threading.Event()
 
     def ask() -> None:
-        while not stop.is_set():
+        while not stop.wait(pause):
             question, begin = tally.question(), perf_counter()
             try:
                 result = client.attend(question.query, question.key, question.value, causal=question.causal)
@@ -89,13 +93,15 @@ def in_threads(client: Client, callers: int, tally: Tally) -> Iterator[None]:
         raise TimeoutError("a caller hangs")
 
 
-@asynccontextmanager
-async def in_tasks(client: AsyncClient, callers: int, tally: Tally) -> AsyncIterator[None]:
-    """So many callers of a client, each a task, while the block runs."""
-    stop = asyncio.Event()
+@contextmanager
+def in_tasks(address: str, callers: int, tally: Tally, pause: float = PAUSE_S, **setup: Any) -> Iterator[None]:
+    """So many callers of an AsyncClient, each a task, while the block runs; `setup` is the client's. Their event loop
+    has a thread of its own.
+    """
+    stop: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def ask() -> None:
-        while not stop.is_set():
+    async def ask(client: AsyncClient, stopped: asyncio.Event) -> None:
+        while not stopped.is_set():
             question, begin = tally.question(), perf_counter()
             try:
                 result = await client.attend(question.query, question.key, question.value, causal=question.causal)
@@ -103,11 +109,19 @@ async def in_tasks(client: AsyncClient, callers: int, tally: Tally) -> AsyncIter
                 tally.take(question, error, begin)
             else:
                 tally.take(question, result.output, begin)
+            await asyncio.sleep(pause)
 
-    tasks = [asyncio.create_task(ask()) for _ in range(callers)]
-    try:
-        yield
-    finally:
-        stop.set()
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*tasks)
+    async def ask_all() -> None:
+        stopped = asyncio.Event()
+        stop.set_result((asyncio.get_running_loop(), stopped))
+        async with AsyncClient(address, **setup) as client:
+            await asyncio.gather(*(ask(client, stopped) for _ in range(callers)))
+
+    with ThreadPoolExecutor(1, "callers") as thread:
+        asking = thread.submit(asyncio.run, ask_all())
+        loop, stopped = stop.result(PATIENCE_S)
+        try:
+            yield
+        finally:
+            loop.call_soon_threadsafe(stopped.set)
+            asking.result(PATIENCE_S)

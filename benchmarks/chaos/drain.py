@@ -20,8 +20,8 @@ PROMISE: Final = (
     "UNAVAILABLE; what is in flight is answered, streams end in good order, the exit status is 0, and liveness stays "
     "true throughout, over HTTP and over gRPC."
 )
-CALLERS: Final = 8
-DELAY: Final = "1s"
+CALLERS: Final = 6
+DELAY: Final = "3s"
 
 
 class _Prober:
@@ -69,7 +69,7 @@ def run(minutes: float) -> list[Figure]:
             tally.until(100)
         victim.terminate()
         for tally in tallies.values():
-            tally.until(20)  # within the delay
+            tally.until(5)  # within the delay
         not_ready = victim.get("/readyz")
         status = victim.wait()
         stack.close()

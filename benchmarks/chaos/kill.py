@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
 
-from attnserve import AsyncClient, AttnServeError, Cache, Client, NotFoundError
+from attnserve import AttnServeError, Cache, Client, NotFoundError
 from benchmarks.chaos.callers import Tally, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.questions import Array
-from benchmarks.chaos.rolling import address_of
+from benchmarks.chaos.rolling import TRANSPORTS, address_of
 from benchmarks.chaos.victim import Victim, start_all
 
 PROMISE: Final = (
@@ -20,8 +19,7 @@ PROMISE: Final = (
     "alone are told that it is unavailable, within their retries; nobody hangs; when it is back they go on by "
     "themselves. Its caches are gone, and it says so."
 )
-CALLERS: Final = 4
-TRANSPORTS: Final = ("stream", "unary")
+CALLERS: Final = 2
 
 
 def run(minutes: float) -> list[Figure]:
@@ -32,26 +30,28 @@ def run(minutes: float) -> list[Figure]:
         for victim in victims:
             stack.push(victim)
         start_all(victims)
-        return asyncio.run(_under_load(*victims))
+        return _under_load(*victims)
 
 
-async def _under_load(victim: Victim, other: Victim) -> list[Figure]:
+def _under_load(victim: Victim, other: Victim) -> list[Figure]:
     both, alone = Tally(), Tally()
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         for address, tally in ((address_of([victim, other]), both), (victim.address, alone)):
             for transport in TRANSPORTS:
                 client = stack.enter_context(Client(address, transport=transport))
                 stack.enter_context(in_threads(client, CALLERS, tally))
-                async_client = await stack.enter_async_context(AsyncClient(address, transport=transport))
-                await stack.enter_async_context(in_tasks(async_client, CALLERS, tally))
+                stack.enter_context(in_tasks(address, CALLERS, tally, transport=transport))
         client = stack.enter_context(Client(victim.address))
         cache = client.create_cache(2, 8)
         token = np.ones((2, 1, 8), np.float32)
         cache.append(token, token)
-        await asyncio.to_thread(_kill, victim, both, alone)
-        await asyncio.to_thread(victim.start)
-        await asyncio.to_thread(alone.until, 100)
-        forgotten = await asyncio.to_thread(_append, cache, token)
+        both.until(200)
+        alone.until(100)
+        victim.kill()
+        both.until(200)
+        victim.start()
+        alone.until(100)
+        forgotten = _append(cache, token)
     unavailable = alone.errors.pop("UnavailableError", 0)
     return [
         Figure("two servers: calls answered", both.right, at_least=400),
@@ -62,13 +62,6 @@ async def _under_load(victim: Victim, other: Victim) -> list[Figure]:
         exactly("wrong answers", both.wrong + both.anothers + alone.wrong + alone.anothers, 0),
         exactly("appends to its cache told NOT_FOUND", isinstance(forgotten, NotFoundError), 1),
     ]
-
-
-def _kill(victim: Victim, both: Tally, alone: Tally) -> None:
-    both.until(200)
-    alone.until(100)
-    victim.kill()
-    both.until(200)
 
 
 def _append(cache: Cache, token: Array) -> AttnServeError | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
-from typing import Final
+from time import monotonic, sleep
+from typing import Any, Final
 
 import numpy as np
 
-from attnserve import AsyncClient, AttnServeError, Cache, Client
+from attnserve import AttnServeError, Cache, Client
 from benchmarks.chaos.callers import PATIENCE_S, Tally, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.proxy import FAULTS, Proxy
@@ -27,10 +26,12 @@ PROMISE: Final = (
 )
 CALLERS: Final = 3
 DECODERS: Final = 3
-TIMEOUT_S: Final = 20.0
+TIMEOUT_S: Final = 40.0
 PAUSE_S: Final = 0.2
 """Between one fault and the next: time to connect again, and for some calls."""
 RETRIES: Final = 30
+KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_500), ("grpc.http2.ping_timeout_ms", 3_000))
+"""Garbage may look like the beginning of a long frame, in which all that follows is lost: only pings tell."""
 LEAST_S: Final = 4.0
 SHARE: Final = 0.1
 """Of the time that is given to all that goes on for a time."""
@@ -85,7 +86,7 @@ class _Decoder:
 def run(minutes: float) -> list[Figure]:
     """Does it for a tenth of the time."""
     with Victim("--log-level", "error") as victim, Proxy(victim.address) as proxy:
-        tally, decoders = asyncio.run(_under_load(proxy, max(LEAST_S, SHARE * 60 * minutes)))
+        tally, decoders = _under_load(proxy, max(LEAST_S, SHARE * 60 * minutes))
         with Client(victim.address) as client:
             for decoder in decoders:
                 decoder.cache = client.open_cache(decoder.cache.name)
@@ -128,20 +129,19 @@ def _decoding(decoders: Sequence[_Decoder]) -> Iterator[None]:
         raise TimeoutError("a decoder hangs")
 
 
-async def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
+def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
     tally = Tally()
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         for transport in ("stream", "unary"):
-            setup = {"transport": transport, "retries": RETRIES, "timeout": TIMEOUT_S}
-            client = stack.enter_context(Client(proxy.address, **setup))  # type: ignore[arg-type]
+            setup: Any = {"transport": transport, "retries": RETRIES, "timeout": TIMEOUT_S, "options": KEEPALIVE}
+            client = stack.enter_context(Client(proxy.address, **setup))
             stack.enter_context(in_threads(client, CALLERS, tally))
-            async_client = await stack.enter_async_context(AsyncClient(proxy.address, **setup))  # type: ignore[arg-type]
-            await stack.enter_async_context(in_tasks(async_client, CALLERS, tally))
-        client = stack.enter_context(Client(proxy.address, retries=RETRIES))
+            stack.enter_context(in_tasks(proxy.address, CALLERS, tally, **setup))
+        client = stack.enter_context(Client(proxy.address, retries=RETRIES, options=KEEPALIVE))
         decoders = [_Decoder(client.create_cache(2, 8)) for _ in range(DECODERS)]
         stack.enter_context(_decoding(decoders))
         faults, end = itertools.cycle(FAULTS), monotonic() + seconds
         while monotonic() < end:
-            await asyncio.sleep(PAUSE_S)
+            sleep(PAUSE_S)
             proxy.do(next(faults))
     return tally, decoders

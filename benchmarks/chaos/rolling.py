@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
-from typing import Final
+from contextlib import ExitStack
+from typing import Final, Literal
 
-from attnserve import AsyncClient, Client
+from attnserve import Client
 from benchmarks.chaos.callers import Tally, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.victim import Victim, start_all
@@ -17,8 +16,9 @@ PROMISE: Final = (
     "calls): not one call fails."
 )
 SERVERS: Final = 3
+TRANSPORTS: Final[tuple[Literal["stream", "unary"], ...]] = ("stream", "unary")
 CALLERS: Final = 2
-DELAY: Final = "2s"
+DELAY: Final = "1s"
 """Long enough for clients to be told that a server is not ready, on a machine that is busy."""
 
 
@@ -35,7 +35,7 @@ def run(minutes: float) -> list[Figure]:
         for victim in victims:
             stack.push(victim)
         start_all(victims)
-        tallies = asyncio.run(_under_load(victims))
+        tallies = _under_load(victims)
         for victim in victims:
             victim.terminate()
     return [
@@ -49,21 +49,18 @@ def run(minutes: float) -> list[Figure]:
     ] + [exactly("servers that did not end well", sum(victim.ends != [0, 0] for victim in victims), 0)]
 
 
-async def _under_load(victims: Sequence[Victim]) -> dict[str, Tally]:
+def _under_load(victims: Sequence[Victim]) -> dict[str, Tally]:
     """Starts each again while callers of four kinds are busy; what came of their calls."""
-    tallies = {f"{kind}, {transport}": Tally() for kind in ("threads", "asyncio") for transport in ("stream", "unary")}
-    address = address_of(victims)
-    async with AsyncExitStack() as stack:
-        for name, tally in tallies.items():
-            kind, transport = name.split(", ")
-            if kind == "threads":
-                client = stack.enter_context(Client(address, transport=transport))  # type: ignore[arg-type]
-                stack.enter_context(in_threads(client, CALLERS, tally))
-            else:
-                async_client = await stack.enter_async_context(AsyncClient(address, transport=transport))  # type: ignore[arg-type]
-                await stack.enter_async_context(in_tasks(async_client, CALLERS, tally))
+    tallies: dict[str, Tally] = {}
+    with ExitStack() as stack:
+        for transport in TRANSPORTS:
+            tally = tallies[f"threads, {transport}"] = Tally()
+            client = stack.enter_context(Client(address_of(victims), transport=transport))
+            stack.enter_context(in_threads(client, CALLERS, tally))
+            tally = tallies[f"asyncio, {transport}"] = Tally()
+            stack.enter_context(in_tasks(address_of(victims), CALLERS, tally, transport=transport))
         for victim in victims:
-            await asyncio.to_thread(_start_again, victim, [*tallies.values()])
+            _start_again(victim, [*tallies.values()])
     return tallies
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
 import signal
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Final
@@ -17,9 +16,10 @@ from typing import Final
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from attnserve import AsyncClient, Client
+from attnserve import Client
 from benchmarks.chaos.callers import PATIENCE_S, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
+from benchmarks.chaos.rolling import TRANSPORTS
 from benchmarks.chaos.traffic import KINDS, Kind, Record
 from benchmarks.chaos.victim import Victim
 
@@ -68,7 +68,7 @@ def run(minutes: float) -> list[Figure]:
                 kind(client, np.random.default_rng(0), record)
         before = _settled(victim, process, None)
         own_before = own.num_fds(), threading.active_count()
-        samples = asyncio.run(_under_load(victim, process, record, 60 * minutes))
+        samples = _under_load(victim, process, record, 60 * minutes)
         after = _settled(victim, process, before)
         own_after = own.num_fds(), threading.active_count()
         left = {name: victim.metric(f"attnserve_{name}") for name in NOTHING_LEFT}
@@ -103,21 +103,21 @@ def run(minutes: float) -> list[Figure]:
     ]
 
 
-async def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds: float) -> list[int]:
+def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds: float) -> list[int]:
+    """The resident memory, once in a while."""
     samples = []
-    async with AsyncExitStack() as stack:
-        for transport in ("stream", "unary"):
+    with ExitStack() as stack:
+        for transport in TRANSPORTS:
             client = stack.enter_context(Client(victim.address, transport=transport))
             stack.enter_context(in_threads(client, 1, record.tally))
-            async_client = await stack.enter_async_context(AsyncClient(victim.address, transport=transport))
-            await stack.enter_async_context(in_tasks(async_client, 2, record.tally))
+            stack.enter_context(in_tasks(victim.address, 2, record.tally, transport=transport))
         client = stack.enter_context(Client(victim.address))
         for number, kind in enumerate(KINDS.values()):
             stack.enter_context(_repeating(kind, client, np.random.default_rng(number), record))
         end = monotonic() + seconds
         while monotonic() < end:
             samples.append(process.memory_info().rss)
-            await asyncio.sleep(min(1.0, seconds / 30))
+            sleep(min(1.0, seconds / 30))
     return samples
 
 
