@@ -3,8 +3,8 @@
 In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
 scraped on the same thread. Label values are those written here, and the names of kernels, of loaded layers and of
 identified callers, a bounded number; nothing that a caller can invent becomes one. A request that is alone in its batch
-and its messages costs 2.4 us of metrics, where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us
-(see `histogram`) and six counters at 0.24 us, whose labels are resolved once.
+and its messages costs 2.5 us of metrics, where Prometheus' own histograms would make it 6.5: nine histograms at 0.07 us
+(see `histogram`), six counters at 0.24 us, whose labels are resolved once, and its caller's at 0.13.
 """
 
 from __future__ import annotations
