@@ -8,6 +8,7 @@ cert-manager, KEDA and the Prometheus operator publish.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -144,6 +145,7 @@ def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
         assert rendered.named(issuer["kind"], issuer["name"])
     volumes = {volume["name"] for volume in rendered.pod["volumes"]}
     assert {mount["name"] for mount in rendered.container["volumeMounts"]} == volumes
+    assert rendered.config  # which the server would refuse otherwise
 
 
 def test_a_field_that_is_not_there_is_found() -> None:
@@ -182,3 +184,11 @@ def _sorted(value: Any) -> Any:
     if isinstance(value, list):
         return sorted(map(_sorted, value), key=lambda part: json.dumps(part, sort_keys=True))
     return value
+
+
+def test_the_document_has_every_component() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)) == components()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links
+    assert all((DEPLOY / link).exists() for link in links)

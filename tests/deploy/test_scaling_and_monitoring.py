@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +54,25 @@ def test_what_autoscaling_asks_for_is_measured(series: dict[str, set[str]]) -> N
         assert set(names) <= series.keys(), (who, query)
 
 
+@pytest.mark.skipif(
+    shutil.which("promtool") is None and "REQUIRE_PROMETHEUS" not in os.environ,
+    reason="promtool, which reads queries, is not here",
+)
+def test_what_autoscaling_asks_is_a_query(tmp_path: Path) -> None:
+    rules = [
+        # What the adapter puts in its places.
+        {
+            "record": f"query:{number}",
+            "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="a"'),
+        }
+        for number, (_, query) in enumerate(scaling_queries())
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_adapter_gives_what_the_autoscaler_takes() -> None:
     adapter = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
     given = {rule["name"]["as"] for rule in adapter["rules"]["custom"]}
@@ -65,10 +87,18 @@ def test_both_autoscalings_want_the_same() -> None:
     (horizontal,) = combine("autoscaling").of_kind("HorizontalPodAutoscaler")
     (scaled,) = combine("autoscaling-keda").of_kind("ScaledObject")
     horizontal, scaled = horizontal["spec"], scaled["spec"]
-    (metric,), (trigger,) = horizontal["metrics"], scaled["triggers"]
-    threshold = int(metric["pods"]["target"]["averageValue"])
-    assert threshold == int(trigger["metadata"]["threshold"])
-    assert 1 <= threshold < Config().max_batch_requests  # below what would run at once anyway
+    wanted = {
+        metric["pods"]["metric"]["name"]: quantity(metric["pods"]["target"]["averageValue"])
+        for metric in horizontal["metrics"]
+    }
+    assert wanted == {
+        name: float(trigger["metadata"]["threshold"])
+        for trigger in scaled["triggers"]
+        for name in re.findall(r"attnserve_\w+", trigger["metadata"]["query"])
+    }
+    # Below what would run at once anyway, and below what makes the server refuse.
+    assert 1 <= wanted["attnserve_queue_requests"] < Config().max_batch_requests
+    assert 0 < wanted["attnserve_in_flight_seconds"] < Config().max_queue_time
     assert horizontal["behavior"] == scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert (horizontal["minReplicas"], horizontal["maxReplicas"]) == (
         scaled["minReplicaCount"],
@@ -80,7 +110,13 @@ def test_both_autoscalings_want_the_same() -> None:
     assert all(policy["type"] == "Pods" and policy["value"] == 1 for policy in down["policies"])
     # KEDA asks for the namespace by name.
     (namespace,) = combine("autoscaling-keda").of_kind("Namespace")
-    assert f'namespace="{namespace["metadata"]["name"]}"' in trigger["metadata"]["query"]
+    selector = f'{{namespace="{namespace["metadata"]["name"]}"}}'
+    assert all(selector in trigger["metadata"]["query"] for trigger in scaled["triggers"])
+
+
+def quantity(text: str) -> float:
+    """A quantity as Kubernetes writes it, whole or in thousandths."""
+    return int(text[:-1]) / 1000 if text.endswith("m") else int(text)
 
 
 @needs_kubectl
