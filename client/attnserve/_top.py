@@ -80,6 +80,6 @@ def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
                 before = after
             except OSError as error:  # it may come back: servers are replaced
                 said = Text(str(error), style="bold red")
-            shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history)), Text()]
-            live.update(Group(*shown, said), refresh=True)
+            shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history))]
+            live.update(Group(said, *shown), refresh=True)
             time.sleep(parsed.interval)

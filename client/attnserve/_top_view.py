@@ -21,7 +21,10 @@ _NAMES: Final = 4
 
 
 def view(figures: Figures, address: str, now: float, history: Sequence[float] = ()) -> RenderableType:
-    """Everything, at a time in seconds since the epoch, with the requests a second of the last moments."""
+    """Everything, at a time in seconds since the epoch, with the requests a second of the last moments.
+
+    What matters most comes first: a terminal that is too small cuts the rest off.
+    """
     head = Table.grid(expand=True)
     head.add_column()
     head.add_column(justify="right")
@@ -29,7 +32,7 @@ def view(figures: Figures, address: str, now: float, history: Sequence[float] = 
     state = Text(figures.state, style="bold green" if figures.state == "serving" else "bold red")
     up = timedelta(seconds=round(max(0.0, now - figures.started_at)))
     head.add_row(Text(address, style="bold"), Text.assemble(what, ", ", state, f", up {up}"))
-    return Group(head, Rule(style="dim"), _summary(figures, history), Rule(style="dim"), _operations(figures))
+    return Group(head, Rule(style="dim"), _operations(figures), Rule(style="dim"), _summary(figures, history))
 
 
 def _summary(figures: Figures, history: Sequence[float]) -> Table:
@@ -48,7 +51,6 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             f"{_rate(figures.query_tokens)} tokens/s, {_scaled(figures.flops)}FLOP/s, "
             f"{_bytes(figures.received_bytes)}/s in, {_bytes(figures.sent_bytes)}/s out, {figures.streams:.0f} streams",
         ),
-        ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items()) or "-"),
         (
             "queue",
             f"{load.queue_requests:,.0f} wait ({_bytes(load.queue_bytes)}), "
@@ -61,7 +63,6 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             f"{_rate(batches.batches)}/s of {_number(batches.mean_requests)} requests "
             f"(99 of 100: {_number(batches.p99_requests)}), {_percent(batches.padding)} padding",
         ),
-        ("kernels", _by_name(batches.kernel_calls, "/s")),
         (
             "device",
             f"{_bar(device.use)} {_percent(device.use)} in use"
@@ -72,6 +73,10 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             f"{device.processors:.1f} processors, {_bytes(device.resident_bytes)} resident"
             + "".join(f", {_bytes(size)} {state}" for state, size in device.memory.items()),
         ),
+        ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items())),
+        ("refused", _by_name(figures.rejected, "/s")),
+        ("given up", _by_name(figures.cancelled, "/s")),
+        ("callers", _by_part(figures.callers)),
         (
             "caches",
             f"{_bar(_part(caches.pool.get('used', 0.0), caches.pool_bytes))} "
@@ -82,13 +87,11 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             f"{caches.open:,.0f} open, {caches.tokens:,.0f} tokens, {_rate(caches.appended_tokens)} appended/s, "
             f"{_rate(caches.forks)} forks/s, {_rate(sum(caches.evictions.values()))} evicted/s",
         ),
-        ("refused", _by_name(figures.rejected, "/s")),
-        ("given up", _by_name(figures.cancelled, "/s")),
         ("layers", _by_part(figures.layers)),
-        ("callers", _by_part(figures.callers)),
+        ("kernels", _by_name(batches.kernel_calls, "/s")),
     ):
-        if text and text != "-":
-            table.add_row(name, text)
+        if text:
+            table.add_row(name, Text(text))
     return table
 
 
@@ -99,7 +102,7 @@ def _operations(figures: Figures) -> Table:
         table.add_column(title, justify="right")
     for name, operation in figures.operations.items():
         failed = Text(_rate(operation.failed), style="bold red" if operation.failed else "")
-        table.add_row(name, _rate(operation.requests), _seconds(operation.p50), _seconds(operation.p99), failed)
+        table.add_row(Text(name), _rate(operation.requests), _seconds(operation.p50), _seconds(operation.p99), failed)
     if not figures.operations:
         table.add_row("nothing was asked yet")
     return table
@@ -118,7 +121,7 @@ def _by_part(rates: Rates) -> str:
 
 def _listed(texts: Sequence[str]) -> str:
     more = len(texts) - _NAMES
-    return ", ".join([*texts[:_NAMES], *([f"{more} more"] if more > 0 else [])]) or "-"
+    return ", ".join([*texts[:_NAMES], *([f"{more} more"] if more > 0 else [])])
 
 
 def _part(value: float, whole: float) -> float:

@@ -55,7 +55,7 @@ attnserve_in_flight_bytes 100
 attnserve_in_flight_limit{{bound="requests"}} 40
 attnserve_in_flight_limit{{bound="bytes"}} 1000
 # TYPE attnserve_caller_flops counter
-attnserve_caller_flops_total{{caller="search"}} {flops}
+attnserve_caller_flops_total{{caller="[bold]search"}} {flops}
 attnserve_caller_flops_total{{caller="ranking"}} 0
 """
 
@@ -83,7 +83,8 @@ def test_rates_are_per_second() -> None:
     assert found.codes == {"OK": 100, "INTERNAL": 1}
     assert found.device.use == 0.5
     assert found.load.fullest == ("requests", 0.75)
-    assert found.callers == {"search": 1e9}
+    assert found.callers == {"[bold]search": 1e9}
+    assert "callers     [bold]search 100%" in text(found), "names are no markup"
     assert (found.version, found.device.name, found.state) == ("1.2.3", "cpu", "serving")
 
 
@@ -112,6 +113,7 @@ def test_nothing_between_two_readings_is_no_latency() -> None:
 def test_the_view_fits(width: int) -> None:
     shown = text(figures(reading(0, 0), reading(1, 1234, 7, 0.25)), width, tuple(range(40)))
     assert max(map(len, shown.splitlines())) <= width
+    assert len(shown.splitlines()) < 24, "with a line of its own for what is said, it fits the smallest terminals"
     for words in ("1,241 requests/s", "25% in use", "75% of the bound on requests", "serving, up 0:01:01", "▁", "█"):
         assert words in shown
     assert "…" not in shown
@@ -280,8 +282,8 @@ def test_live(server: Any) -> None:
     terminal = Terminal(server.http_address, "--interval", "0.1")
     try:
         for _ in range(3):
-            terminal.until("requests/s")
             terminal.until("until ctrl-c")
+            terminal.until("requests/s")
     finally:
         status = terminal.interrupt()
     assert status == 0
