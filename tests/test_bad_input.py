@@ -1,0 +1,549 @@
+"""Every field of every message of every RPC, given what it must not be: the error names it, over a real socket.
+
+`CASES` is the table. What holds of all tensors, enumerations and names comes from the descriptors; the rest is written
+out. A field that has no case, and is not in `ANYTHING_GOES`, fails a test: one that is added to the protos must be
+added here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import calls
+import grpc
+import messages
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Server
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from sound import DECODER_CACHE, HK, HQ, METHODS, PLAIN_CACHE, B, Caches, D, S, ids, requests, tensor
+
+from attnserve import _dtypes
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+UNSET: Final = "unset"
+"""The value of a field that is not there."""
+PLACEHOLDERS: Final = Caches("plain-cache", "decoder-cache")
+ATTEND, APPLY, STREAM = (f"AttentionService/{name}" for name in ("Attend", "Apply", "AttendStream"))
+CREATE, APPEND, FORK, TRUNCATE = (f"CacheService/{name}" for name in ("Create", "Append", "Fork", "Truncate"))
+
+
+class Case(NamedTuple):
+    """A sound request with another value at a path, and how it ends. `field` None: the path."""
+
+    method: str
+    kind: str
+    path: str
+    value: Any
+    field: str | None = None
+    code: grpc.StatusCode = INVALID
+    reason: str = "INVALID_FIELD"
+
+    def __str__(self) -> str:
+        return f"{self.method.rpartition('/')[2]}-{self.kind}-{self.path}"
+
+
+ANYTHING_GOES: Final[dict[str, set[str]]] = {
+    ATTEND: {"causal", "return_lse"},  # both values of a bool are legal, everywhere
+    APPLY: set(),
+    # What is in a request is looked at by the readers of Attend and Apply: every case of theirs is sent on a stream,
+    # too. Ids that nothing has are ignored, and so, by the standard, is what is no trace context.
+    STREAM: {"cancel", "calls.attend", "calls.apply", "calls.traceparent", "calls.tracestate"},
+    APPEND: {"length_first"},
+    # Names that are not there are gone already.
+}
+"""Fields of which no value by itself is an error."""
+
+
+def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:
+    """The paths of all fields that are no messages; of a stream's calls, not what is in their requests."""
+    for field in descriptor.fields:
+        path = f"{prefix}{field.name}"
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not path.startswith(("calls.attend", "calls.apply")):
+            yield from leaves(field.message_type, f"{path}.")
+        else:
+            yield path
+
+
+def given(message: Message, prefix: str = "") -> Iterator[tuple[str, Any, FieldDescriptor]]:
+    """Every field that is set anywhere in a message: its path, its value, what it is. Of repeated ones, the first."""
+    for field, value in message.ListFields():
+        path, one = f"{prefix}{field.name}", value
+        if field.is_repeated and field.type == FieldDescriptor.TYPE_MESSAGE:
+            path, one = f"{path}[0]", value[0]
+        yield path, one, field
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not isinstance(one, tensor_pb2.Tensor):
+            yield from given(one, f"{path}.")
+
+
+def of_tensor(path: str, sound: tensor_pb2.Tensor) -> Iterator[tuple[str, Any, str]]:
+    """What is wrong with any tensor, whatever it is for."""
+    shape, name = list(sound.shape), path.rpartition(".")[2]
+    for dtype in (tensor_pb2.DATA_TYPE_UNSPECIFIED, 99, -1):
+        yield f"{path}.dtype", dtype, f"{path}.dtype"
+    floating = sound.dtype in _dtypes.FLOATING
+    other = np.dtype(bool) if floating else np.dtype(np.float32)
+    if not (name == "input" and not floating):  # activations instead of ids have another rank, too
+        yield path, messages.tensor(np.zeros(shape, other)), f"{path}.dtype"
+    yield f"{path}.shape", [-1, *shape[1:]], f"{path}.shape"
+    yield f"{path}.shape", [-(2**63), *shape[1:]], f"{path}.shape"
+    yield f"{path}.shape", [2**63 - 1] * len(shape), f"{path}.shape"
+    yield f"{path}.shape", [2**31 - 1] * len(shape), f"{path}.data"  # up to 2 ** 124 elements
+    yield f"{path}.shape", [*[1] * (5 - len(shape)), *shape], f"{path}.shape"
+    if name not in ("mask", "bias", "query_offset") or path.startswith("additive"):  # those may be scalars
+        yield path, messages.tensor(np.zeros((), _dtypes.NUMPY[sound.dtype])), f"{path}.shape"
+    if size := len(sound.data):
+        for length in (0, size - 1, size + 1, 2 * size):
+            yield f"{path}.data", bytes(length), f"{path}.data"
+
+
+def of_all_fields() -> Iterator[Case]:
+    """What is wrong with any tensor and any enumeration, in each sound request that has one."""
+    for method, kinds in requests(PLACEHOLDERS).items():
+        if method == STREAM:
+            continue
+        for kind, message in kinds.items():
+            for path, value, field in given(message):
+                if isinstance(value, tensor_pb2.Tensor):
+                    for place, wrong, named in of_tensor(path, value):
+                        yield Case(method, kind, place, wrong, named)
+                elif field.type == FieldDescriptor.TYPE_ENUM:
+                    for number in (99, -1, 2**31 - 1):
+                        yield Case(method, kind, path, number)
+
+
+def of_attend() -> Iterator[Case]:
+    for field, values in {
+        "priority": (9, -9, 2**31 - 1, -(2**31)),
+        "window.left": (-2, -(2**63)),
+        "window.right": (-2, -(2**63)),
+        "scale": (math.nan, math.inf, -math.inf),
+        "softcap": (math.nan, math.inf, -math.inf, -1.0),
+    }.items():
+        yield from (Case(ATTEND, "dot", field, value) for value in values)
+    for kind, fields in {
+        "dot": ("query", "key", "value"),
+        "general": ("general.weight",),
+        "additive": ("additive.query_weight", "additive.key_weight"),
+        "packed": ("query_lengths", "kv_lengths"),
+        "resident": ("query",),
+        "appending": ("key", "value"),
+    }.items():
+        yield from (Case(ATTEND, kind, field, UNSET) for field in fields)
+    for kind, field, wrong in (
+        ("dot", "query", tensor(B, HQ + 1, 3, D)),  # no multiple of the keys' heads
+        ("dot", "query", tensor(B, HQ, 3, 0)),
+        ("dot", "key", tensor(B + 1, HK, S, D)),
+        ("dot", "key", tensor(B, HK, S, D + 1)),
+        ("dot", "value", tensor(B, HK, S + 1, D)),
+        ("dot", "value", tensor(B, HK + 1, S, D)),
+        ("dot", "mask", tensor(B, HK, 3, S, dtype=bool)),
+        ("dot", "bias", tensor(S - 1)),
+        ("dot", "alibi_slopes", tensor(HQ + 1)),
+        ("dot", "sinks", tensor(1)),
+        ("dot", "kv_lengths", ids(1)),
+        ("dot", "query_offset", ids(1, 2, 3)),
+        ("general", "general.weight", tensor(D, D)),
+        ("additive", "additive.query_weight", tensor(0, D)),
+        ("additive", "additive.key_weight", tensor(8, 7)),
+        ("packed", "query", tensor(1, 7, HQ, D)),
+        ("packed", "kv_lengths", ids(5)),
+        ("resident", "query", tensor(1, HQ, 3, D + 1)),
+        ("resident", "mask", tensor(3, S + 1, dtype=bool)),
+        ("appending", "key", tensor(1, HK, 0, D - 1)),
+    ):
+        named = "key" if (kind, field) == ("resident", "query") else field  # the dot product needs the keys' width
+        yield Case(ATTEND, kind, field, wrong, f"{named}.shape")
+    yield Case(ATTEND, "dot", "value", tensor(B, HK, S, D, dtype=np.float16), "value.dtype")
+    yield Case(ATTEND, "dot", "key", tensor(B, HK, S, D, dtype=ml_dtypes.bfloat16), "key.dtype")
+    for kind, field, wrong, index in (
+        ("dot", "kv_lengths", ids(S, S + 1), 1),
+        ("dot", "kv_lengths", ids(-1, S), 0),
+        ("dot", "query_offset", ids(0, 2**41), 1),
+        ("dot", "query_offset", ids(-(2**63), 0), 0),
+        ("packed", "query_lengths", ids(-1, 8), 0),
+        ("packed", "kv_lengths", ids(2**63 - 1, -(2**63)), 0),
+        ("resident", "kv_lengths", ids(S + 1), 0),
+        ("resident", "query_offset", ids(2**41), 0),
+    ):
+        yield Case(ATTEND, kind, field, wrong, f"{field}[{index}]")
+    yield Case(ATTEND, "packed", "query_lengths", ids(3, 3))  # a sum that lies
+    yield Case(ATTEND, "packed", "kv_lengths", ids(5, 1))
+    yield Case(ATTEND, "dot", "query_lengths", ids(3, 3))  # not of this layout
+    yield Case(ATTEND, "dot", "layout", pb.LAYOUT_PACKED, "query.shape")
+    yield Case(ATTEND, "resident", "layout", pb.LAYOUT_PACKED)
+    yield Case(ATTEND, "dot", "kv_lengths", ids(*[1] * 20_000), "kv_lengths.shape")
+    yield from of_references(ATTEND, layers=1)
+
+
+def of_references(method: str, layers: int) -> Iterator[Case]:
+    """What is wrong with a reference to a cache."""
+    yield Case(method, "resident", "caches[0].name", "")
+    yield Case(method, "resident", "caches[0].name", "nothing", "", NOT_FOUND, "NOT_FOUND")
+    yield Case(method, "resident", "caches[0].layer", layers)
+    yield Case(method, "resident", "caches[0].layer", 2**32 - 1)
+    for length in (1, 2**64 - 1):
+        yield Case(method, "resident", "caches[0].expected_length", length, "", PRECONDITION, "UNEXPECTED_LENGTH")
+    for count, field in ((2, "caches"), (20_000, "caches")):
+        twice = [pb.CacheReference(name=PLACEHOLDERS.plain if method == ATTEND else PLACEHOLDERS.decoder)] * count
+        yield Case(
+            method, "resident", "caches", twice, field, INVALID, "LIMIT_EXCEEDED" if count > 2 else "INVALID_FIELD"
+        )
+
+
+def of_apply() -> Iterator[Case]:
+    yield Case(APPLY, "self", "layer", "")
+    yield Case(APPLY, "self", "layer", "nobody", "", NOT_FOUND, "NOT_FOUND")
+    for field, values in {
+        "priority": (9, -9),
+        "window.left": (-2, -(2**63)),
+        "window.right": (-2, -(2**63)),
+    }.items():
+        yield from (Case(APPLY, "self", field, value) for value in values)
+    for field in ("causal", "return_lse", "average_scores"):  # blocks of transformers say it themselves
+        yield Case(APPLY, "gpt2", field, True)
+    yield Case(APPLY, "bert", "return_scores", pb.SCORE_STAGE_RAW)
+    yield Case(APPLY, "self", "return_scores", UNSET, "average_scores")
+    for kind in ("self", "bert", "resident"):
+        yield Case(APPLY, kind, "input", UNSET)
+    yield Case(APPLY, "decoder", "context", UNSET)
+    yield Case(APPLY, "cross", "context", UNSET, "context_lengths")
+    yield Case(APPLY, "packed", "context", tensor(7, 24), "context_lengths")
+    for kind, field, wrong in (
+        ("self", "input", tensor(B, 3, 23)),
+        ("self", "lengths", ids(1, 2, 3)),
+        ("self", "mask", tensor(3, 4, dtype=bool)),
+        ("self", "bias", tensor(3, 1, 3, 3)),
+        ("cross", "context", tensor(B, S, 11)),
+        ("cross", "context_lengths", ids(1)),
+        ("bert", "segments", tensor(B, 4, dtype=np.int64)),
+        ("self", "input", tensor(20_000, 1, 24)),
+        ("packed", "lengths", ids(*[0] * 20_000)),
+    ):
+        yield Case(APPLY, kind, field, wrong, f"{field}.shape")
+    for kind, field, wrong, index in (
+        ("self", "lengths", ids(3, 4), 1),
+        ("self", "lengths", ids(-1, 3), 0),
+        ("packed", "lengths", ids(2**62, 2**62), 0),
+        ("cross", "context_lengths", ids(S, S + 1), 1),
+        ("self", "query_offset", ids(0, 2**41), 1),
+    ):
+        yield Case(APPLY, kind, field, wrong, f"{field}[{index}]")
+    yield Case(APPLY, "packed", "lengths", ids(4, 4))
+    yield Case(APPLY, "cross", "context", tensor(B, S, 10, dtype=np.float16), "context.dtype")
+    yield Case(APPLY, "gpt2", "input", ids(-1))
+    yield Case(APPLY, "gpt2", "input", ids(2**63 - 1))
+    yield Case(APPLY, "gpt2", "query_offset", ids(-1))
+    yield Case(APPLY, "bert", "segments", ids(*[0, 9] * 3), "segments.shape")
+    yield Case(APPLY, "resident", "query_offset", ids(0))
+    yield Case(APPLY, "resident", "alignment", pb.ALIGNMENT_BOTTOM_RIGHT)
+    yield from of_references(APPLY, layers=1)
+
+
+def of_streams() -> Iterator[Case]:
+    yield Case(STREAM, "attend", "calls[0].id", 2, "id", INVALID, "DUPLICATE_ID")
+    yield Case(STREAM, "attend", "calls[0].attend", UNSET, "operation")
+    for seconds in (2**63 - 1, -(2**63), 315_576_000_001):
+        yield Case(STREAM, "attend", "calls[0].timeout.seconds", seconds, "timeout.seconds")
+    for nanos in (2**31 - 1, -1, 10**9):
+        yield Case(STREAM, "attend", "calls[0].timeout.nanos", nanos, "timeout.nanos")
+
+
+def of_caches() -> Iterator[Case]:
+    for field in ("num_kv_heads", "head_dim", "dtype"):
+        yield Case(CREATE, "", field, UNSET)
+    yield Case(CREATE, "", "dtype", tensor_pb2.DATA_TYPE_FLOAT64)
+    yield Case(CREATE, "", "dtype", tensor_pb2.DATA_TYPE_BOOL)
+    yield Case(CREATE, "", "num_kv_heads", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
+    yield Case(CREATE, "", "head_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
+    yield Case(CREATE, "", "value_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
+    yield Case(CREATE, "", "layers", 2**32 - 1, "layers", INVALID, "LIMIT_EXCEEDED")
+    for method in (CREATE, FORK):
+        yield Case(method, "", "ttl", {}, "ttl")
+        yield Case(method, "", "ttl", {"seconds": -1}, "ttl")
+        yield Case(method, "", "ttl.seconds", 2**63 - 1)
+        yield Case(method, "", "ttl.seconds", -(2**63))
+        yield Case(method, "", "ttl.nanos", 10**9)
+        yield Case(method, "", "ttl.nanos", -(2**31))
+    for method in (APPEND, FORK, TRUNCATE, "CacheService/Get"):
+        yield Case(method, "", "name", "")
+        yield Case(method, "", "name", "nothing", "", NOT_FOUND, "NOT_FOUND")
+    for method in (APPEND, TRUNCATE):
+        yield Case(method, "", "expected_length", 2**64 - 1, "", PRECONDITION, "UNEXPECTED_LENGTH")
+    yield Case(APPEND, "", "layer", 1)
+    yield Case(APPEND, "", "layer", 2**32 - 1)
+    yield from (Case(APPEND, "", field, UNSET) for field in ("key", "value"))
+    yield Case(APPEND, "", "key", tensor(HK, 1, D), "value.shape")
+    yield Case(APPEND, "", "key", tensor(HK + 1, 0, D), "key.shape")
+    yield Case(APPEND, "", "value", tensor(HK, 0, D, dtype=np.float16), "value.dtype")
+    yield Case(TRUNCATE, "", "length", S + 1)
+    yield Case(TRUNCATE, "", "length", 2**64 - 1)
+    yield Case("CacheService/Delete", "", "names", [])
+    yield Case("CacheService/Delete", "", "names", ["x"] * 20_000, None, INVALID, "LIMIT_EXCEEDED")
+
+
+def of_layers() -> Iterator[Case]:
+    yield Case("LayerService/Get", "", "name", "")
+    yield Case("LayerService/Get", "", "name", "nobody", "", NOT_FOUND, "NOT_FOUND")
+    load = "LayerService/Load"
+    yield Case(load, "", "definitions", "")
+    for path in ("../layers.toml", "/etc/passwd", "nothing.toml", "x" * 10_000, "a\0b"):
+        code = NOT_FOUND if path in ("nothing.toml",) else None
+        yield Case(
+            load,
+            "",
+            "definitions",
+            path,
+            "" if code else None,
+            code or INVALID,
+            "NOT_FOUND" if code else "INVALID_FIELD",
+        )
+    yield Case(load, "", "names", ["nobody"], "definitions")
+    yield Case(load, "", "names", ["x"] * 2000, None, INVALID, "LIMIT_EXCEEDED")
+    unload = "LayerService/Unload"
+    yield Case(unload, "", "names", [])
+    yield Case(unload, "", "names", ["nobody"], "", NOT_FOUND, "NOT_FOUND")
+    yield Case(unload, "", "names", ["x"] * 2000, None, INVALID, "LIMIT_EXCEEDED")
+
+
+CASES: Final = [
+    *of_all_fields(),
+    *of_attend(),
+    *of_apply(),
+    *of_streams(),
+    *of_caches(),
+    *of_layers(),
+]
+
+
+def put(message: Any, path: str, value: Any) -> None:
+    """Sets the field at a path."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        field, _, index = parent.partition("[")
+        message = getattr(message, field)
+        if index:
+            message = message[int(index[:-1])]
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if value is UNSET:
+        message.ClearField(name)
+    elif field.is_repeated:
+        message.ClearField(name)
+        getattr(message, name).extend(value)
+    elif field.type == FieldDescriptor.TYPE_MESSAGE:
+        new = value if isinstance(value, Message) else type(getattr(message, name))(**value)
+        getattr(message, name).CopyFrom(new)
+    else:
+        setattr(message, name, value)
+
+
+def rename(message: Any, names: dict[str, str]) -> None:
+    """Puts the names of caches that are there in the place of others."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            for inner in value if field.is_repeated else (value,):
+                rename(inner, names)
+        elif field.name == "name" and value in names:
+            setattr(message, field.name, names[value])
+
+
+def sound(method: str, kind: str, caches: Caches) -> Any:
+    """A sound request."""
+    return requests(caches)[method][kind]
+
+
+def broken(case: Case, caches: Caches) -> Any:
+    """The request of a case."""
+    message = sound(case.method, case.kind, PLACEHOLDERS)
+    put(message, case.path, case.value)
+    rename(message, {PLACEHOLDERS.plain: caches.plain, PLACEHOLDERS.decoder: caches.decoder})
+    return message
+
+
+@pytest.fixture(scope="module")
+def channel(layer_server: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(layer_server.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def caches(channel: grpc.Channel) -> Iterator[Caches]:
+    names = [
+        ask(channel, CREATE, METHODS[CREATE].request(**shape)).cache.name for shape in (PLAIN_CACHE, DECODER_CACHE)
+    ]
+    caches = Caches(*names)
+    keys = tensor(HK, S, D)
+    ask(channel, APPEND, METHODS[APPEND].request(name=caches.plain, key=keys, value=keys))
+    yield caches
+    for name in names:  # bad input has changed nothing
+        assert set(ask(channel, "CacheService/Get", METHODS["CacheService/Get"].request(name=name)).cache.lengths) == {
+            S if name == caches.plain else 0
+        }
+    ask(channel, "CacheService/Delete", METHODS["CacheService/Delete"].request(names=names))
+
+
+def ask(channel: grpc.Channel, method: str, request: Any) -> Any:
+    """The reply to a unary call. Raises grpc.RpcError."""
+    reply = channel.unary_unary(METHODS[method].path)(request.SerializeToString(), timeout=calls.PATIENCE_S)
+    return METHODS[method].response.FromString(reply)
+
+
+def check(status: status_pb2.Status, case: Case) -> None:
+    """The error is that of the case, in its details too."""
+    field = case.path if case.field is None else case.field
+    assert status.code == case.code.value[0], status.message
+    info = calls.detail(status, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == (case.reason, "attnserve"), status.message
+    if case.code is INVALID:
+        (violation,) = calls.detail(status, error_details_pb2.BadRequest).field_violations
+        assert violation.field == info.metadata["field"] == field, status.message
+        assert status.message.startswith(f"{field}: expected "), status.message
+        assert len(status.message) < 1200
+    if case.reason == "LIMIT_EXCEEDED":
+        assert re.search(r"at most \d+", status.message)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in (STREAM, "LayerService/Load")])
+def test_what_is_sound_is_taken(channel: grpc.Channel, caches: Caches, method: str) -> None:
+    for kind, request in requests(caches)[method].items():
+        if method == "LayerService/Unload":
+            continue  # there is nothing to spare
+        assert ask(channel, method, request) is not None, kind
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_input_is_named(channel: grpc.Channel, caches: Caches, method: str) -> None:
+    """All cases of an RPC, each in a call of its own."""
+    for case in (case for case in CASES if case.method == method):
+        request = broken(case, caches)
+        if METHODS[method].streaming:
+            stream = calls.Stream(channel)
+            stream.send_bytes(request.SerializeToString())
+            stream.half_close()
+            (reply,) = (reply for reply in stream.rest() if reply.HasField("error"))
+            check(reply.error, case)
+            continue
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(channel, method, request)
+        try:
+            check(calls.status_of(caught.value), case)
+        except AssertionError as error:
+            raise AssertionError(f"{case} = {str(case.value)[:200]}: {error}") from None
+
+
+def test_a_stream_says_the_same(channel: grpc.Channel, caches: Caches) -> None:
+    """The cases of Attend and Apply as calls of a few messages, a sound call between any two of them."""
+    cases = [case for case in CASES if case.method in (ATTEND, APPLY)]
+    stream, replies = calls.Stream(channel), 0
+    good = sound(ATTEND, "dot", caches)
+    expected = ask(channel, ATTEND, good).output
+    for begin in range(0, len(cases), 100):
+        part = cases[begin : begin + 100]
+        sent = []
+        for number, case in enumerate(part):
+            operation = "attend" if case.method == ATTEND else "apply"
+            sent += [
+                pb.AttendStreamCall(id=2 * number, **{operation: broken(case, caches)}),
+                pb.AttendStreamCall(id=2 * number + 1, attend=good),
+            ]
+        stream.send(*sent)
+        for reply in stream.replies(len(sent)):
+            if reply.id % 2:
+                assert reply.attend.output == expected
+            else:
+                check(reply.error, part[reply.id // 2])
+                replies += 1
+    assert replies == len(cases)
+    stream.half_close()
+    assert stream.rest() == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
+    for garbage in (b"\xff", b"\x0a", b"\x0a\x05ab", b"\x07", bytes(range(255))):
+        if METHODS[method].streaming:
+            stream = calls.Stream(channel)
+            stream.send_bytes(garbage)
+            code, status = stream.error()
+        else:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(METHODS[method].path)(garbage, timeout=calls.PATIENCE_S)
+            code, status = caught.value.code(), calls.status_of(caught.value)  # type: ignore[attr-defined]
+        assert code is INVALID
+        assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_field_has_a_case(method: str) -> None:
+    """Fails where a field is added to a request, and nothing here says what it must not be."""
+    fields = set(leaves(METHODS[method].request.DESCRIPTOR))
+    named = set()
+    for case in CASES:
+        if case.method == method:
+            path = re.sub(r"\[\d+\]", "", case.path)
+            named |= {path} if path in fields else {field for field in fields if field.startswith(f"{path}.")}
+    exempt = ANYTHING_GOES.get(method, set())
+    assert fields - named == exempt
+
+
+def test_every_rpc_is_here() -> None:
+    assert set(requests(PLACEHOLDERS)) == set(METHODS)
+    assert len(CASES) > 700
+
+
+VALUES: Final = (math.nan, math.inf, -math.inf, 1e38, -0.0)
+
+
+@pytest.mark.parametrize("path", ["query", "key", "value", "bias", "alibi_slopes", "sinks"])
+def test_nan_and_infinities_are_values_in_tensors(channel: grpc.Channel, caches: Caches, path: str) -> None:
+    request = sound(ATTEND, "dot", caches)
+    shape = tuple(getattr(request, path).shape)
+    for value in VALUES:
+        put(request, path, messages.tensor(np.full(shape, value, np.float32)))
+        assert list(ask(channel, ATTEND, request).output.shape) == [B, HQ, 3, 6]
+
+
+@pytest.mark.parametrize(("kind", "path"), [("self", "input"), ("self", "bias"), ("cross", "context")])
+def test_nan_and_infinities_are_values_in_inputs_of_layers(
+    channel: grpc.Channel, caches: Caches, kind: str, path: str
+) -> None:
+    request = sound(APPLY, kind, caches)
+    shape = tuple(getattr(request, path).shape)
+    for value in VALUES:
+        put(request, path, messages.tensor(np.full(shape, value, np.float32)))
+        assert ask(channel, APPLY, request).HasField("output")
+
+
+def test_bytes_of_masks_that_are_neither_0_nor_1_are_true(channel: grpc.Channel, caches: Caches) -> None:
+    request = sound(ATTEND, "dot", caches)
+    one, other = (request.__class__.FromString(request.SerializeToString()) for _ in range(2))
+    one.mask.data, other.mask.data = b"\x01" * len(request.mask.data), b"\xfe" * len(request.mask.data)
+    assert ask(channel, ATTEND, one).scores == ask(channel, ATTEND, other).scores
+
+
+def test_what_is_claimed_costs_nothing(channel: grpc.Channel, layer_server: Server, caches: Caches) -> None:
+    """Shapes of more bytes than there are in the world, whose payloads are not there: no memory is taken for them."""
+
+    def resident() -> int:
+        status = open(f"/proc/{layer_server.process.pid}/status").read()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+
+    huge = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2**31 - 1, 2**31 - 1], data=bytes(64))
+    request = pb.AttendRequest(query=huge, key=huge, value=huge)
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError):
+            ask(channel, ATTEND, request)
+    before = resident()
+    for _ in range(50):
+        with pytest.raises(grpc.RpcError):
+            ask(channel, ATTEND, request)
+    assert resident() - before < 16 << 10
