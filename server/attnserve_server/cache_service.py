@@ -14,7 +14,7 @@ from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.operations import Fork, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import Host, Use, cache_named
 from attnserve_server.callers import Caller
 from attnserve_server.durations import seconds_of
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
@@ -66,7 +66,7 @@ class CacheService:
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     def _get(self, caller: Caller, request: pb.CacheServiceGetRequest) -> pb.CacheServiceGetResponse:
-        cache = self._host.store.get(request.name, monotonic(), caller.name)
+        cache = cache_named(self._host, request.name, caller.name)
         return pb.CacheServiceGetResponse(cache=describe(self._host, cache))
 
     def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
@@ -93,13 +93,13 @@ class CacheService:
 
     def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork:
         request = parsed(pb.CacheServiceForkRequest, data)
-        cache = self._host.store.get(request.name, monotonic(), caller.name)
+        cache = cache_named(self._host, request.name, caller.name)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl)
 
     def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
-        cache = self._host.store.get(request.name, monotonic(), caller.name)
+        cache = cache_named(self._host, request.name, caller.name)
         expected = request.expected_length if request.HasField("expected_length") else None
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
 

@@ -53,6 +53,8 @@ class LayerService:
         return pb.LayerServiceListResponse(layers=map(_message, self._registry.all()))
 
     def _get(self, caller: Caller, request: pb.LayerServiceGetRequest) -> pb.LayerServiceGetResponse:
+        if not request.name:
+            raise InvalidRequest("name", "the name of a layer", "nothing")
         return pb.LayerServiceGetResponse(layer=_message(self._registry.get(request.name)))
 
     async def _load(self, caller: Caller, request: pb.LayerServiceLoadRequest) -> pb.LayerServiceLoadResponse:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from attnserve import _dtypes, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.work import CacheWork, Host, Use
+from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.tensors import TensorSpec, float_tensor, shown
 from attnserve_server.work import BatchResult, Phases, RequestResult
@@ -118,7 +118,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
         message = pb.CacheServiceAppendRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
-    cache = host.store.get(message.name, monotonic(), owner)
+    cache = cache_named(host, message.name, owner)
     shape = cache.shape
     if message.layer >= shape.layers:
         raise InvalidRequest("layer", f"below {shape.layers}, the layers that the cache has", message.layer)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
 from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
@@ -116,7 +116,7 @@ def read_attend(
     """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
         header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
-        references, rest = _apart(header)
+        references, rest = _apart(header, limits)
     except DecodeError as error:
         raise Malformed("", error) from None
     if not references:
@@ -124,25 +124,27 @@ def read_attend(
     return _read(host, caller.name, references, rest, payloads, end - at, limits)
 
 
-def _apart(header: bytes) -> tuple[tuple[Reference, ...], bytes]:
+def _apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
     """The caches that a header names, and the header without them: which those are differs from step to step, and all
-    else seldom. Raises DecodeError.
+    else seldom. Raises DecodeError and InvalidRequest.
     """
     if _CACHES_TAG not in header:
         return (), header
-    return (_taken_apart if len(header) <= MAX_KNOWN_HEADER else _take_apart)(header)
+    return (_taken_apart if len(header) <= MAX_KNOWN_HEADER else _take_apart)(header, limits)
 
 
-def _take_apart(header: bytes) -> tuple[tuple[Reference, ...], bytes]:
+def _take_apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
     found: list[bytes] = []
     rest: list[bytes] = []
     for number, wire_type, start, _, end in _wire.fields(header, 0, len(header)):
         is_reference = number == pb.AttendRequest.CACHES_FIELD_NUMBER and wire_type == 2
         (found if is_reference else rest).append(header[start:end])
+        limits.check_sequences("caches", len(found))
     references = tuple(
         Reference(each.name, each.layer, each.expected_length if each.HasField("expected_length") else None)
         for each in pb.AttendRequest.FromString(b"".join(found)).caches
     )
+    check_named([reference.name for reference in references])
     return references, b"".join(rest)
 
 
@@ -158,7 +160,6 @@ def _read(
     size: int,
     limits: RequestLimits,
 ) -> CachedRequest:
-    limits.check_sequences("caches", len(references))
     now = monotonic()
     caches = [host.store.get(reference.name, now, owner) for reference in references]
     shape = caches[0].shape

@@ -117,6 +117,19 @@ class CacheWork:
             store.release(use.cache, now)
 
 
+def cache_named(host: Host, name: str, owner: str | None) -> Cache:
+    """The cache that a request with one name means. Raises InvalidRequest if it names none, and NotFound."""
+    if not name:
+        raise InvalidRequest("name", "the name of a cache", "nothing")
+    return host.store.get(name, monotonic(), owner)
+
+
+def check_named(names: Sequence[str]) -> None:
+    """Raises InvalidRequest if a reference to a cache has no name."""
+    if "" in names:
+        raise InvalidRequest(f"caches[{names.index('')}].name", "the name of a cache", "nothing")
+
+
 def check_distinct(uses: Sequence[Use]) -> None:
     """Raises InvalidRequest if a cache is used twice."""
     seen: set[str] = set()

@@ -19,7 +19,7 @@ from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
 from attnserve_server.callers import Caller
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.layers.application import AppliesToCaches, check
@@ -173,6 +173,8 @@ def _read(
     size: int,
     limits: RequestLimits,
 ) -> CachedLayerRequest:
+    limits.check_sequences("caches", len(message.caches))
+    check_named([reference.name for reference in message.caches])
     application = check(message, limits)
     loaded = registry.get(application.layer)
     decoder, architecture = _decoder(loaded)

@@ -1,0 +1,107 @@
+"""The limits of one request: what passes them just so, what does not, and that the error says the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+
+from attnserve import Client, InvalidRequestError
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
+from attnserve_server.request import read_request
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+
+def read(message: pb.AttendRequest, **limits: int) -> None:
+    data = message.SerializeToString()
+    read_request(data, 0, len(data), RequestLimits(**limits))
+
+
+def packed(sequences: int) -> pb.AttendRequest:
+    """So many sequences without a query or a key."""
+    empty, lengths = np.zeros((0, 2, 8), np.float32), np.zeros(sequences, np.int64)
+    return messages.attend(empty, empty, empty, layout=pb.LAYOUT_PACKED, query_lengths=lengths, kv_lengths=lengths)
+
+
+ATTEND = messages.random_attend(0, 3, kv_length=5, batch=2, mask=np.ones((2, 2, 3, 5), bool))
+FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
+
+
+@pytest.mark.parametrize(
+    ("message", "limit", "least", "field", "words"),
+    [
+        (ATTEND, "max_rank", 4, "query.shape", "at most 3 axes, found 4 axes"),
+        (messages.random_attend(0, 3, batch=1), "max_elements", 48, "query.shape", "at most 47 elements, found 48"),
+        (packed(7), "max_sequences", 7, "query_lengths.shape", "at most 6 sequences, found 7"),
+        (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs, found {FLOPS} FLOPs"),
+    ],
+)
+def test_a_limit_is_the_most_that_passes(
+    message: pb.AttendRequest, limit: str, least: int, field: str, words: str
+) -> None:
+    read(message, **{limit: least})
+    for _ in range(2):  # never seen, and remembered
+        with pytest.raises(InvalidRequest) as caught:
+            read(message, **{limit: least - 1})
+        assert (caught.value.field, caught.value.reason) == (field, "LIMIT_EXCEEDED")
+        assert words in str(caught.value)
+    read(message, **{limit: least})
+
+
+def test_headers_are_remembered_for_each_server_apart() -> None:
+    """Two servers in one process: what one takes, the other may not."""
+    generous, strict = RequestLimits(), RequestLimits(max_rank=3)
+    data = ATTEND.SerializeToString()
+    for _ in range(3):
+        read_request(data, 0, len(data), generous)
+        with pytest.raises(InvalidRequest):
+            read_request(data, 0, len(data), strict)
+
+
+def test_a_cpu_takes_what_it_can_compute_in_seconds() -> None:
+    assert default_request_flops(2, 2 * 10**13) == 2 * CPU_REQUEST_FLOPS
+    assert default_request_flops(2, 10**9) == 10**9
+    assert default_request_flops(0, 2 * 10**13) == 2 * 10**13
+
+
+def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
+    """Set, shown by ServerInfo, kept, and said by the errors: of requests, caches and layers."""
+    limits = {
+        "max_rank": 3,
+        "max_elements": 1000,
+        "max_sequences": 10,
+        "max_request_flops": 500_000,
+        "max_caches": 2,
+        "max_cache_layers": 3,
+        "max_layers": 4,
+        "max_message_calls": 1024,
+    }
+    flags = [word for name, limit in limits.items() for word in (f"--{name.replace('_', '-')}", str(limit))]
+    server = start_server(*flags, "--max-batch-flops", "1e6", "--device", "cpu")
+    with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
+        info = client.server_info()
+        assert {name: getattr(info.limits, name) for name in limits} == limits
+        for message, field in (
+            (ATTEND, "query.shape"),
+            (messages.attend(*[np.zeros((1, 126, 8), np.float32)] * 3), "query.shape"),
+            (packed(11), "query_lengths.shape"),
+            (messages.attend(*[np.zeros((200, 4), np.float32)] * 3, softcap=1.0), ""),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                calls.unary(channel, "Attend", message.SerializeToString())
+            status = calls.status_of(caught.value)
+            error: Any = calls.detail(status, error_details_pb2.ErrorInfo)
+            assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", field), status.message
+            assert "at most " in status.message
+        with pytest.raises(InvalidRequestError, match="at most 3, found 4"):
+            client.create_cache(1, 8, layers=4)
