@@ -31,7 +31,7 @@ from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
 from attnserve._apply import encode_apply
 from attnserve_server.__main__ import main
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.errors import NotFound, OutOfMemory
+from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers import registry as registries
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import read_layer_request
@@ -406,6 +406,25 @@ async def test_layers_for_which_there_is_no_memory(
             await registry.load("layers.toml")
         assert registry.all() == before
         assert [loaded.version for loaded in await registry.load("layers.toml")] > [loaded.version for loaded in before]
+    finally:
+        device.close()
+        torch.set_num_threads(threads)
+
+
+async def test_no_more_layers_than_there_may_be(directory: Path) -> None:
+    """Those that are there may be replaced; one more is refused, and nothing is loaded."""
+    threads = torch.get_num_threads()
+    device = CpuDevice(1, 0)
+    try:
+        registry = Registry(device, directory, max_layers=2)
+        await registry.load("layers.toml", ["one", "two"])
+        await registry.load("layers.toml", ["two"])
+        registry.max_layers = 1
+        registry.unload(["one"])
+        with pytest.raises(FailedPrecondition, match="at most 1 layers") as caught:
+            await registry.load("layers.toml", ["one"])
+        assert caught.value.reason == "LIMIT_EXCEEDED"
+        assert [loaded.name for loaded in registry.all()] == ["two"]
     finally:
         device.close()
         torch.set_num_threads(threads)
