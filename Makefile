@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 INGREDIENTS := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench chaos fuzz protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench chaos fuzz sbom audit protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ fuzz: $(VENV)/.fuzz ## bad bytes into the codec and every RPC, millions of them:
 	$(BIN)/python tests/fuzz/fuzz.py server --inputs 100000
 	$(BIN)/python tests/fuzz/fuzz.py guided-codec --inputs 1000000
 	$(BIN)/python tests/fuzz/fuzz.py guided-server --inputs 100000
+
+sbom: $(VENV)/.dev ## write what a server consists of to build/sbom.json (CycloneDX)
+	$(BIN)/python scripts/sbom.py build/sbom.json
+
+audit: $(VENV)/.dev ## look up what is pinned in the OSV database of vulnerabilities
+	$(BIN)/python scripts/audit.py $(ARGS)
 
 protos: $(VENV)/.dev ## generate the code of the protos
 	$(BIN)/python scripts/protos.py generate
