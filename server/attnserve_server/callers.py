@@ -27,6 +27,9 @@ Role: TypeAlias = Literal["use", "layers", "metrics"]
 
 ALL_ROLES: Final[frozenset[Role]] = frozenset(get_args(Role))
 
+MAX_NAME: Final = 256
+"""The longest name of a caller, in characters."""
+
 _SCHEME: Final = "bearer "
 
 
@@ -43,7 +46,8 @@ class Caller:
     def require(self, *roles: Role) -> None:
         """Raises PermissionDenied if the caller has none of the roles."""
         if self.roles.isdisjoint(roles):
-            raise PermissionDenied(f"the caller lacks the role {' or '.join(roles)}", "ROLE_MISSING", role=roles[0])
+            needed = " or ".join(roles)
+            raise PermissionDenied(f"the caller lacks the role {needed}", "ROLE_MISSING", role=needed)
 
 
 @lru_cache(4096)
@@ -115,7 +119,7 @@ def _of_token(grants: Grants, authorization: str | bytes | None) -> Caller:
 
 def _names(context: aio.ServicerContext[Any, Any]) -> list[str]:
     """The names in a caller's certificate: its subject alternative names, or else its common name."""
-    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
-    if not names:  # gRPC has seen a certificate, and it names nobody
+    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or () if name]
+    if not names:  # gRPC says of a certificate without any that its common name is empty
         raise Unauthenticated("the certificate has no name", "NO_NAME")
     return names

@@ -23,15 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from attnserve_server.callers import Caller, Role
+from attnserve_server.callers import MAX_NAME, Caller, Role
 from attnserve_server.config import StartError
 from attnserve_server.tokens import digest, parse_hash
 from attnserve_server.watched import WatchedFiles
 
 logger = logging.getLogger(__name__)
-
-MAX_NAME: Final = 256
-"""The longest name of a caller, in characters."""
 
 LOOK_INTERVAL_S: Final = 1.0
 """How often the file is looked at, at most: a token that is taken out works so much longer."""

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, get_args
 
-from attnserve_server.callers import Role
+from attnserve_server.callers import MAX_NAME, Role
 
 PREFIX: Final = "attnserve_"
 """What tokens begin with, so that scanners of secrets know one when they see it."""
@@ -94,8 +94,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _name(text: str) -> str:
-    if not text.isprintable() or not text.strip() or set(text) & set('"\\'):
-        raise argparse.ArgumentTypeError(f"expected a name without quotes and backslashes, found {text!r}")
+    if not text.isprintable() or not 0 < len(text) <= MAX_NAME or set(text) & set('"\\'):
+        expected = f"1 to {MAX_NAME} printable characters, none of them a quote or a backslash"
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
     return text
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from cryptography import x509
 
-from attnserve import TLS, AsyncClient, Client, UnavailableError
+from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
 from attnserve_server.tls import ServerTls, TlsError
+from attnserve_server.tokens import digest, format_hash, new_token
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -121,6 +122,59 @@ def test_caches_belong_to_the_name_in_the_certificate(mutual: Server, authority:
     ):
         assert [each.name for each in second.caches.list()] == [cache.name]
         assert not other.caches.list()
+
+
+def test_a_certificate_without_a_name_is_nobodys(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("nameless")
+    with (
+        Client(mutual.address, tls=TLS(authority.ca, files.certificate, files.key)) as client,
+        pytest.raises(PermissionDeniedError) as caught,
+    ):
+        client.server_info()
+    assert caught.value.reason == "NO_NAME"
+
+
+def test_a_certificate_alone_is_not_for_administration(mutual: Server, authority: certificates.Authority) -> None:
+    files = authority.issue("caller", common_name="caller")
+    with (
+        Client(mutual.address, tls=TLS(authority.ca, files.certificate, files.key)) as client,
+        pytest.raises(PermissionDeniedError) as caught,
+    ):
+        client.layers.unload("some")
+    assert caught.value.reason == "ROLE_MISSING"
+
+
+def test_what_certificates_may_do_where_a_file_says_it(
+    start_server: Callable[..., Server], authority: certificates.Authority, tmp_path: Path
+) -> None:
+    """Those that it names and no others, by any of their names; who shows a token is who the token says."""
+    token, callers = new_token(), tmp_path / "callers.toml"
+    callers.write_text(
+        '[[certificates]]\nname = "deployer.example"\nroles = ["layers"]\n'
+        f'[[tokens]]\nname = "ann"\nroles = ["use"]\nhash = "{format_hash(digest(token))}"\n'
+    )
+    files = authority.issue_for_server("knowing")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    flags += ("--tls-client-ca", str(authority.ca), "--callers", str(callers), "--model-directory", str(tmp_path))
+    server = start_server(*flags)
+    names = (x509.DNSName("other.example"), x509.DNSName("deployer.example"))
+    known, unknown = authority.issue("known", names=names), authority.issue("unknown", common_name="unknown")
+    with Client(server.address, tls=TLS(authority.ca, known.certificate, known.key)) as client:
+        with pytest.raises(NotFoundError):
+            client.layers.unload("some")
+        with pytest.raises(PermissionDeniedError) as caught:
+            attend(client)
+        assert caught.value.reason == "ROLE_MISSING"
+    tls = TLS(authority.ca, unknown.certificate, unknown.key)
+    with Client(server.address, tls=tls) as client:
+        with pytest.raises(PermissionDeniedError) as caught:
+            client.server_info()
+        assert (caught.value.reason, "'unknown'" in str(caught.value)) == ("UNKNOWN_CERTIFICATE", True)
+    with Client(server.address, tls=tls, token=token) as client:
+        attend(client)
+    with Client(server.address, tls=tls, token=new_token()) as client, pytest.raises(PermissionDeniedError) as caught:
+        attend(client)
+    assert caught.value.reason == "UNKNOWN_TOKEN"
 
 
 def test_health_and_metrics_over_tls_ask_for_no_certificate(mutual: Server, authority: certificates.Authority) -> None:
