@@ -25,6 +25,9 @@ seventeenths if another wants all it can get, too. (Dynamic thresholds: Choudhur
 ALWAYS_WAIT: Final = 16
 """So many requests may wait, be they as slow as they like: the bound on time is for queues."""
 
+ALWAYS_BATCHES: Final = 2
+"""So many full batches may wait, and a device that is never without work needs no more."""
+
 
 @dataclass(slots=True)
 class Usage:
@@ -40,7 +43,9 @@ NOTHING: Final = Usage()
 
 
 class Admission:
-    """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound."""
+    """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound; the last two say what
+    a full batch is.
+    """
 
     def __init__(
         self,
@@ -49,13 +54,18 @@ class Admission:
         max_flops: int,
         max_reply_bytes: int | None = None,
         max_queue_time: float = 0.0,
+        batch_requests: int = 64,
+        batch_flops: int = 4 * 10**9,
     ) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
         self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
         self._max_queue_time = max_queue_time or inf
+        self._batch_requests = batch_requests
+        self._batch_flops = batch_flops
         self._everybody = Usage()
+        self._stands = False
         self._callers: dict[Hashable, Usage] = {}
         self.pace = Pace()
         """How fast requests are computed: whoever computes them tells it."""
@@ -96,12 +106,28 @@ class Admission:
         if own.flops > SHARE * (self._max_flops - everybody.flops):
             raise self._has_its_share("flops", self._max_flops, own)
         if everybody.waiting and self._max_queue_time < inf:
-            seconds = self.seconds
-            longest = max(self._max_queue_time, seconds * ALWAYS_WAIT / everybody.waiting)
-            if seconds >= longest:
-                raise self._full("queue_time", longest)
-            if own.waiting and self.pace.seconds(own.flops, own.waiting) > SHARE * (longest - seconds):
-                raise self._has_its_share("queue_time", longest, own)
+            self._check_queue(own)
+
+    def _check_queue(self, own: Usage) -> None:
+        """Raises Overloaded if what waits takes too long. A queue that comes and goes may take `max_queue_time`. One
+        that stays helps nobody: of that, callers keep their parts of what the device needs not to run out of work.
+        """
+        seconds, request = self.seconds, self.pace.seconds(self.pace.request_flops, 1)
+        batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
+        needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES * batch)
+        if seconds < needed / 4:
+            self._stands = False
+        needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
+        longest = max(needed, self._max_queue_time)
+        if seconds >= longest:
+            raise self._full("queue_time", longest)
+        if not own.waiting:
+            return
+        own_seconds = self.pace.seconds(own.flops, own.waiting)
+        if own_seconds > SHARE * (longest - seconds) or (
+            self._stands and seconds >= needed and own_seconds >= needed / len(self._callers)
+        ):
+            raise self._has_its_share("queue_time", longest, own)
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0) -> None:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
@@ -144,9 +170,11 @@ class Admission:
             del self._callers[caller]
 
     def _full(self, bound: str, limit: float) -> Overloaded:
+        self._stands = True
         return Overloaded(bound, limit, self._delay(self._everybody))
 
     def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
+        self._stands = True
         return ShareExceeded(bound, limit, self._delay(own))
 
     def _delay(self, usage: Usage) -> float:

@@ -3,7 +3,7 @@
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
 its group, wherever they stand in the queue, until the batch is full by cost or count. When an entry is due follows from
 what its caller has waiting before it (`fairness`), so that none waits for all that another has sent; each level of its
-priority makes it due `aging` seconds earlier, in time that the device has worked: a higher priority goes first, and
+priority makes it due as much earlier as the device works in `aging` seconds: a higher priority goes first, and
 nothing waits forever. Entries that nobody waits for any more never reach a batch.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from attnserve_server.fairness import FairClock
+from attnserve_server.pace import Pace
 
 
 class Waiting(Protocol):
@@ -28,10 +29,6 @@ class Waiting(Protocol):
     @property
     def cost(self) -> int:
         """What it costs to run."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it should take to run."""
 
     @property
     def received_bytes(self) -> int:
@@ -74,10 +71,11 @@ class Batch(Generic[E]):
 class BatchQueue(Generic[E]):
     """Entries that wait, and the decision which of them run next."""
 
-    def __init__(self, max_cost: int, max_requests: int, aging: float) -> None:
+    def __init__(self, max_cost: int, max_requests: int, aging: float, pace: Pace | None = None) -> None:
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
+        self._pace = pace or Pace()
         self._fairness = FairClock()
         self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
         """A heap for each group: when an entry is due, which of all it is, and the entry."""
@@ -87,11 +85,15 @@ class BatchQueue(Generic[E]):
         self.requests = 0
         self.bytes = 0
         self.cost = 0
-        self.seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long what waits should take to run."""
+        return self._pace.seconds(self.cost, self.requests)
 
     def push(self, entry: E) -> None:
         """Takes an entry."""
-        begin = self._fairness.enter(entry.caller, entry.priority, entry.seconds)
+        begin = self._fairness.enter(entry.caller, entry.priority, self._pace.work(entry.cost))
         item = (begin - self._advantage(entry.priority), next(self._pushes), entry)
         group = self._groups.setdefault(entry.group, [])
         heapq.heappush(group, item)
@@ -100,7 +102,6 @@ class BatchQueue(Generic[E]):
         self.requests += 1
         self.bytes += entry.received_bytes
         self.cost += entry.cost
-        self.seconds += entry.seconds
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +117,8 @@ class BatchQueue(Generic[E]):
         this priority. Looks at all that wait.
         """
         due = self._fairness.begin(caller, priority) - self._advantage(priority)
-        return sum(item[2].seconds for group in self._groups.values() for item in group if item[0] <= due)
+        before = [item[2].cost for group in self._groups.values() for item in group if item[0] <= due]
+        return self._pace.seconds(sum(before), len(before))
 
     def pop(self, now: float) -> Batch[E]:
         """Takes the next batch out of the queue; without entries if nothing is left to run."""
@@ -132,7 +134,6 @@ class BatchQueue(Generic[E]):
                     del self._groups[group]
         if not self.requests:
             self._first.clear()
-            self.seconds = 0.0  # what is left of sums of fractions
         return batch
 
     def drop_cancelled(self) -> list[E]:
@@ -155,11 +156,11 @@ class BatchQueue(Generic[E]):
 
     def _advantage(self, priority: int) -> float:
         """How much earlier a priority makes an entry due: with so many callers, virtual time is so much slower."""
-        return priority * self._aging / max(1, self._fairness.callers)
+        return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers)
 
     def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
         """Fills a batch from the group whose entry is due first; no further than to that, if nobody waits for it."""
-        callers, seconds = self._fairness.callers, 0.0
+        callers, work = self._fairness.callers, 0.0
         while waiting and len(batch.entries) < self._max_requests:
             entry = waiting[0][2]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
@@ -170,16 +171,15 @@ class BatchQueue(Generic[E]):
             if gone is None:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
-                seconds += entry.seconds
+                work += self._pace.work(entry.cost)
             else:
                 gone.append(entry)
                 if not batch.entries:  # now another group may be first
                     break
-        self._fairness.served(seconds, callers)
+        self._fairness.served(work, callers)
 
     def _forget(self, entry: E) -> None:
         self._fairness.leave(entry.caller)
         self.requests -= 1
         self.bytes -= entry.received_bytes
         self.cost -= entry.cost
-        self.seconds -= entry.seconds

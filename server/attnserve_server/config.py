@@ -233,8 +233,8 @@ class Config:
     max_queue_time: float = _setting(
         _DURATION,
         1.0,
-        "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. So long "
-        "does an overloaded server have its callers wait. 16 requests may wait whatever they take. 0 is no bound.",
+        "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. While "
+        "requests must be refused, no caller adds to a queue of 16 requests and two batches. 0 is no bound.",
     )
     max_batch_flops: int = _setting(
         _flops(),

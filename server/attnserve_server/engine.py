@@ -78,8 +78,6 @@ class Entry:
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
     """The bytes that it may take until its reply has left."""
-    seconds: float = field(default=0.0, init=False)
-    """How long it should take to run, as far as was known when it came."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -171,7 +169,6 @@ class Engine:
         if self._draining:
             self._metrics.rejected("draining")
             raise Draining
-        entry.seconds = self._admission.pace.seconds(entry.cost, 1)
         if entry.deadline < inf:
             self._check_deadline(entry)
         self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)

@@ -3,8 +3,8 @@
 Each entry gets a virtual time at which it may begin: now, or when what its caller has sent before it is done, if that
 is later; what has a lower priority is not before it. The virtual clock advances as fast as a caller with its equal
 share is served, so that entries in the order of their times are served as if each caller had a slower device of its
-own. (Weighted fair queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Seconds in,
-virtual seconds out; it never asks the time.
+own. (Weighted fair queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in
+work, of whatever unit: how fast work is done may turn out differently from what was thought, and changes no order.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class FairClock:
             return self._now
         return max(self._now, *(done for level, done in until.items() if level >= priority), 0.0)
 
-    def enter(self, caller: Hashable, priority: int, seconds: float) -> float:
-        """Takes notice of work of so many seconds that waits. Returns its virtual time."""
+    def enter(self, caller: Hashable, priority: int, work: float) -> float:
+        """Takes notice of work that waits. Returns its virtual time."""
         self._waiting[caller] = self._waiting.get(caller, 0) + 1
         begin = self.begin(caller, priority)
         until = self._until.setdefault(caller, {})
-        until[priority] = begin + seconds
+        until[priority] = begin + work
         for level in until:
             if level < priority:
-                until[level] += seconds
+                until[level] += work
         return begin
 
     def leave(self, caller: Hashable) -> None:
@@ -63,7 +63,7 @@ class FairClock:
             self._until = {each: until for each, until in self._until.items() if max(until.values()) > self._now}
             self._prune_at = max(FORGOTTEN, 2 * len(self._until))
 
-    def served(self, seconds: float, callers: int) -> None:
-        """Takes notice that so many seconds of work run, taken while so many callers had work waiting."""
+    def served(self, work: float, callers: int) -> None:
+        """Takes notice that so much work runs, taken while so many callers had work waiting."""
         if self._waiting:
-            self._now += seconds / callers
+            self._now += work / callers

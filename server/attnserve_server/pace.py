@@ -14,7 +14,7 @@ FIRST_FLOP_SECONDS: Final = 2e-11
 """Before anything is known: a processor of 50 GFLOP/s."""
 FIRST_REQUEST_SECONDS: Final = 2e-4
 LEARNING: Final = 0.2
-"""The part of an error that one batch corrects."""
+"""The part of an error that one batch corrects; the first one corrects all of it, the second half, and so on."""
 LARGEST_ERROR: Final = 2.0
 """What is taken of an error at most, as the logarithm of a factor: what is none of a batch's own may hold it up."""
 FORGETTING: Final = 0.999
@@ -24,14 +24,27 @@ FORGETTING: Final = 0.999
 class Pace:
     """The measured rate."""
 
-    def __init__(self) -> None:
-        self._flop_seconds = FIRST_FLOP_SECONDS
-        self._request_seconds = FIRST_REQUEST_SECONDS
+    def __init__(
+        self, flop_seconds: float = FIRST_FLOP_SECONDS, request_seconds: float = FIRST_REQUEST_SECONDS
+    ) -> None:
+        self._flop_seconds = flop_seconds
+        self._request_seconds = request_seconds
         self._largest = 0.0
+        self._batches = 0
+        self.request_flops = 0.0
+        """The FLOPs of a request, as requests are at the moment."""
 
     def seconds(self, flops: float, requests: int) -> float:
         """How long so many requests with so many FLOPs together should take."""
         return flops * self._flop_seconds + requests * self._request_seconds
+
+    def work(self, flops: float) -> float:
+        """What a request costs with all that goes with it, in FLOPs."""
+        return flops + self._request_seconds / self._flop_seconds
+
+    def work_of(self, seconds: float) -> float:
+        """The FLOPs that take so long."""
+        return seconds / self._flop_seconds
 
     def least_seconds(self, flops: float) -> float:
         """How long a request takes at the least, as far as is known: one larger than any that has run takes longer than
@@ -45,8 +58,13 @@ class Pace:
         expected = by_flops + by_requests
         if seconds <= 0 or expected <= 0:
             return
-        error = max(-LARGEST_ERROR, min(LARGEST_ERROR, log(seconds / expected)))
-        step = LEARNING * error * expected / (by_flops * by_flops + by_requests * by_requests)
+        self._batches += 1
+        gain = max(LEARNING, 1 / self._batches)
+        error = log(seconds / expected)
+        if gain == LEARNING:
+            error = max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
+        self.request_flops += gain * (flops / requests - self.request_flops)
+        step = gain * error * expected / (by_flops * by_flops + by_requests * by_requests)
         self._flop_seconds *= exp(step * by_flops)
         self._request_seconds *= exp(step * by_requests)
         self._largest = max(largest, self._largest * FORGETTING)

@@ -92,9 +92,17 @@ class Server:
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
-        queue: BatchQueue[Entry] = BatchQueue(config.max_batch_flops, config.max_batch_requests, config.priority_aging)
         admission = Admission(
-            config.max_requests, config.max_bytes, config.max_flops, config.max_message_bytes, config.max_queue_time
+            config.max_requests,
+            config.max_bytes,
+            config.max_flops,
+            config.max_message_bytes,
+            config.max_queue_time,
+            config.max_batch_requests,
+            config.max_batch_flops,
+        )
+        queue: BatchQueue[Entry] = BatchQueue(
+            config.max_batch_flops, config.max_batch_requests, config.priority_aging, admission.pace
         )
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None

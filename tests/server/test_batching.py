@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, Entry, queue_of
+from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, SECOND, Entry, queue_of
 
 from attnserve_server.batching import Batch, BatchQueue
 
@@ -69,8 +69,8 @@ def test_within_a_priority_the_oldest_goes_first() -> None:
 def test_a_higher_priority_goes_before_an_older_request_up_to_aging(work: float) -> None:
     """Aging is in time that the device has worked: here, work of so many times as much as two levels are worth."""
     queue = queue_of(max_requests=1)
-    between = Entry(seconds=2 * AGING * work, priority=8)
-    old, urgent = Entry(priority=0), Entry(priority=2)
+    between = Entry(cost=int(2 * AGING * work * SECOND), priority=8)
+    old, urgent = Entry(priority=0, cost=0), Entry(priority=2)
     queue.push(old)
     queue.push(between)
     assert queue.pop(0.0).entries == [between]
@@ -137,19 +137,18 @@ def test_what_is_cancelled_can_be_taken_out_at_once() -> None:
 
 def test_what_is_due_before_a_request_is_known() -> None:
     queue = queue_of(
-        *(Entry(caller="flood", seconds=1.0) for _ in range(5)),
-        Entry(caller="flood", seconds=10.0, priority=-8),
-        Entry(caller="other", seconds=0.5, priority=8),
-        Entry(caller="other", seconds=0.25),
+        *(Entry(caller="flood", cost=1000) for _ in range(5)),
+        Entry(caller="flood", cost=10_000, priority=-8),
+        Entry(caller="other", cost=500, priority=8),
+        Entry(caller="other", cost=250),
     )
-    assert queue.seconds == 15.75
+    assert queue.seconds == pytest.approx(15.75)
     # All that it has sent before, and what of the other is due by then.
-    assert queue.seconds_before("flood", 0) == 5.75
+    assert queue.seconds_before("flood", 0) == pytest.approx(5.75)
     # What begins at the same time was there before: one of the flood's, and all of the other's own.
-    assert queue.seconds_before("other", 0) == 1.75
-    assert queue.seconds_before("new", 0) == 1.5
-    assert queue.seconds_before("new", 8) == 0.5
-    queue.pop(0.0)
+    assert queue.seconds_before("other", 0) == pytest.approx(1.75)
+    assert queue.seconds_before("new", 0) == pytest.approx(1.5)
+    assert queue.seconds_before("new", 8) == pytest.approx(0.5)
     while queue.requests:
         queue.pop(0.0)
     assert queue.seconds == 0.0
@@ -175,7 +174,6 @@ entries = st.builds(
     deadline=st.one_of(st.just(math.inf), st.floats(0, 20)),
     cancelled=st.booleans(),
     caller=st.sampled_from("xyz"),
-    seconds=st.floats(0, 3),
 )
 
 
@@ -199,11 +197,11 @@ def test_every_entry_comes_out_once(waiting: list[Entry], now: float) -> None:
     higher=st.integers(1, 8),
     other_group=st.booleans(),
     other_caller=st.booleans(),
-    work=st.floats(0.05, 1.0),
+    work=st.integers(50, 1000),
     backlog=st.integers(0, 8),
 )
 def test_a_steady_stream_of_higher_priority_starves_nobody(
-    priority: int, higher: int, other_group: bool, other_caller: bool, work: float, backlog: int
+    priority: int, higher: int, other_group: bool, other_caller: bool, work: int, backlog: int
 ) -> None:
     """One request runs at each tick and one of higher priority comes: the low one runs when the device has worked on
     others for (levels of priority) * aging, and on those that were there before.
@@ -213,10 +211,11 @@ def test_a_steady_stream_of_higher_priority_starves_nobody(
     low = Entry(group="low" if other_group else "a", priority=priority, caller="low" if other_caller else None)
     queue.push(low)
     for _ in range(backlog):
-        queue.push(Entry(priority=above, seconds=work))
-    ahead = 2 * backlog + math.ceil(2 * (above - priority) * AGING / work) + 2  # of two callers, each has half
+        queue.push(Entry(priority=above, cost=work))
+    levels = abs(above) + abs(priority)  # each is worth half as much once there are two callers
+    ahead = 2 * backlog + math.ceil(2 * levels * AGING * SECOND / work) + 2
     for _ in range(ahead + 1):
-        queue.push(Entry(priority=above, seconds=work))
+        queue.push(Entry(priority=above, cost=work))
         if low in queue.pop(0.0).entries:
             return
     raise AssertionError(f"still waiting after {ahead + 1} batches")
@@ -237,7 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
         entry.deadline += self.now - entry.arrival
         entry.arrival = self.now
         entry.cancelled = False
-        entry.caller, entry.seconds = None, 0.0  # how callers share is tested apart
+        entry.caller = None  # how callers share is tested apart
         self.queue.push(entry)
         self.model.append(entry)
 

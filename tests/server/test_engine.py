@@ -96,7 +96,7 @@ class Bench:
         self.device = device
         self.admission = Admission(max_requests, 10**12, 10**15)
         self.metrics = Metrics("0", "0", "cpu")
-        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1)
+        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
         self.engine = Engine(device, self.queue, self.admission, self.metrics, max_wait)
         self.engine.open()
         self.replies: dict[Entry, list[Outcome | RequestError]] = {}

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from attnserve_server.batching import BatchQueue
+from attnserve_server.pace import Pace
 
 AGING = 0.5
 MAX_FLOPS = 100
@@ -25,11 +26,14 @@ class Entry:
     deadline: float = math.inf
     cancelled: bool = False
     caller: Hashable = None
-    seconds: float = 0.0
+
+
+SECOND = 1000
+"""The FLOPs that take a second: a request takes nothing but what its FLOPs do."""
 
 
 def queue_of(*entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS) -> BatchQueue[Entry]:
-    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING)
+    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING, Pace(1 / SECOND, 1e-12))
     for entry in entries:
         queue.push(entry)
     return queue

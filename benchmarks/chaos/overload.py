@@ -1,0 +1,222 @@
+"""A server that is offered ten times as much as it can do, by callers who do not wait for its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import grpc
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.chaos import encoder
+from benchmarks.chaos.outcome import Figure, exactly
+from benchmarks.chaos.victim import Victim
+
+PROMISE: Final = (
+    "Offered ten times its capacity in an open loop of mixed sizes, the server keeps at least 90 % of its goodput at "
+    "full load; the 99th percentile of what it accepts is within 3 times that at 90 % load; the rest is told "
+    "RESOURCE_EXHAUSTED at once, with a delay that follows from the queue; memory is bounded, health answers "
+    "throughout, and a second after the end everything is as before."
+)
+
+TIMES: Final = 10
+LENGTHS: Final = (16, 32, 64, 64, 128, 128, 256, 384)
+"""Tokens of the requests, in a random order."""
+CALLERS: Final = 4
+"""Connections, and so callers: nobody is identified."""
+IN_FLIGHT: Final = 16
+"""Of the closed loop by which the capacity is found: more gives no more."""
+MOST_MINUTES: Final = 1.0
+APPLY: Final = "/attnserve.v1.AttentionService/Apply"
+PATIENCE_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Answers:
+    """What callers have seen: seconds until the answer, for what was computed (with its tokens) and for what was
+    refused (with the delays that it was told); and other failures.
+    """
+
+    computed: list[float] = field(default_factory=list)
+    tokens: int = 0
+    refused: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def requests_per_second(self) -> float:
+        """The goodput in requests."""
+        return len(self.computed) / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The goodput in tokens."""
+        return self.tokens / self.seconds
+
+
+class Load:
+    """Requests of all lengths by unary calls, from several callers in turn."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stack = AsyncExitStack()
+        self._calls: list[aio.UnaryUnaryMultiCallable[bytes, bytes]] = []
+        self._requests = [(length, encoder.request(length, seed)) for seed, length in enumerate(LENGTHS)]
+        self._random = np.random.default_rng(0)
+        self._numbers = count()
+
+    async def __aenter__(self) -> Load:
+        for _ in range(CALLERS):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = await self._stack.enter_async_context(aio.insecure_channel(self._address, options))
+            self._calls.append(channel.unary_unary(APPLY))
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def ask(self, answers: Answers, due: float, until: float) -> None:
+        """Makes one call. What is computed counts if it is by then; times are from when the call was due."""
+        length, request = self._requests[self._random.integers(len(self._requests))]
+        call = self._calls[next(self._numbers) % CALLERS]
+        try:
+            await call(request)
+        except aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and (delay := _delay(error)) is not None:
+                answers.refused.append(perf_counter() - due)
+                answers.delays.append(delay)
+            else:
+                answers.failed.append(error.code().name)
+            return
+        if (now := perf_counter()) <= until:
+            answers.computed.append(now - due)
+            answers.tokens += length
+
+    async def closed(self, in_flight: int, seconds: float) -> Answers:
+        """So many calls at a time, for some seconds."""
+        answers = Answers(seconds=seconds)
+        until = perf_counter() + seconds
+
+        async def caller() -> None:
+            while (now := perf_counter()) < until:
+                await self.ask(answers, now, until)
+
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return answers
+
+    async def open(self, rate: float, seconds: float) -> Answers:
+        """So many calls a second, at random times (a Poisson process), whatever becomes of them."""
+        answers = Answers(seconds=seconds)
+        due = perf_counter()
+        until = due + seconds
+        async with asyncio.TaskGroup() as calls:
+            while (due := due + self._random.exponential(1 / rate)) < until:
+                await asyncio.sleep(max(0.0, due - perf_counter()))
+                calls.create_task(self.ask(answers, due, until))
+        return answers
+
+
+def _delay(error: aio.AioRpcError) -> float | None:
+    """After how many seconds to come back, as the error says."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            for detail in Status.FromString(value).details:
+                info = RetryInfo()
+                if detail.Unpack(info):
+                    return float(info.retry_delay.seconds + info.retry_delay.nanos * 1e-9)
+    return None
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is seen of a server from outside: its resident memory, and how long its health took to answer."""
+
+    bytes: list[int] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    unhealthy: int = 0
+
+
+@contextmanager
+def watched(victim: Victim) -> Iterator[Watch]:
+    """Looks ten times a second while the block runs, over HTTP and gRPC by connections of its own."""
+    watch, stop = Watch(), threading.Event()
+    process = psutil.Process(victim.process.pid)
+
+    def look() -> None:
+        with grpc.insecure_channel(victim.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            while not stop.wait(0.1):
+                watch.bytes.append(process.memory_info().rss)
+                begin = perf_counter()
+                serving = check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == SERVING
+                watch.health.append(perf_counter() - begin)
+                watch.unhealthy += not serving or victim.get("/readyz") != 200
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        stop.set()
+        thread.join()
+
+
+SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+
+
+async def _measure(victim: Victim, seconds: float) -> list[Figure]:
+    async with Load(victim.address) as load:
+        await load.closed(IN_FLIGHT, seconds / 6)  # until it knows its rate
+        peak = await load.closed(IN_FLIGHT, seconds / 3)
+        steady = await load.open(0.9 * peak.requests_per_second, seconds / 2)
+        alone = float(np.median((await load.closed(1, seconds / 12)).computed))
+        before = psutil.Process(victim.process.pid).memory_info().rss
+        with watched(victim) as watch:
+            flood = await load.open(TIMES * peak.requests_per_second, seconds)
+        await asyncio.sleep(1.0)
+        waiting = victim.metric("attnserve_in_flight_requests")
+        after = float(np.median((await load.closed(1, seconds / 12)).computed))
+    offered = len(flood.computed) + len(flood.refused) + len(flood.failed)
+    p99 = [float(np.percentile(answers.computed, 99)) for answers in (steady, flood)]
+    return [
+        Figure("capacity", peak.requests_per_second, "requests/s"),
+        Figure("offered", offered / seconds, "requests/s"),
+        Figure("goodput, in requests", flood.requests_per_second / peak.requests_per_second, "of capacity", 0.9),
+        Figure("goodput, in tokens", flood.tokens_per_second / peak.tokens_per_second, "of capacity", 0.9),
+        Figure("p99 at 90 % load", p99[0] * 1e3, "ms"),
+        Figure("p99 of what was accepted", p99[1] * 1e3, "ms"),
+        Figure("that, to that at 90 % load", p99[1] / p99[0], at_most=3.0),
+        Figure("refused", len(flood.refused) / seconds, "requests/s"),
+        Figure("median time to a refusal", float(np.median(flood.refused)) * 1e3, "ms", at_most=10.0),
+        Figure("p99 of that", float(np.percentile(flood.refused, 99)) * 1e3, "ms"),
+        Figure("median delay that was told", float(np.median(flood.delays)) * 1e3, "ms", 5.0, 1000.0),
+        exactly("calls that failed otherwise", len(flood.failed), 0),
+        Figure("memory above that of the idle server", (max(watch.bytes) - before) / 2**20, "MiB", at_most=512.0),
+        Figure("health checks answered", len(watch.health), at_least=1),
+        exactly("of these, that it is not ready", watch.unhealthy, 0),
+        Figure("p99 of a health check", float(np.percentile(watch.health, 99)) * 1e3, "ms", at_most=1000.0),
+        exactly("requests in flight 1 s after the end", waiting, 0),
+        Figure("latency of a lone request then", after / alone, "of that before", at_most=1.5),
+    ]
+
+
+def run(minutes: float) -> list[Figure]:
+    """Does it, for a minute of overload at most."""
+    with tempfile.TemporaryDirectory(prefix="attnserve-overload-") as directory:
+        layers = encoder.write(Path(directory))
+        with Victim("--layers", str(layers), "--cache-bytes", "1MiB", "--log-level", "error") as victim:
+            return asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES)))
