@@ -66,13 +66,15 @@ class Observed:
         return sample.value
 
     def total(self, value: Callable[[Reply], float]) -> tuple[float, float]:
-        """The least and the most that the replies of that time may come to: what was answered but had not yet arrived
-        at a scrape may be counted or not, a burst at most.
+        """The least and the most that the replies of that time may come to.
+
+        A scrape counts what has been answered, some of which has not arrived then: calls of one burst, no more.
         """
-        least = sum(value(reply) for reply in self.replies if self.begin + self.lag <= reply.at <= self.end)
-        most = sum(value(reply) for reply in self.replies if self.begin <= reply.at <= self.end + self.lag)
-        slack = BURST * max(value(reply) for reply in self.replies)
-        return least - slack, most + slack
+        replies = sorted(self.replies, key=lambda reply: reply.at)
+        surely = [reply for reply in replies if self.begin + self.lag <= reply.at <= self.end][BURST:]
+        perhaps = [reply for reply in replies if self.begin <= reply.at <= self.end + self.lag]
+        perhaps += [reply for reply in replies if reply.at > self.end + self.lag][:BURST]
+        return sum(map(value, surely)), sum(map(value, perhaps))
 
     def quantile(self, q: float, operation: str, value: Callable[[Reply], float], *, above: bool) -> float:
         """The bound of the histogram's bucket below or above a quantile of the operation's replies."""
