@@ -36,7 +36,7 @@ class Limits:
     max_sequences: int
     """The most sequences of a request in which each has a length, an offset or a cache of its own."""
     max_request_flops: int
-    """The most floating-point operations of one request."""
+    """The most floating-point operations of one request, those of slow kernels counted several times."""
     max_caches: int
     """The most caches open."""
     max_cache_layers: int

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.durations import seconds_of
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
 from attnserve_server.tracing import TraceParent
 
@@ -81,10 +81,9 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
         return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
     timeout = None
     if envelope.HasField("timeout"):
-        try:
-            timeout = seconds_of("timeout", envelope.timeout)
-        except InvalidRequest as error:
-            return Call(envelope.id, None, None, (b"", 0, 0), error)
+        # However large or odd, it says when: what is no duration by the letter is no error.
+        duration: Duration = envelope.timeout
+        timeout = duration.seconds + duration.nanos * 1e-9
     parent = TraceParent(envelope.traceparent, envelope.tracestate) if envelope.traceparent else None
     if not found:
         return Call(envelope.id, timeout, None, (b"", 0, 0), None, parent)

@@ -213,8 +213,9 @@ class Config:
     max_request_flops: int = _setting(
         _flops(0),
         0,
-        "The most floating-point operations of one request. 0: on a CPU 5e11 for each thread, some 10 s, and on CUDA "
-        "as many as max_flops.",
+        "The most floating-point operations of one request. Those of slow kernels count for more: for softcaps, scores "
+        "to return and learned scores 8 times, for additive ones 80 times. 0: on a CPU 5e11 for each thread, some "
+        "10 s, and on CUDA as many as max_flops.",
     )
     max_rank: int = _setting(_count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(_flops(), 2**31 - 1, "The most elements of a tensor.")

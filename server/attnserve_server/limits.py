@@ -43,7 +43,7 @@ class RequestLimits:
             raise InvalidRequest(field, f"at most {self.max_sequences} sequences", sequences, LIMIT_EXCEEDED)
 
     def check_flops(self, flops: int) -> None:
-        """Raises InvalidRequest if a request costs too much."""
+        """Raises InvalidRequest if a request costs too much, in operations of plain attention."""
         if flops > self.max_request_flops:
             expected = f"a request of at most {self.max_request_flops} FLOPs"
             raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED)

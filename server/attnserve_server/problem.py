@@ -24,6 +24,12 @@ from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, parameter, shown, tensor_at
 
+WRITTEN_OUT = 8
+"""How many times as long an operation takes where attention is written out, for softcaps, scores to return and learned
+scores, as in the kernels for plain attention: measured on a CPU, where it is 3 to 8."""
+ADDITIVE = 80
+"""The same for additive scores, whose operations are tanh for the most part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -72,6 +78,13 @@ class Problem:
     def one_by_one(self) -> bool:
         """Whether sequences are computed one after the other, by the kernel that can do everything."""
         return self.score is not None or self.softcap > 0 or self.return_scores is not None
+
+    @property
+    def weight(self) -> int:
+        """What an operation costs, in those of plain attention."""
+        if self.score == "additive":
+            return ADDITIVE
+        return WRITTEN_OUT if self.one_by_one else 1
 
     def scratch_bytes(self, kv_length: int) -> int:
         """What an additive score takes beside the scores, in float64: keys projected to hidden units, twice."""

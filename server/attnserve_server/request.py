@@ -96,7 +96,9 @@ class Request(Independent):
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        """What it costs to compute, in FLOPs of plain attention: those that it asks for, as slow as its kernel makes
+        them, and what its kernel calls cost besides.
+        """
         return self.extent.cost
 
     @property
@@ -188,7 +190,8 @@ def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits)
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
     flops = problem.flops(pairs, rows, problem.kv_length * sequences)
-    limits.check_flops(flops)
+    cost = flops * problem.weight
+    limits.check_flops(cost)
     if problem.one_by_one:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
@@ -198,7 +201,7 @@ def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits)
         longest=longest,
         query_tokens=rows,
         flops=flops,
-        cost=flops + calls * CALL_COST,
+        cost=cost + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
     )
 

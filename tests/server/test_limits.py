@@ -34,6 +34,9 @@ def packed(sequences: int) -> pb.AttendRequest:
 
 
 ATTEND = messages.random_attend(0, 3, kv_length=5, batch=2, mask=np.ones((2, 2, 3, 5), bool))
+SOFTCAP = messages.random_attend(0, 3, kv_length=5, batch=2, softcap=1.0)
+WEIGHTS = messages.tensor(np.zeros((4, 8), np.float32))
+ADDITIVE = messages.random_attend(0, 3, additive=pb.AdditiveScore(query_weight=WEIGHTS, key_weight=WEIGHTS))
 FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
 
 
@@ -44,6 +47,8 @@ FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
         (messages.random_attend(0, 3, batch=1), "max_elements", 48, "query.shape", "at most 47 elements, found 48"),
         (packed(7), "max_sequences", 7, "query_lengths.shape", "at most 6 sequences, found 7"),
         (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs, found {FLOPS} FLOPs"),
+        (SOFTCAP, "max_request_flops", 8 * FLOPS, "", f"at most {8 * FLOPS - 1} FLOPs"),  # slower kernels cost more
+        (ADDITIVE, "max_request_flops", 80 * messages.read(ADDITIVE).flops, "", "FLOPs"),
     ],
 )
 def test_a_limit_is_the_most_that_passes(
@@ -95,7 +100,7 @@ def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
             (ATTEND, "query.shape"),
             (messages.attend(*[np.zeros((1, 126, 8), np.float32)] * 3), "query.shape"),
             (packed(11), "query_lengths.shape"),
-            (messages.attend(*[np.zeros((200, 4), np.float32)] * 3, softcap=1.0), ""),
+            (messages.attend(*[np.zeros((200, 4), np.float32)] * 3), ""),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 calls.unary(channel, "Attend", message.SerializeToString())

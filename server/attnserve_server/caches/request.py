@@ -182,7 +182,8 @@ def _read(
     keys = [use.cache.length(use.layer) + use.tokens for use in uses]
     rows = problem.batch * problem.query_length
     flops = problem.flops(problem.query_length * sum(keys), rows, sum(keys))
-    limits.check_flops(flops)
+    cost = flops * problem.weight
+    limits.check_flops(cost)
     return CachedRequest(
         host=host,
         uses=uses,
@@ -190,7 +191,7 @@ def _read(
         problem=problem,
         payloads=payloads,
         flops=flops,
-        cost=flops + CALL_COST * problem.batch,
+        cost=cost + CALL_COST * problem.batch,
         reply_bytes=reply_bytes(problem, rows, max(keys)),
     )
 
