@@ -119,7 +119,7 @@ def _of_token(grants: Grants, authorization: str | bytes | None) -> Caller:
 
 def _names(context: aio.ServicerContext[Any, Any]) -> list[str]:
     """The names in a caller's certificate: its subject alternative names, or else its common name."""
-    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or () if name]
+    names = [name.decode("utf-8", "backslashreplace") for name in context.peer_identities() or () if name]
     if not names:  # gRPC says of a certificate without any that its common name is empty
         raise Unauthenticated("the certificate has no name", "NO_NAME")
     return names

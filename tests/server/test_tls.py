@@ -57,9 +57,13 @@ def mutual(authority: certificates.Authority, tmp_path_factory: pytest.TempPathF
     files = authority.issue_for_server("mutual")
     flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     flags += ("--tls-client-ca", str(authority.ca), "--http-tls", "true")
-    server = Server(flags, tmp_path_factory.mktemp("mutual") / "stderr")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GRPC_VERBOSITY", raising=False)  # which this process has, too
+        server = Server(flags, tmp_path_factory.mktemp("mutual") / "stderr")
     yield server
     assert server.stop() == 0, server.stderr()
+    # Of all those who were refused, nothing but lines of the server's own.
+    assert all(line.split(" ")[1] in ("info", "warning") for line in server.stderr().splitlines()), server.stderr()
 
 
 def test_who_has_a_certificate_uses_the_service(mutual: Server, authority: certificates.Authority) -> None:
