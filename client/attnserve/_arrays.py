@@ -112,8 +112,14 @@ def _is_plain(value: Any) -> bool:
 def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
     if type(value) is np.ndarray:
         return value
+    tensor = torch_tensor(value)
+    if tensor is not None and tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise InvalidRequestError(
+            f"{field}: expected a tensor that requires no gradient, for none comes back; detach it, or "
+            "call under torch.no_grad()",
+            field=field,
+        )
     try:
-        tensor = torch_tensor(value)
         return np.asarray(value) if tensor is None else _torch_as_numpy(tensor)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"

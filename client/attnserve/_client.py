@@ -117,7 +117,8 @@ class Client:
 
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
         of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors of any device; the result is
-        of the query's kind, on its device. They must not change while the call is in flight.
+        of the query's kind, on its device. They must not change while the call is in flight. No gradient flows
+        through the service: tensors that require one are refused, unless torch computes none (``torch.no_grad``).
 
         - `query`: ``[B, Hq, Lq, D]``, or ``[Hq, Lq, D]``, or ``[Lq, D]``; float32, float16, bfloat16 or float64.
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple

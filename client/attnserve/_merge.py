@@ -37,7 +37,8 @@ def merge_attention(
     - `layout`: the layout of the outputs.
 
     With m the largest lse of a row and ``w_i = exp(lse_i - m)``: ``output = sum(w_i output_i) / sum(w_i)`` and
-    ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing anywhere gives 0 and -inf.
+    ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing anywhere gives 0 and -inf; one
+    with an lse of +inf or NaN anywhere gives NaN, as attention over all keys does.
     The softmax of each must have been over its own keys only: give sinks to at most one of them.
 
     Raises ValueError if there is nothing to merge, an lse is missing, or shapes do not fit.
@@ -65,20 +66,20 @@ def merge_attention(
     def cast(array: Any, dtype: Any) -> Any:
         return array.to(dtype) if is_torch else array.astype(dtype, copy=False)
 
-    exponents = [cast(lse, wide) for lse in lses]
-    largest = reduce(xp.maximum, exponents)
-    nothing = largest == -xp.inf
-    largest = xp.where(nothing, xp.zeros_like(largest), largest)  # -inf - -inf is NaN
-    weights = [xp.exp(exponent - largest) for exponent in exponents]
-    total = sum(weights[1:], weights[0])
-    total = xp.where(nothing, xp.ones_like(total), total)
-    lse = xp.where(nothing, xp.full_like(largest, -xp.inf), largest + xp.log(total))
-
     def along_rows(array: Any) -> Any:
         return (array.swapaxes(-1, -2) if crossed else array)[..., None]
 
-    weighted = [along_rows(weight) * cast(output, wide) for weight, output in zip(weights, outputs, strict=True)]
-    output = sum(weighted[1:], weighted[0]) / along_rows(total)
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and is meant to be
+        exponents = [cast(lse, wide) for lse in lses]
+        largest = reduce(xp.maximum, exponents)
+        nothing = largest == -xp.inf
+        largest = xp.where(nothing, xp.zeros_like(largest), largest)  # -inf - -inf is NaN
+        weights = [xp.exp(exponent - largest) for exponent in exponents]
+        total = sum(weights[1:], weights[0])
+        total = xp.where(nothing, xp.ones_like(total), total)
+        lse = xp.where(nothing, xp.full_like(largest, -xp.inf), largest + xp.log(total))
+        weighted = [along_rows(weight) * cast(output, wide) for weight, output in zip(weights, outputs, strict=True)]
+        output = sum(weighted[1:], weighted[0]) / along_rows(total)
     return MergedAttention(cast(output, outputs[0].dtype), cast(lse, lses[0].dtype))
 
 

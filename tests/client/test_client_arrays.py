@@ -155,11 +155,23 @@ def test_what_is_neither_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 2), (2, 3, 4)])
 def test_torch_there_and_back(dtype: Any, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
-    sent = _arrays.floating("query", tensor)
+    with torch.no_grad():
+        sent = _arrays.floating("query", tensor)
     array = _arrays.from_wire("output", sent.dtype, sent.shape, b"".join([sent.data]))
     back = _arrays.to_torch(array, tensor.device)
     assert back.dtype is dtype
     assert torch.equal(back, tensor.detach())
+
+
+def test_gradients_are_not_lost_unnoticed() -> None:
+    parameter = torch.ones(2, 3, requires_grad=True)
+    for tensor in (parameter, 2 * parameter):
+        with pytest.raises(InvalidRequestError, match=r"query: .* requires no gradient.*no_grad") as caught:
+            _arrays.floating("query", tensor)
+        assert caught.value.field == "query"
+        _arrays.floating("query", tensor.detach())
+    with torch.inference_mode():
+        _arrays.floating("query", parameter)
 
 
 @pytest.mark.parametrize("dtype", TORCH_FLOATS)

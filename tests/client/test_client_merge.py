@@ -51,6 +51,20 @@ def test_the_parts_make_the_whole(seed: int, rank: int, pieces: int, crossed: bo
     np.testing.assert_allclose(np.asarray(merged.lse), lse, atol=1e-12)
 
 
+@pytest.mark.parametrize("in_torch", [False, True])
+@pytest.mark.parametrize("lse", [np.inf, np.nan])
+def test_what_is_infinite_is_not_a_number_and_spoils_its_row_alone(in_torch: bool, lse: float) -> None:
+    """As in attention over all keys: its scores cannot be told from each other."""
+    lses = np.array([[0.0, lse, 0.0], [0.0, 0.0, -np.inf]])
+    outputs = np.ones((2, 3, 4))
+    pairs: list[Any] = list(zip(outputs, lses, strict=True))
+    if in_torch:
+        pairs = [(torch.from_numpy(o), torch.from_numpy(s)) for o, s in pairs]
+    merged = merge_attention(pairs)
+    np.testing.assert_array_equal(np.asarray(merged.output)[:, 0], [1, np.nan, 1])
+    np.testing.assert_allclose(np.asarray(merged.lse), [np.log(2), np.nan, 0])
+
+
 def test_packed_and_merged_again() -> None:
     (output, lse), some = parts(3, 3, 3)
     packed = [(o.swapaxes(0, 1), s) for o, s in some]
