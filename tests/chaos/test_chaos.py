@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos import device
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options
 from benchmarks.chaos.experiments import NAMES
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
@@ -23,9 +24,15 @@ def kept(name: str, minutes: float = 0.05) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "overload"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("device", "overload")])
 def test_the_promise_is_kept(name: str) -> None:
     kept(name)
+
+
+def test_devices_that_fail_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the ways; the others are tested without a process of their own (`test_engine_faults`)."""
+    monkeypatch.setattr(device, "CASES", {case: device.CASES[case] for case in ("lost", device.ON_THE_LOOP)})
+    kept("device")
 
 
 def test_figures_know_whether_they_are_within_their_bounds() -> None:
