@@ -28,13 +28,13 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
     # A name that resolves to several servers (a headless Service) has its streams spread over them.
-    # A server that says that it is not ready, as one does that drains, gets no new calls; one that says nothing does.
+    # A server that says that it takes no more calls gets none; one that says nothing does.
     (
         "grpc.service_config",
         json.dumps(
             {
                 "loadBalancingConfig": [{"round_robin": {}}],
-                "healthCheckConfig": {"serviceName": "attnserve.v1.AttentionService"},
+                "healthCheckConfig": {"serviceName": "acceptance"},
             }
         ),
     ),

@@ -1,8 +1,9 @@
 """Whether the server lives and whether it is ready, and grpc.health.v1, which tells both to whoever asks over gRPC.
 
-In: the server's state. Out: `live` and `ready`, and the answers of Check and Watch for the services `""` and
-`attnserve.v1.AttentionService` (readiness), `readiness` and `liveness`. A draining server is alive: who restarts what
-does not live must not cut off the requests that it still answers.
+In: the server's state. Out: `live`, `ready` and `accepts`, and the answers of Check and Watch for the services `""` and
+`attnserve.v1.AttentionService` (readiness), `readiness`, `liveness` and `acceptance`. A draining server is alive: who
+restarts what does not live must not cut off the requests that it still answers. It is not ready, so that nobody new is
+sent to it; but it accepts requests for a time, and whoever is connected already (the SDK) goes on until it does not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SERVICE_NAME: Final = "grpc.health.v1.Health"
 _ORDER: Final[tuple[State, ...]] = get_args(State)
 _READINESS: Final = frozenset(("", "attnserve.v1.AttentionService", "readiness"))
 _LIVENESS: Final = "liveness"
+_ACCEPTANCE: Final = "acceptance"
 
 
 class Health:
@@ -31,6 +33,7 @@ class Health:
 
     def __init__(self) -> None:
         self._state: State = "starting"
+        self._refuses = False
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -48,6 +51,16 @@ class Health:
     def ready(self) -> bool:
         """Whether to send requests here."""
         return self._state == "serving"
+
+    @property
+    def accepts(self) -> bool:
+        """Whether requests that come are taken."""
+        return self._state in ("serving", "draining") and not self._refuses
+
+    def refuse(self) -> None:
+        """Says that requests are no longer taken."""
+        self._refuses = True
+        self._wake()
 
     def set(self, state: State) -> None:
         """Goes on to a state. A state that lies behind is ignored: who was told to drain while warming up drains."""
@@ -78,6 +91,8 @@ class Health:
         response = health_pb2.HealthCheckResponse
         if service == _LIVENESS:
             return response.SERVING if self.live else response.NOT_SERVING
+        if service == _ACCEPTANCE:
+            return response.SERVING if self.accepts else response.NOT_SERVING
         if service in _READINESS:
             return response.SERVING if self.ready else response.NOT_SERVING
         return response.SERVICE_UNKNOWN

@@ -247,6 +247,7 @@ class Server:
         logger.info("draining")
         self._service.retire_streams()
         await asyncio.sleep(self._config.drain_delay)
+        self.health.refuse()
         if not await self.engine.drain(self._config.drain_grace):
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
         self._service.end_streams()

@@ -69,6 +69,27 @@ async def test_a_state_that_lies_behind_is_ignored(health: Health) -> None:
     assert not health.live
 
 
+async def test_a_draining_server_accepts_until_it_refuses(stub: Any, health: Health) -> None:
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="acceptance"))
+    assert await read(watch) == NOT_SERVING
+    health.set("serving")
+    assert await read(watch) == SERVING
+    health.set("draining")
+    assert await check(stub, "acceptance") == SERVING
+    health.refuse()
+    assert await read(watch) == NOT_SERVING
+    assert await check(stub, "liveness") == SERVING
+    watch.cancel()
+
+
+async def test_what_changes_as_the_watches_end_is_told(stub: Any, health: Health) -> None:
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+    assert await read(watch) == SERVING
+    health.set("failed")
+    health.close()
+    assert await read(watch) == NOT_SERVING
+
+
 async def test_an_unknown_service(stub: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(stub, "no.such.Service")
