@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import threading
@@ -123,6 +124,35 @@ def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transpo
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         (result,) = attend(address, [array(1, 600, 600)], timeout=0.5, transport=transport)
     assert isinstance(result, DeadlineExceededError)
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256))])
+@pytest.mark.parametrize("then", ["close", "half close", "nothing"])
+def test_a_peer_that_is_no_server(attend: Attend, transport: Transport, says: bytes, then: str) -> None:
+    """It takes connections, says what is not HTTP/2, and closes both sides, its own, or none: an error, in time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        left: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    connection, _ = listener.accept()
+                    left.append(connection)
+                    connection.sendall(says)
+                    if then == "close":
+                        connection.close()
+                    elif then == "half close":
+                        connection.shutdown(socket.SHUT_WR)
+
+        thread.submit(serve)
+        begin = time.monotonic()
+        (result,) = attend(f"127.0.0.1:{listener.getsockname()[1]}", [array(1)], timeout=0.5, transport=transport)
+        took = time.monotonic() - begin
+        listener.shutdown(socket.SHUT_RDWR)
+        for connection in left:
+            connection.close()
+    assert isinstance(result, UnavailableError | DeadlineExceededError)
+    assert took < 20
 
 
 def test_a_peer_that_does_not_read(attend: Attend) -> None:
