@@ -89,7 +89,8 @@ class Attack:
         """Sends so many inputs. Raises Finding."""
         while inputs > 0:
             self.prepare()
-            for _ in range(min(ROUND, inputs) // CALLS or 1):
+            begin = inputs
+            while inputs > 0 and begin - inputs < ROUND:
                 inputs -= self._some()
             while self._flight:
                 self._settle()
@@ -158,11 +159,12 @@ class Attack:
             data = self._input("AttentionService/AttendStream")
             self._send_messages(data, wait=self.random.random() < 0.9)
             return 1
+        before = sum(self.sent.values())
         for _ in range(CALLS):
             method = self.random.choice([name for name in METHODS if not METHODS[name].streaming])
             if self.random.random() < RARE.get(method, 1.0):
                 self._send(method, self._input(method))
-        return CALLS
+        return sum(self.sent.values()) - before
 
     def _send(self, method: str, data: bytes) -> None:
         if len(self._flight) >= IN_FLIGHT:

@@ -29,7 +29,7 @@ __all__ = ["CacheStore", "Placement", "Reservation"]
 
 MIN_RETRY_DELAY: Final = 0.05
 MAX_RETRY_DELAY: Final = 10.0
-MAX_LAYERS: Final = 1024
+MAX_LAYERS: Final = 256
 NAME_BYTES: Final = 18
 """Random bytes in a name: more than anybody can guess, and 24 characters."""
 

@@ -85,6 +85,11 @@ class CachedLayerRequest(CacheWork):
         return self.applied.query_tokens
 
     @property
+    def scratch_bytes(self) -> int:
+        """What its inputs take in the layer's dtype beyond what was received."""
+        return self.applied.scratch_bytes
+
+    @property
     def reply_bytes(self) -> int:
         """The bytes of the reply's tensors."""
         return self.applied.reply_bytes

@@ -79,6 +79,13 @@ class LayerRequest(Independent):
         """Rows of input, over all sequences."""
         return sum(self.input.lengths)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What its inputs take in the layer's dtype beyond what was received."""
+        given = self.input
+        tensors = (given.input, given.context, given.mask, given.bias, given.segments)
+        return max(0, sum(tensor.nbytes for tensor in tensors if tensor is not None) - self.received_bytes)
+
     def run_batch(self, device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
         """Computes requests for this layer."""
         return run_layer(device, batch, self.loaded.layer.run)
