@@ -72,7 +72,8 @@ class Client:
     ) -> None:
         """Sets up a client; nothing is sent yet. ValueError names an argument that is wrong.
 
-        - `address`: ``host:port``, ``unix:/path``, or ``dns:///name:port`` to spread streams over all that it names.
+        - `address`: ``host:port``, ``unix:/path``, or several servers, over which streams and unary calls are spread:
+          ``dns:///name:port`` for all that a name stands for, or ``ipv4:10.0.0.1:8001,10.0.0.2:8001``.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
         - `timeout`: seconds that a call waits for its reply unless it says otherwise; None for no limit.
         - `retries`: how often a call is sent again when the server goes away.

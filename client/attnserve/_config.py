@@ -58,7 +58,7 @@ class Settings:
     """What a client was told, checked. ValueError names the argument that is wrong."""
 
     address: str
-    """``host:port``, ``unix:/path`` or ``dns:///name:port``."""
+    """``host:port``, ``unix:/path``, ``dns:///name:port``, or ``ipv4:`` and several of the first."""
     transport: Transport
     """How calls travel: many on a stream, or each by itself."""
     timeout: float | None

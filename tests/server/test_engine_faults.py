@@ -16,6 +16,7 @@ import torch
 from test_engine import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
 
 from attnserve_server.computation import Blame
+from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.engine import Outcome
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
@@ -74,6 +75,28 @@ async def test_no_memory_is_an_error_of_those_who_need_too_much(
 def test_other_failures_are_not_for_want_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+class MemoryOfCuda(RuntimeError):
+    """As torch.AcceleratorError is, where CUDA itself has no memory, such as pinned memory."""
+
+    error_code = 2
+
+
+@pytest.mark.parametrize(
+    ("error", "torch_device", "blame"),
+    [
+        (RuntimeError("shapes do not fit"), "cpu", "request"),
+        (RuntimeError("an illegal memory access"), "meta", "device"),
+        (torch.OutOfMemoryError("no"), "meta", "memory"),
+        (MemoryOfCuda("no"), "meta", "memory"),
+    ],
+)
+def test_a_cuda_device_is_lost_if_it_computes_no_more(error: Exception, torch_device: str, blame: Blame) -> None:
+    """Without one: where the tensors of `cpu` can be read, and those of `meta` cannot."""
+    device = object.__new__(CudaDevice)
+    device._device = torch.device(torch_device)
+    assert device.blame(error) == blame
 
 
 @pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
