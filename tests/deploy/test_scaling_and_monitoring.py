@@ -18,7 +18,7 @@ from conftest import Server
 from manifests import DEPLOY, ROOT, combine, needs_kubectl
 from prometheus_client.parser import text_string_to_metric_families
 
-from attnserve_server.config import Config
+from attnserve_server.admission import ALWAYS_WAIT
 from scripts import prometheus_rule
 
 
@@ -34,24 +34,27 @@ def series(server: Server) -> dict[str, set[str]]:
     return found
 
 
-def scaling_queries() -> Iterator[tuple[str, str]]:
-    """What autoscaling is based on, with who asks for it."""
-    scaler = yaml.safe_load((DEPLOY / "components/autoscaling/autoscaler.yaml").read_text())
-    for metric in scaler["spec"]["metrics"]:
-        yield "autoscaler", metric["pods"]["metric"]["name"]
-    adapter = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
-    for rule in adapter["rules"]["custom"]:
-        yield from (("adapter", rule[field]) for field in ("seriesQuery", "metricsQuery"))
+_VALUES = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
+ADAPTER: list[dict[str, Any]] = _VALUES["rules"]["custom"]
+
+
+def scaling_queries() -> Iterator[str]:
+    """What Prometheus is asked, so that there are as many replicas as are needed."""
+    for rule in ADAPTER:
+        yield from (rule["seriesQuery"], rule["metricsQuery"])
     scaled = yaml.safe_load((DEPLOY / "components/autoscaling-keda/scaledobject.yaml").read_text())
     for trigger in scaled["spec"]["triggers"]:
-        yield "keda", trigger["metadata"]["query"]
+        yield trigger["metadata"]["query"]
+
+
+def measured(query: str) -> str:
+    """The one series that a query is about."""
+    (name,) = set(re.findall(r"attnserve_\w+", query))
+    return name
 
 
 def test_what_autoscaling_asks_for_is_measured(series: dict[str, set[str]]) -> None:
-    for who, query in scaling_queries():
-        names = re.findall(r"attnserve_\w+", query)
-        assert names, (who, query)
-        assert set(names) <= series.keys(), (who, query)
+    assert {measured(query) for query in scaling_queries()} <= series.keys()
 
 
 @pytest.mark.skipif(
@@ -65,7 +68,7 @@ def test_what_autoscaling_asks_is_a_query(tmp_path: Path) -> None:
             "record": f"query:{number}",
             "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="a"'),
         }
-        for number, (_, query) in enumerate(scaling_queries())
+        for number, query in enumerate(scaling_queries())
     ]
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
@@ -73,12 +76,10 @@ def test_what_autoscaling_asks_is_a_query(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_adapter_gives_what_the_autoscaler_takes() -> None:
-    adapter = yaml.safe_load((DEPLOY / "components/autoscaling/adapter.yaml").read_text())
-    given = {rule["name"]["as"] for rule in adapter["rules"]["custom"]}
-    assert {name for who, name in scaling_queries() if who == "autoscaler"} == given
-    for rule in adapter["rules"]["custom"]:
-        # The labels that say whose a series is: the PodMonitor's targets have both.
+def test_the_adapter_says_whose_a_metric_is() -> None:
+    for rule in ADAPTER:
+        assert measured(rule["seriesQuery"]) == measured(rule["metricsQuery"])
+        # The labels that say it: what the PodMonitor has scraped has both.
         assert set(rule["resources"]["overrides"]) == {"namespace", "pod"}
 
 
@@ -87,18 +88,19 @@ def test_both_autoscalings_want_the_same() -> None:
     (horizontal,) = combine("autoscaling").of_kind("HorizontalPodAutoscaler")
     (scaled,) = combine("autoscaling-keda").of_kind("ScaledObject")
     horizontal, scaled = horizontal["spec"], scaled["spec"]
+    given = {rule["name"]["as"]: measured(rule["metricsQuery"]) for rule in ADAPTER}
     wanted = {
-        metric["pods"]["metric"]["name"]: quantity(metric["pods"]["target"]["averageValue"])
+        given[metric["pods"]["metric"]["name"]]: quantity(metric["pods"]["target"]["averageValue"])
         for metric in horizontal["metrics"]
     }
     assert wanted == {
-        name: float(trigger["metadata"]["threshold"])
+        measured(trigger["metadata"]["query"]): float(trigger["metadata"]["threshold"])
         for trigger in scaled["triggers"]
-        for name in re.findall(r"attnserve_\w+", trigger["metadata"]["query"])
     }
-    # Below what would run at once anyway, and below what makes the server refuse.
-    assert 1 <= wanted["attnserve_queue_requests"] < Config().max_batch_requests
-    assert 0 < wanted["attnserve_in_flight_seconds"] < Config().max_queue_time
+    assert wanted.keys() == set(given.values())
+    # What an overloaded server reaches: so many may always wait, and more than all of the time is there not.
+    assert 1 <= wanted["attnserve_queue_requests"] < ALWAYS_WAIT
+    assert 0.5 <= wanted["attnserve_device_busy_seconds_total"] < 1
     assert horizontal["behavior"] == scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert (horizontal["minReplicas"], horizontal["maxReplicas"]) == (
         scaled["minReplicaCount"],
