@@ -7,11 +7,10 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
-
-import grpc.aio
 
 from attnserve import _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
@@ -21,16 +20,20 @@ from attnserve._caches import AsyncCache, AsyncCaches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Token, as_token
-from attnserve._errors import ClientClosedError
+from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
+from attnserve._multiplexer import Call
 from attnserve._plans import CacheState, CacheStates, Plan, Request
+from attnserve._replicas import Replica
 from attnserve._reply import decode_response
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
-from attnserve._tasks import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._servers import Servers
+from attnserve._targets import Address
+from attnserve._tasks import CallFuture, Connection, StreamFuture, UnaryTransport, later
 from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
 from attnserve._turns import Turns
@@ -50,11 +53,12 @@ class AsyncClient:
 
     It belongs to the loop in which it is first used; gRPC wants one event loop in a process to be the only one that it
     meets. Otherwise everything is as with `Client`, but that it must be closed: it does not notice being forgotten.
+    Names are first looked up by `async with`, or else by the first call, for which the loop then waits.
     """
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address = DEFAULT_ADDRESS,
         *,
         transport: Transport = "stream",
         timeout: float | None = 60.0,
@@ -63,15 +67,22 @@ class AsyncClient:
         options: Sequence[tuple[str, Any]] = (),
         tls: TLS | None = None,
         token: str | Token | None = None,
+        refresh: float = 10.0,
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client, as `Client` does. ValueError names an argument that is wrong."""
-        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options), tls, as_token(token))
+        self._settings = Settings(
+            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
+        )
         self._credentials, self._bearer = self._settings.channel_credentials, Bearer(self._settings.token)
-        self._tracing = tracing_of(tracing, address)
-        self._connection: _Connection | None = None
+        self._tracing = tracing_of(tracing, self._settings.target.name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._servers = Servers(
+            self._settings.target, self._settings.refresh, self._connect, self._dispose, self._in_loop
+        )
+        self._unary = UnaryTransport(RetryPolicy(retries), self._bearer)
+        self._closing: set[asyncio.Task[None]] = set()
         self._turns = Turns(later)
-        self._closed = False
 
     async def attend(
         self,
@@ -163,16 +174,21 @@ class AsyncClient:
         As a context manager it deletes the cache when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        return AsyncCache(self, await self._ask(rpc, timeout))
+        replica = self._servers.connection().replica
+        info = await self._ask(rpc, timeout, replica.address)
+        return AsyncCache(self, info, self._servers.home_of(replica, info))
 
-    async def open_cache(self, name: str, *, timeout: float | None = 60.0) -> AsyncCache:
-        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it."""
-        return AsyncCache(self, await self.caches.get(name, timeout=timeout))
+    async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
+        """A cache that was made elsewhere, by its name, as `Client.open_cache` finds it."""
+        if address is not None:
+            return AsyncCache(self, await self._ask(_cache_requests.get(name), timeout, address), address)
+        info, home = await self.caches.find(name, timeout)
+        return AsyncCache(self, info, home or info.address)
 
     @property
     def caches(self) -> AsyncCaches:
         """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``, to be awaited."""
-        return AsyncCaches(self._ask)
+        return AsyncCaches(self._ask, self._servers)
 
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
@@ -188,83 +204,94 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
-        self._closed = True
-        if self._connection is not None:
-            await self._connection.close()
+        connections = self._servers.close()
+        await self._unary.close()
+        for connection in connections:
+            await connection.close()
+        await asyncio.gather(*self._closing)
 
     async def __aenter__(self) -> Self:
+        if self._settings.target.look_up is not None and not self._servers.found:
+            with suppress(UnavailableError):  # the first call says so
+                self._servers.take(await asyncio.to_thread(self._servers.look_up))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _send(self, call: EncodedCall[T], parent: Context | None = None) -> asyncio.Future[T]:
-        connection = self._connected()
+    def _send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> asyncio.Future[T]:
         future: CallFuture[Any, T]
-        if connection.streams:
+        if self._settings.transport == "stream":
             future = CallFuture(call.result)
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
-            streams = connection.streams
-            stream = streams[0] if len(streams) == 1 else min(streams, key=len)
-            stream.submit(future, call)
+            try:
+                stream = self._servers.connection(home).stream()
+            except UnavailableError as error:
+                future.settle(error)
+            else:
+                stream.submit(future, call, pinned=home is not None)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
-            connection.unary.submit(future, operation.path, call.pieces, call.timeout)
+            route = partial(self._servers.connection, home)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
         return future
 
-    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /, parent: Context | None = None) -> asyncio.Future[T]:
+    def _ask(
+        self,
+        rpc: Rpc[Any, T],
+        timeout: float | None,
+        /,
+        home: str | None = None,
+        parent: Context | None = None,
+    ) -> asyncio.Future[T]:
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        unary = self._connected().unary
-        unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
+        route = partial(self._servers.connection, home)
+        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
         return future
 
     def _perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         future: CallFuture[T, T] = CallFuture(lambda result: result)
         parent = None if self._tracing is None else self._tracing.current()
-        transaction = Transaction(self._turns, plan, partial(self._send_request, parent), future.settle)
+        transaction = Transaction(self._turns, plan, partial(self._send_request, parent, plan.home), future.settle)
         future.withdraw = transaction.cancel
         transaction.begin()
         return future
 
-    def _send_request(self, parent: Context | None, request: Request, timeout: float | None) -> asyncio.Future[Any]:
+    def _send_request(
+        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+    ) -> asyncio.Future[Any]:
         if isinstance(request, Rpc):
-            return self._ask(request, timeout, parent)
+            return self._ask(request, timeout, home, parent)
         request.timeout = timeout
-        return self._send(request, parent)
+        return self._send(request, parent, home)
 
-    def _connected(self) -> _Connection:
-        """The connection, made in the running loop when it is first needed."""
-        if self._closed:
-            raise ClientClosedError
-        if self._connection is None:
-            self._connection = _Connection(self._settings, self._credentials, self._bearer)
-        return self._connection
+    def _connect(self, replica: Replica) -> Connection:
+        """A connection, which belongs to the running loop."""
+        try:
+            self._settings.check_secrecy(replica.address)
+        except ValueError as error:  # the server itself has said where it is
+            raise PermissionDeniedError(str(error)) from None
+        self._loop = asyncio.get_running_loop()
+        return Connection(self._settings, self._credentials, self._bearer, replica, self._servers.others, self._move)
 
+    def _move(self, call: Call[StreamFuture]) -> None:
+        try:
+            self._servers.connection().stream().adopt(call)
+        except AttnServeError as error:
+            call.owner.settle(error)
 
-class _Connection:
-    """The channel of a client and what travels on it."""
+    def _dispose(self, connection: Connection) -> None:
+        closing = asyncio.get_running_loop().create_task(connection.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
-    def __init__(self, settings: Settings, credentials: grpc.ChannelCredentials | None, bearer: Bearer) -> None:
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(settings.address, options=settings.channel_options)
-        else:
-            self._channel = grpc.aio.secure_channel(settings.address, credentials, options=settings.channel_options)
-        policy = RetryPolicy(settings.retries)
-        self.unary = UnaryTransport(self._channel, policy, bearer)
-        self.streams = (
-            [StreamTransport(self._channel, policy, bearer) for _ in range(settings.streams)]
-            if settings.transport == "stream"
-            else []
-        )
-
-    async def close(self) -> None:
-        await self.unary.close()
-        for stream in self.streams:
-            await stream.close()
-        await self._channel.close()
+    def _in_loop(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, and the client has not been
+                self._loop.call_soon_threadsafe(function)

@@ -10,6 +10,7 @@ that nobody knows of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,6 +69,8 @@ class CacheInfo:
     """How long it lives after its last use, in seconds; None: until it is deleted."""
     remaining: float | None
     """How much of that is left, in seconds; None without a ttl."""
+    address: str | None = None
+    """Where the server that holds it can be reached; None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,12 @@ class CachePool:
     """The bytes of the pool."""
     free_bytes: int
     """Of these, the bytes that nothing holds."""
+
+    @classmethod
+    def together(cls, pools: Sequence[CachePool]) -> CachePool:
+        """The pools of several servers as one."""
+        caches = itertools.chain.from_iterable(pool.caches for pool in pools)
+        return cls(tuple(caches), sum(pool.bytes for pool in pools), sum(pool.free_bytes for pool in pools))
 
 
 def create(
@@ -202,4 +211,5 @@ def _cache(cache: pb.Cache) -> CacheInfo:
         shared_bytes=cache.shared_bytes,
         ttl=cache.ttl.ToNanoseconds() / 1e9 if cache.HasField("ttl") else None,
         remaining=cache.remaining.ToNanoseconds() / 1e9 if cache.HasField("remaining") else None,
+        address=cache.address or None,
     )

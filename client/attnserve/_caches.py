@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from attnserve import _cache_requests, _plans
 from attnserve._arguments import ArrayLike, ArrayT, Names
 from attnserve._attend import AttendOptions
 from attnserve._cache_requests import AppendLayout, CacheInfo, CachePool
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, NotFoundError
 from attnserve._plans import CacheState
 from attnserve._result import AttentionResult
 from attnserve._rpc import Ask, AskLater
+from attnserve._servers import Servers
 
 if TYPE_CHECKING:
     from attnserve._async_client import AsyncClient
@@ -44,8 +46,8 @@ class Cache(CacheState):
     where there is no room, with `free_bytes`.
     """
 
-    def __init__(self, client: Client, info: CacheInfo) -> None:
-        super().__init__(info, client._turns)
+    def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
+        super().__init__(info, client._turns, home)
         self._client = client
 
     @property
@@ -90,7 +92,7 @@ class Cache(CacheState):
 
         It is sent once and not again: after an `UnavailableError`, `Client.caches` says whether there is a fork.
         """
-        return Cache(self._client, self._client._perform(_plans.fork(self, ttl, timeout)))
+        return Cache(self._client, self._client._perform(_plans.fork(self, ttl, timeout)), self.home)
 
     def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as if it had never been appended. Layers that are shorter stay as they are;
@@ -100,7 +102,7 @@ class Cache(CacheState):
 
     def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache now."""
-        return self._client.caches.get(self.name, timeout=timeout)
+        return self._client._ask(_cache_requests.get(self.name), timeout, self.home)
 
     def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache; its lengths are taken to be true from now on."""
@@ -122,8 +124,8 @@ class Cache(CacheState):
 class AsyncCache(CacheState):
     """A cache on a server, for asyncio: `Cache`, awaited. `info` says how many bytes it holds."""
 
-    def __init__(self, client: AsyncClient, info: CacheInfo) -> None:
-        super().__init__(info, client._turns)
+    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
+        super().__init__(info, client._turns, home)
         self._client = client
 
     async def append(
@@ -152,7 +154,7 @@ class AsyncCache(CacheState):
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
         """Another cache with the same content, in constant time, as `Cache.fork` makes it."""
-        return AsyncCache(self._client, await self._client._perform(_plans.fork(self, ttl, timeout)))
+        return AsyncCache(self._client, await self._client._perform(_plans.fork(self, ttl, timeout)), self.home)
 
     async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as `Cache.truncate` does."""
@@ -160,7 +162,7 @@ class AsyncCache(CacheState):
 
     async def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache now."""
-        return await self._client.caches.get(self.name, timeout=timeout)
+        return await self._client._ask(_cache_requests.get(self.name), timeout, self.home)
 
     async def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache; its lengths are taken to be true from now on."""
@@ -179,49 +181,79 @@ class AsyncCache(CacheState):
 
 
 class Caches:
-    """The caller's caches on a server: `Client.caches`.
+    """The caller's caches, on all servers that the client knows of: `Client.caches`.
 
-    `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`.
+    `timeout` is in seconds for each server, None for no limit. Each method raises an `AttnServeError`.
     """
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, servers: Servers[Any]) -> None:
         self._ask = ask
+        self._servers = servers
 
     def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
-        """All caches of the caller, by the time of their creation. Renews no lease."""
+        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
         return self.pool(timeout=timeout).caches
 
     def pool(self, *, timeout: float | None = 60.0) -> CachePool:
-        """All caches of the caller, and how full the pool is. Renews no lease."""
-        return self._ask(_cache_requests.list_all(), timeout)
+        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        return CachePool.together([self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
 
     def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
         """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name."""
-        return self._ask(_cache_requests.get(name), timeout)
+        return self.find(name, timeout)[0]
+
+    def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+        """What one cache is, and the address of its server, if the client knows several."""
+        *others, last = self._homes
+        for home in others:
+            with suppress(NotFoundError):
+                return self._ask(_cache_requests.get(name), timeout, home), home
+        return self._ask(_cache_requests.get(name), timeout, last), last
 
     def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
         """Deletes caches, by one name or several. Names that are not there are ignored."""
-        self._ask(_cache_requests.delete(names), timeout)
+        rpc = _cache_requests.delete(names)
+        for home in self._homes:
+            self._ask(rpc, timeout, home)
+
+    @property
+    def _homes(self) -> Sequence[str | None]:
+        return self._servers.homes
 
 
 class AsyncCaches:
-    """The caller's caches on a server: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
+    """The caller's caches on all servers: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
 
-    def __init__(self, ask: AskLater) -> None:
+    def __init__(self, ask: AskLater, servers: Servers[Any]) -> None:
         self._ask = ask
+        self._servers = servers
 
     async def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
-        """All caches of the caller, by the time of their creation. Renews no lease."""
+        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
         return (await self.pool(timeout=timeout)).caches
 
     async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
-        """All caches of the caller, and how full the pool is. Renews no lease."""
-        return await self._ask(_cache_requests.list_all(), timeout)
+        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        return CachePool.together([await self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
         """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name."""
-        return await self._ask(_cache_requests.get(name), timeout)
+        return (await self.find(name, timeout))[0]
+
+    async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+        """What one cache is, and the address of its server, as `Caches.find` says."""
+        *others, last = self._homes
+        for home in others:
+            with suppress(NotFoundError):
+                return await self._ask(_cache_requests.get(name), timeout, home), home
+        return await self._ask(_cache_requests.get(name), timeout, last), last
 
     async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
         """Deletes caches, by one name or several. Names that are not there are ignored."""
-        await self._ask(_cache_requests.delete(names), timeout)
+        rpc = _cache_requests.delete(names)
+        for home in self._homes:
+            await self._ask(rpc, timeout, home)
+
+    @property
+    def _homes(self) -> Sequence[str | None]:
+        return self._servers.homes

@@ -23,15 +23,20 @@ from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Token, as_token
+from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
+from attnserve._multiplexer import Call
 from attnserve._plans import CacheState, CacheStates, Plan, Request
+from attnserve._replicas import Replica
 from attnserve._reply import decode_response
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
-from attnserve._threads import CallFuture, StreamTransport, UnaryTransport, later
+from attnserve._servers import Servers
+from attnserve._targets import Address
+from attnserve._threads import CallFuture, Connection, StreamFuture, UnaryTransport, later
 from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
 from attnserve._turns import Turns
@@ -59,7 +64,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address = DEFAULT_ADDRESS,
         *,
         transport: Transport = "stream",
         timeout: float | None = 60.0,
@@ -68,40 +73,40 @@ class Client:
         options: Sequence[tuple[str, Any]] = (),
         tls: TLS | None = None,
         token: str | Token | None = None,
+        refresh: float = 10.0,
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client; nothing is sent yet. ValueError names an argument that is wrong.
 
-        - `address`: ``host:port``, ``unix:/path``, or several servers, over which streams and unary calls are spread:
-          ``dns:///name:port`` for all that a name stands for, or ``ipv4:10.0.0.1:8001,10.0.0.2:8001``.
+        - `address`: ``host:port`` or ``unix:/path``. For several servers that do the same: ``dns:///name:port``, which
+          names them all, a sequence of addresses, or a function that gives those that there are, in any thread. Each
+          then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
         - `timeout`: seconds that a call waits for its reply unless it says otherwise; None for no limit.
         - `retries`: how often a call is sent again when the server goes away.
-        - `streams`: how many streams the calls are spread over. One is enough for one server.
+        - `streams`: how many streams the calls to a server are spread over. One is enough.
         - `options`: gRPC channel options, which win over the SDK's own.
         - `tls`: a `TLS`, for a server that speaks it. Default: in the clear.
         - `token`: the bearer token that says who calls, or a `Token` that names its file. Default: none.
+        - `refresh`: how often it is looked up which servers there are, in seconds; also when one goes away.
         - `tracing`: whether each call is a span of OpenTelemetry's, which the server's spans are below: True for the
           global tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
-        self._settings = Settings(address, transport, timeout, retries, streams, tuple(options), tls, as_token(token))
-        self._tracing = tracing_of(tracing, address)
-        credentials, channel_options = self._settings.channel_credentials, self._settings.channel_options
-        if credentials is None:
-            channel = grpc.insecure_channel(address, options=channel_options)
-        else:
-            channel = grpc.secure_channel(address, credentials, options=channel_options)
-        policy, bearer = RetryPolicy(retries), Bearer(self._settings.token)
-        self._unary = UnaryTransport(channel, policy, bearer)
-        self._streams = (
-            [StreamTransport(channel, policy, bearer) for _ in range(streams)] if transport == "stream" else []
+        self._settings = Settings(
+            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
         )
-        transports: list[UnaryTransport | StreamTransport] = [self._unary, *self._streams]
-        self._parts = (transports, channel)
+        self._tracing = tracing_of(tracing, self._settings.target.name)
+        credentials, bearer = self._settings.channel_credentials, Bearer(self._settings.token)
+        servers = _servers(self._settings, credentials, bearer)
+        if self._settings.target.fixed:
+            servers.find()
+        self._servers = servers
+        self._unary = UnaryTransport(RetryPolicy(retries), bearer)
+        self._streaming = transport == "stream"
         self._turns = Turns(later)
         # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
         # transports' own with its lock held too, so that closing must not happen right there.
-        self._forgotten = weakref.finalize(self, _close_elsewhere, *self._parts)
+        self._forgotten = weakref.finalize(self, _close_elsewhere, self._unary, servers)
         self._forgotten.atexit = False
 
     def attend(
@@ -273,16 +278,25 @@ class Client:
         It is sent once and not again: after an `UnavailableError`, `caches` says whether there is one.
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        return Cache(self, self._ask(rpc, timeout))
+        replica = self._servers.connection().replica
+        info = self._ask(rpc, timeout, replica.address)
+        return Cache(self, info, self._servers.home_of(replica, info))
 
-    def open_cache(self, name: str, *, timeout: float | None = 60.0) -> Cache:
-        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it."""
-        return Cache(self, self.caches.get(name, timeout=timeout))
+    def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
+        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it.
+
+        `address`: where its server is, as `Cache.address` says; by default it is looked for among all that the client
+        knows of.
+        """
+        if address is not None:
+            return Cache(self, self._ask(_cache_requests.get(name), timeout, address), address)
+        info, home = self.caches.find(name, timeout)
+        return Cache(self, info, home or info.address)
 
     @property
     def caches(self) -> Caches:
         """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``."""
-        return Caches(self._ask)
+        return Caches(self._ask, self._servers)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
@@ -299,34 +313,40 @@ class Client:
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
         self._forgotten.detach()
-        _close(*self._parts)
+        _close(self._unary, self._servers)
 
-    def _send(self, call: EncodedCall[T], parent: Context | None = None) -> Future[T]:
+    def _send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
         future: CallFuture[Any, T]
-        if self._streams:
+        if self._streaming:
             future = CallFuture(call.result)
             future.client = self  # before it is sent: the reply lets go of the client
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
-            stream = self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
-            stream.submit(future, call)
+            try:
+                stream = self._servers.connection(home).stream()
+            except UnavailableError as error:
+                future.settle(error)
+            else:
+                stream.submit(future, call, pinned=home is not None)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
             future.client = self
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout)
+            route = partial(self._servers.connection, home)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
         return future
 
-    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
-        return _wait(self._send_rpc(rpc, timeout))
+    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
+        return _wait(self._send_rpc(rpc, timeout, None, home))
 
-    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None = None) -> Future[T]:
+    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), repeatable=rpc.repeatable)
+        route = partial(self._servers.connection, home)
+        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
         return future
 
     def _perform(self, plan: Plan[T]) -> T:
@@ -336,17 +356,19 @@ class Client:
         future: CallFuture[T, T] = CallFuture(lambda result: result)
         # The steps are taken by whatever thread brings the answer to the one before.
         parent = None if self._tracing is None else self._tracing.current()
-        transaction = Transaction(self._turns, plan, partial(self._send_request, parent), future.settle)
+        transaction = Transaction(self._turns, plan, partial(self._send_request, parent, plan.home), future.settle)
         future.withdraw = transaction.cancel
         future.client = self
         transaction.begin()
         return future
 
-    def _send_request(self, parent: Context | None, request: Request, timeout: float | None) -> Future[Any]:
+    def _send_request(
+        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+    ) -> Future[Any]:
         if isinstance(request, Rpc):
-            return self._send_rpc(request, timeout, parent)
+            return self._send_rpc(request, timeout, parent, home)
         request.timeout = timeout
-        return self._send(request, parent)
+        return self._send(request, parent, home)
 
     def __enter__(self) -> Self:
         return self
@@ -364,11 +386,32 @@ def _wait(future: Future[T]) -> T:
         raise
 
 
-def _close(transports: Sequence[UnaryTransport | StreamTransport], channel: grpc.Channel) -> None:
-    for transport in transports:
-        transport.close()
-    channel.close()
+def _servers(settings: Settings, credentials: grpc.ChannelCredentials | None, bearer: Bearer) -> Servers[Connection]:
+    """The servers of a client, which must not keep the client."""
+
+    def connect(replica: Replica) -> Connection:
+        try:
+            settings.check_secrecy(replica.address)
+        except ValueError as error:  # the server itself has said where it is
+            raise PermissionDeniedError(str(error)) from None
+        return Connection(settings, credentials, bearer, replica, servers.others, move)
+
+    def move(call: Call[StreamFuture]) -> None:
+        try:
+            servers.connection().stream().adopt(call)
+        except AttnServeError as error:
+            call.owner.settle(error)
+
+    servers: Servers[Connection] = Servers(settings.target, settings.refresh, connect, Connection.close)
+    return servers
 
 
-def _close_elsewhere(transports: Sequence[UnaryTransport | StreamTransport], channel: grpc.Channel) -> None:
-    threading.Thread(target=_close, args=(transports, channel), name="attnserve-close", daemon=True).start()
+def _close(unary: UnaryTransport, servers: Servers[Connection]) -> None:
+    connections = servers.close()
+    unary.close()
+    for connection in connections:
+        connection.close()
+
+
+def _close_elsewhere(unary: UnaryTransport, servers: Servers[Connection]) -> None:
+    threading.Thread(target=_close, args=(unary, servers), name="attnserve-close", daemon=True).start()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import grpc
 
 from attnserve._credentials import TLS, Token, is_local
 from attnserve._errors import InvalidRequestError
+from attnserve._targets import Address, Target, is_looked_up, target_of
 
 Transport: TypeAlias = Literal["stream", "unary"]
 
@@ -57,8 +58,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 class Settings:
     """What a client was told, checked. ValueError names the argument that is wrong."""
 
-    address: str
-    """``host:port``, ``unix:/path``, ``dns:///name:port``, or ``ipv4:`` and several of the first."""
+    address: Address
+    """``host:port``, ``unix:/path``, ``dns:///name:port``, several addresses, or what says which there are."""
     transport: Transport
     """How calls travel: many on a stream, or each by itself."""
     timeout: float | None
@@ -73,10 +74,13 @@ class Settings:
     """How the server proves who it is, and the client too where the server asks; None for a connection in the clear."""
     token: Token | None = None
     """The bearer token of every call."""
+    refresh: float = 10.0
+    """How often it is looked up which servers there are, in seconds."""
+    target: Target = field(init=False)
+    """What the address names."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.address, str) or not self.address:
-            raise ValueError(f"address: expected host:port, unix:/path or dns:///name:port, found {self.address!r}")
+        object.__setattr__(self, "target", target_of(self.address))
         if self.transport not in get_args(Transport):
             raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
         checked_timeout(self.timeout)
@@ -86,17 +90,26 @@ class Settings:
             raise ValueError(f"streams: expected 1 or more, found {self.streams!r}")
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
-        if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(self.address):
+        if not 0 < self.refresh < math.inf:
+            raise ValueError(f"refresh: expected seconds, more than 0, found {self.refresh!r}")
+        for address in self.target.fixed or ([self.address] if isinstance(self.address, str) else []):
+            self.check_secrecy(address)
+
+    def check_secrecy(self, address: str) -> None:
+        """ValueError if the token would travel to an address for everybody to read."""
+        if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(address):
             raise ValueError(
-                f"token: {self.address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
+                f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
             )
 
-    @property
-    def channel_options(self) -> list[tuple[str, Any]]:
-        """The options of the channel: the SDK's own, overridden by the caller's."""
+    def channel_options(self, address: str) -> list[tuple[str, Any]]:
+        """The options of a channel to an address: the SDK's own, overridden by the caller's."""
         own = dict(_CHANNEL_OPTIONS)
-        if self.tls is not None and self.tls.server_name is not None:
-            own["grpc.ssl_target_name_override"] = self.tls.server_name
+        if self.tls is not None:
+            # What was looked up proves that it is who was meant, not that it is who has that address.
+            name = self.tls.server_name or (self.target.authority if is_looked_up(address) else None)
+            if name is not None:
+                own["grpc.ssl_target_name_override"] = name
         return list({**own, **dict(self.options)}.items())
 
     @property

@@ -29,6 +29,7 @@ from attnserve._errors import (
     ProtocolError,
     error_from_status,
 )
+from attnserve._replicas import Replica
 from attnserve._reply import Reply, Response
 from attnserve._wire import Buffer, field_prefix, varint
 
@@ -61,6 +62,7 @@ class Call(Generic[T]):
         "message_size",
         "owner",
         "pieces",
+        "pinned",
         "resent",
         "size",
         "stream",
@@ -82,6 +84,8 @@ class Call(Generic[T]):
         self.timeout: Final = timeout
         self.deadline: Final = inf if timeout is None else now + timeout
         """When nobody waits any more."""
+        self.pinned = False
+        """Whether no other server can answer it."""
         self.trace = b""
         """Its trace context, as serialised fields of a stream's call."""
         self.id = 0
@@ -102,8 +106,12 @@ Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]
 class Multiplexer(Generic[T]):
     """The calls of one stream, and of its successors when it breaks."""
 
-    def __init__(self, policy: _retry.RetryPolicy, *, message_bytes: int = MESSAGE_BYTES) -> None:
+    def __init__(
+        self, policy: _retry.RetryPolicy, replica: Replica | None = None, *, message_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        """`replica` is told how the server behaves."""
         self._policy = policy
+        self._replica = replica or Replica("")
         self._message_bytes = message_bytes
         self._calls: dict[int, Call[T]] = {}
         self._ready: deque[Call[T]] = deque()
@@ -112,6 +120,7 @@ class Multiplexer(Generic[T]):
         self._last_id = 0
         self._last_stream = 0
         self._stream = 0
+        self._leaving: list[Call[T]] = []
         self.wakeup = inf
         """When `tick` is due; it only ever comes nearer between ticks."""
 
@@ -204,11 +213,42 @@ class Multiplexer(Generic[T]):
                 if result.code == _UNAVAILABLE:
                     if stream == self._stream:
                         self._leave_stream()
+                    self._replica.failed(now)
                     self._try_again(call, result, now, outcomes)
                     continue
                 result = error_from_status(result, resent=call.resent)
             outcomes.append((self._calls.pop(reply.id), result))
+            self._replica.worked(now)
         return outcomes
+
+    def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
+        """The server wants a stream to be closed; what it owes, it still answers. With `others`, what has not been sent
+        is for them.
+        """
+        if stream == self._stream:
+            self._leave_stream()
+            self._replica.asks_to_leave(now)
+            if others:
+                self._part_with(list(self._ready))
+
+    def leave(self) -> None:
+        """Has everything made elsewhere that has not been sent; what has been is awaited."""
+        self._leave_stream()
+        self._part_with([*self._ready, *(call for _, call in self._waiting)])
+
+    def take_leaving(self) -> list[Call[T]]:
+        """The calls that are to be made elsewhere from now on."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def _part_with(self, calls: Iterable[Call[T]]) -> None:
+        """Hands over calls that have not been sent, but those that only this server can answer."""
+        for call in calls:
+            if not call.pinned and self._calls.pop(call.id, None) is not None:
+                self._leaving.append(call)
+        # They get other ids elsewhere, which mean other calls here.
+        self._ready = deque(call for call in self._ready if call.id in self._calls)
+        self._waiting = [(due, call) for due, call in self._waiting if call.id in self._calls]
 
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
@@ -240,6 +280,8 @@ class Multiplexer(Generic[T]):
                     self._try_again(call, status, now, outcomes)
                 else:
                     outcomes.append((self._calls.pop(call.id), error_from_status(status)))
+            if affected or stream == self._stream:
+                (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
         if stream == self._stream:
             self._leave_stream()
         return outcomes
@@ -251,15 +293,21 @@ class Multiplexer(Generic[T]):
         affected = [call for call in self._calls.values() if call.stream == stream]
         return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
 
-    def tick(self, now: float) -> list[Outcome[T]]:
-        """Does what is due: calls that waited for a retry become ready, calls beyond their deadline fail."""
+    def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
+        """Does what is due: calls that waited for a retry become ready, here or with `others` elsewhere; calls beyond
+        their deadline fail.
+        """
         outcomes: list[Outcome[T]] = []
         for call in [call for call in self._calls.values() if call.deadline <= now]:
             del self._calls[call.id]
             self._retract(call)
             outcomes.append((call, DeadlineExceededError(f"no reply within {call.timeout:g} s")))
-        self._ready.extend(call for due, call in self._waiting if due <= now and call.id in self._calls)
+        due_again = [call for due, call in self._waiting if due <= now and call.id in self._calls]
         self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
+        if others:
+            self._part_with(due_again)
+            due_again = [call for call in due_again if call.pinned]
+        self._ready.extend(due_again)
         self.wakeup = min(
             min((due for due, _ in self._waiting), default=inf),
             min((call.deadline for call in self._calls.values()), default=inf),

@@ -48,7 +48,7 @@ Steps: TypeAlias = Generator[Request, Any, T]
 class CacheState:
     """What the SDK knows of a cache."""
 
-    def __init__(self, info: CacheInfo, turns: Turns) -> None:
+    def __init__(self, info: CacheInfo, turns: Turns, home: str | None = None) -> None:
         self.name: Final = info.name
         """Its name, which nobody can guess."""
         self.num_kv_heads: Final = info.num_kv_heads
@@ -63,6 +63,10 @@ class CacheState:
         """The dtype in which it is stored, such as ``float32``."""
         self.ttl: Final = info.ttl
         """How long it lives after its last use, in seconds; None: until it is deleted."""
+        self.home: Final = home
+        """The address of the server that it is asked for at; None for wherever the client's address leads."""
+        self.address: Final = info.address or home
+        """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
         self.line: Final = Line()
@@ -97,6 +101,11 @@ class Plan(Generic[T]):
     """Whether it changes them or what is known of them, so that nothing else may use them meanwhile."""
     timeout: float | None
     """How long it may take, waiting for its turn included, in seconds; None for no limit."""
+
+    @property
+    def home(self) -> str | None:
+        """The address of the server that all its caches are at."""
+        return self.caches[0].home
 
 
 def append(
@@ -286,6 +295,8 @@ def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
     for state in states:
         if not isinstance(state, CacheState) or state.turns is not turns:
             raise InvalidRequestError(f"caches: expected caches of this client, found {state!r}", field="caches")
+    if len({state.home for state in states}) > 1:
+        raise InvalidRequestError("caches: expected caches of one server, found several's", field="caches")
     if len({state.name for state in states}) < len(states):
         raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
     return states

@@ -34,8 +34,16 @@ class Reply(NamedTuple):
     """What came of the call; a ProtocolError if the reply does not say."""
 
 
-def decode_replies(data: bytes) -> list[Reply]:
-    """The replies in an `AttendStreamResponse`. ProtocolError if the bytes are none."""
+class Replies(NamedTuple):
+    """What a message of a stream holds."""
+
+    replies: list[Reply]
+    closing: bool
+    """Whether the server wants the stream to be closed."""
+
+
+def decode_replies(data: bytes) -> Replies:
+    """The content of an `AttendStreamResponse`. ProtocolError if the bytes are none."""
     try:
         header, payloads = _wire.split(pb.AttendStreamResponse, data)
         message = pb.AttendStreamResponse.FromString(header)
@@ -52,7 +60,7 @@ def decode_replies(data: bytes) -> list[Reply]:
         else:
             result = ProtocolError("the server sent a reply with neither a result nor an error")
         replies.append(Reply(reply.id, result))
-    return replies
+    return Replies(replies, message.closing)
 
 
 def decode_response(operation: Operation, data: bytes) -> Response:

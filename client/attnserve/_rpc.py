@@ -50,14 +50,14 @@ class Rpc(Generic[ResponseT, T]):
 
 
 class Ask(Protocol):
-    """Sends an Rpc and waits for its answer, at most so many seconds."""
+    """Sends an Rpc, to the server `home` if not to any, and waits for its answer, at most so many seconds."""
 
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> T:
+    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
         """The answer."""
 
 
 class AskLater(Protocol):
     """Sends an Rpc; its answer is to be awaited."""
 
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /) -> Awaitable[T]:
+    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> Awaitable[T]:
         """The answer, to come."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
-from attnserve._config import SERVICE
+from attnserve._config import SERVICE, Settings
 from attnserve._credentials import Bearer
 from attnserve._errors import (
     AttnServeError,
@@ -31,6 +31,7 @@ from attnserve._errors import (
     unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._tracing import CallSpan
@@ -88,11 +89,22 @@ StreamFuture: TypeAlias = CallFuture[Response, Any]
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
-    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        policy: RetryPolicy,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._loop = asyncio.get_running_loop()
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._others = others
+        self._move = move
         self._writable = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -103,16 +115,34 @@ class StreamTransport:
         """How many calls are in flight."""
         return len(self._multiplexer)
 
-    def submit(self, future: StreamFuture, encoded: EncodedCall[Any]) -> None:
-        """Sends a call. The future is settled when its outcome is there."""
-        if self._closed:
-            raise ClientClosedError
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
+        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
+        there.
+        """
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         if future.span is not None:
             call.trace = future.span.fields
-        future.withdraw = partial(self._withdraw, call)
+        call.pinned = pinned
+        self.adopt(call)
+
+    def adopt(self, call: Call[StreamFuture]) -> None:
+        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that."""
+        if self._closed:
+            raise ClientClosedError
+        call.owner.withdraw = partial(self._withdraw, call)
         self._multiplexer.add(call)
         self._advance()
+
+    def leave(self) -> None:
+        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        self._multiplexer.leave()
+        self._part_with(self._multiplexer.take_leaving())
+        self._advance()
+
+    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
+        """Has calls made at other servers."""
+        for call in calls:
+            self._move(call)
 
     async def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -170,10 +200,14 @@ class StreamTransport:
         status = Status()
         try:
             while (data := await rpc.read()) is not grpc.aio.EOF:
-                outcomes = self._multiplexer.resolve(stream, decode_replies(data), time.monotonic())
+                replies, closing = decode_replies(data)
+                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                if closing:
+                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                    self._part_with(self._multiplexer.take_leaving())
                 self._advance()
                 _settle(outcomes)
-                del data, outcomes  # nothing of it is to be kept while the next is awaited
+                del data, outcomes, replies  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
         except asyncio.CancelledError:
@@ -193,9 +227,10 @@ class StreamTransport:
 
     def _tick(self) -> None:
         """Does what is due, whatever the streams do."""
-        outcomes = self._multiplexer.tick(time.monotonic())
+        outcomes = self._multiplexer.tick(time.monotonic(), self._others())
         self._watched = inf
         self._timer = None
+        self._part_with(self._multiplexer.take_leaving())
         self._advance()
         _settle(outcomes)
 
@@ -206,12 +241,10 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
 
 
 class UnaryTransport:
-    """Calls that each travel by themselves."""
+    """Calls that each travel by themselves, and find their server anew with every attempt."""
 
-    def __init__(self, channel: grpc.aio.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
-        self._channel = channel
+    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
         self._bearer = bearer
-        self._methods: dict[str, Any] = {}
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
         self._closed = False
@@ -222,17 +255,19 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
+        route: Callable[[], Connection],
         *,
         repeatable: bool = True,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there."""
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
+
+        `route` gives the connection for an attempt.
+        """
         if self._closed:
             raise ClientClosedError
         deadline = inf if timeout is None else time.monotonic() + timeout
-        if path not in self._methods:
-            self._methods[path] = self._channel.unary_unary(path, None, None)
         policy = self._policy if repeatable else NO_RETRIES
-        call = self._call(future, self._methods[path], pieces, deadline, policy)
+        call = self._call(future, path, pieces, deadline, policy, route)
         task = asyncio.get_running_loop().create_task(call)
         self._tasks[task] = future
         future.withdraw = task.cancel
@@ -248,15 +283,29 @@ class UnaryTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(
-        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        deadline: float,
+        policy: RetryPolicy,
+        route: Callable[[], Connection],
     ) -> None:
         try:
-            await self._attempt(future, method, pieces, deadline, policy)
+            await self._attempt(future, path, pieces, deadline, policy, route)
+        except AttnServeError as error:
+            future.settle(error)
         except Exception as error:  # of which asyncio would only tell when the task is collected
             future.settle(ProtocolError(unreadable(error)))
 
     async def _attempt(
-        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        deadline: float,
+        policy: RetryPolicy,
+        route: Callable[[], Connection],
     ) -> None:
         metadata = () if future.span is None else future.span.metadata
         attempts = 0
@@ -265,17 +314,81 @@ class UnaryTransport:
             if remaining is not None and remaining <= 0:
                 future.settle(DeadlineExceededError("no reply within the timeout"))
                 return
+            connection = route()
+            connection.unary.add(future)
             try:
                 carried = self._bearer.metadata + metadata
-                future.settle(await method(b"".join(pieces), timeout=remaining, metadata=carried))
+                reply = await connection.method(path)(b"".join(pieces), timeout=remaining, metadata=carried)
+                connection.replica.worked(time.monotonic())
+                future.settle(reply)
                 return
             except grpc.RpcError as error:
                 attempts += 1
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    connection.replica.failed(time.monotonic())
                 verdict = policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
+            finally:
+                connection.unary.discard(future)
             if isinstance(verdict, AttnServeError):
                 future.settle(verdict)
                 return
             await asyncio.sleep(verdict)
+
+
+class Connection:
+    """The channel to one server and the streams on it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        credentials: grpc.ChannelCredentials | None,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[Connection], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        self.replica: Final = replica
+        """The server."""
+        self.unary: Final[set[object]] = set()
+        """The calls by themselves that it has not answered."""
+        address = replica.address
+        options = settings.channel_options(address)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._methods: dict[str, Any] = {}
+        self._streams = [
+            StreamTransport(self._channel, RetryPolicy(settings.retries), bearer, replica, partial(others, self), move)
+            for _ in range(settings.streams if settings.transport == "stream" else 0)
+        ]
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls the server has not answered."""
+        return sum(map(len, self._streams)) + len(self.unary)
+
+    def stream(self) -> StreamTransport:
+        """What a call travels on."""
+        return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
+
+    def method(self, path: str) -> Any:
+        """A unary method."""
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self._channel.unary_unary(path, None, None)
+        return method
+
+    def leave(self) -> None:
+        """Has calls on streams made elsewhere, as far as they have not been sent."""
+        for stream in self._streams:
+            stream.leave()
+
+    async def close(self) -> None:
+        """Gives up the calls on its streams and ends the connection."""
+        for stream in self._streams:
+            await stream.close()
+        await self._channel.close()
 
 
 def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:

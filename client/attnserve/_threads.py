@@ -19,7 +19,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
-from attnserve._config import SERVICE
+from attnserve._config import SERVICE, Settings
 from attnserve._credentials import Bearer
 from attnserve._errors import (
     AttnServeError,
@@ -30,6 +30,7 @@ from attnserve._errors import (
     unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._tracing import CallSpan
@@ -92,13 +93,24 @@ StreamFuture: TypeAlias = CallFuture[Response, Any]
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
-    def __init__(self, channel: grpc.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        policy: RetryPolicy,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._others = others
+        self._move = move
         self._rpcs: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
         self._watched = inf
@@ -108,17 +120,32 @@ class StreamTransport:
         """How many calls are in flight."""
         return len(self._multiplexer)
 
-    def submit(self, future: StreamFuture, encoded: EncodedCall[Any]) -> None:
-        """Sends a call. The future is settled when its outcome is there."""
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
+        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
+        there.
+        """
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         if future.span is not None:
             call.trace = future.span.fields
-        future.withdraw = partial(self._withdraw, call)
+        call.pinned = pinned
+        self.adopt(call)
+
+    def adopt(self, call: Call[StreamFuture]) -> None:
+        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that."""
+        call.owner.withdraw = partial(self._withdraw, call)
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
             self._multiplexer.add(call)
             self._advance()
+
+    def leave(self) -> None:
+        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        with self._lock:
+            self._multiplexer.leave()
+            leaving = self._multiplexer.take_leaving()
+            self._advance()
+        self._part_with(leaving)
 
     def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -188,11 +215,21 @@ class StreamTransport:
         _settle(outcomes)
 
     def _resolve(self, stream: int, data: bytes) -> list[Outcome[StreamFuture]]:
-        replies = decode_replies(data)
+        replies, closing = decode_replies(data)
+        leaving: list[Call[StreamFuture]] = []
         with self._lock:
             outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+            if closing:
+                self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                leaving = self._multiplexer.take_leaving()
             self._advance()
+        self._part_with(leaving)
         return outcomes
+
+    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
+        """Has calls made at other servers. Without the lock: they have locks of their own."""
+        for call in calls:
+            self._move(call)
 
     def _watch(self) -> None:
         """Does what is due when it is due, whatever the streams do."""
@@ -203,11 +240,13 @@ class StreamTransport:
                     self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
                 if self._closed:
                     return
-                outcomes = self._multiplexer.tick(time.monotonic())
+                outcomes = self._multiplexer.tick(time.monotonic(), self._others())
+                leaving = self._multiplexer.take_leaving()
                 self._watched = self._multiplexer.wakeup
                 self._advance()
+            self._part_with(leaving)
             _settle(outcomes)
-            del outcomes
+            del outcomes, leaving
 
 
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
@@ -219,29 +258,47 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
 class _UnaryCall:
     """One call that travels by itself, through all its attempts."""
 
-    __slots__ = ("attempts", "deadline", "future", "metadata", "method", "pieces", "policy", "rpc", "timer")
+    __slots__ = (
+        "attempts",
+        "connection",
+        "deadline",
+        "future",
+        "metadata",
+        "path",
+        "pieces",
+        "policy",
+        "route",
+        "rpc",
+        "timer",
+    )
 
     def __init__(
-        self, future: CallFuture[bytes, Any], method: Any, pieces: list[Buffer], deadline: float, policy: RetryPolicy
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        deadline: float,
+        policy: RetryPolicy,
+        route: Callable[[], Connection],
     ) -> None:
         self.future: Final = future
         self.metadata: Final = () if future.span is None else future.span.metadata
-        self.method: Final = method
+        self.path: Final = path
         self.pieces: Final = pieces
         self.deadline: Final = deadline
         self.policy: Final = policy
+        self.route: Final = route
+        self.connection: Connection | None = None
         self.attempts = 0
         self.rpc: Any = None
         self.timer: threading.Timer | None = None
 
 
 class UnaryTransport:
-    """Calls that each travel by themselves."""
+    """Calls that each travel by themselves, and find their server anew with every attempt."""
 
-    def __init__(self, channel: grpc.Channel, policy: RetryPolicy, bearer: Bearer) -> None:
-        self._channel = channel
+    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
         self._bearer = bearer
-        self._methods: dict[str, Any] = {}
         self._policy = policy
         self._lock = threading.Lock()
         self._calls: set[_UnaryCall] = set()
@@ -253,18 +310,20 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
+        route: Callable[[], Connection],
         *,
         repeatable: bool = True,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there."""
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
+
+        `route` gives the connection for an attempt.
+        """
         deadline = inf if timeout is None else time.monotonic() + timeout
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
-            if path not in self._methods:
-                self._methods[path] = self._channel.unary_unary(path, None, None)
             policy = self._policy if repeatable else NO_RETRIES
-            call = _UnaryCall(future, self._methods[path], pieces, deadline, policy)
+            call = _UnaryCall(future, path, pieces, deadline, policy, route)
             future.withdraw = partial(self._withdraw, call)
             self._calls.add(call)
         self._send(call)
@@ -280,6 +339,8 @@ class UnaryTransport:
     def _send(self, call: _UnaryCall) -> None:
         try:
             self._begin(call)
+        except AttnServeError as error:
+            self._finish(call, error)
         except Exception as error:  # in the thread of a timer nobody else would hear of it
             self._finish(call, ProtocolError(unreadable(error)))
 
@@ -288,11 +349,15 @@ class UnaryTransport:
         if remaining is not None and remaining <= 0:
             self._finish(call, DeadlineExceededError("no reply within the timeout"))
             return
+        connection = call.route()
         with self._lock:
             if call not in self._calls:
                 return
             metadata = self._bearer.metadata + call.metadata
-            call.rpc = call.method.future(b"".join(call.pieces), timeout=remaining, metadata=metadata)
+            method = connection.method(call.path)
+            connection.unary.add(call)
+            call.connection = connection
+            call.rpc = method.future(b"".join(call.pieces), timeout=remaining, metadata=metadata)
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _UnaryCall, rpc: Any) -> None:
@@ -302,11 +367,18 @@ class UnaryTransport:
             self._finish(call, ProtocolError(unreadable(error)))
 
     def _take(self, call: _UnaryCall, rpc: Any) -> None:
+        now = time.monotonic()
+        assert call.connection is not None  # it made the attempt
+        replica = call.connection.replica
+        call.connection.unary.discard(call)
         if rpc.code() is grpc.StatusCode.OK:
+            replica.worked(now)
             self._finish(call, rpc.result())
             return
+        if rpc.code() is grpc.StatusCode.UNAVAILABLE:
+            replica.failed(now)
         call.attempts += 1
-        verdict = call.policy.after(status_from_rpc_error(rpc), call.attempts, time.monotonic(), call.deadline)
+        verdict = call.policy.after(status_from_rpc_error(rpc), call.attempts, now, call.deadline)
         if isinstance(verdict, AttnServeError):
             self._finish(call, verdict)
             return
@@ -333,6 +405,64 @@ class UnaryTransport:
             call.timer.cancel()
         if call.rpc is not None:
             call.rpc.cancel()
+        if call.connection is not None:
+            call.connection.unary.discard(call)
+
+
+class Connection:
+    """The channel to one server and the streams on it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        credentials: grpc.ChannelCredentials | None,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[Connection], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        self.replica: Final = replica
+        """The server."""
+        self.unary: Final[set[object]] = set()
+        """The calls by themselves that it has not answered."""
+        address = replica.address
+        options = settings.channel_options(address)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=options)
+        self._methods: dict[str, Any] = {}
+        self._streams = [
+            StreamTransport(self._channel, RetryPolicy(settings.retries), bearer, replica, partial(others, self), move)
+            for _ in range(settings.streams if settings.transport == "stream" else 0)
+        ]
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls the server has not answered."""
+        return sum(map(len, self._streams)) + len(self.unary)
+
+    def stream(self) -> StreamTransport:
+        """What a call travels on."""
+        return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
+
+    def method(self, path: str) -> Any:
+        """A unary method."""
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self._channel.unary_unary(path, None, None)
+        return method
+
+    def leave(self) -> None:
+        """Has calls on streams made elsewhere, as far as they have not been sent."""
+        for stream in self._streams:
+            stream.leave()
+
+    def close(self) -> None:
+        """Gives up the calls on its streams and ends the connection."""
+        for stream in self._streams:
+            stream.close()
+        self._channel.close()
 
 
 def later(delay: float, function: Callable[[], object]) -> threading.Timer:

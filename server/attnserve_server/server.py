@@ -245,7 +245,6 @@ class Server:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""
         self.health.set("draining")
         logger.info("draining")
-        self._service.retire_streams()
         await asyncio.sleep(self._config.drain_delay)
         self.health.refuse()
         if not await self.engine.drain(self._config.drain_grace):

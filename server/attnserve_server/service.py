@@ -77,11 +77,6 @@ class AttentionService:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    def retire_streams(self) -> None:
-        """Asks the callers of all streams to make further calls elsewhere."""
-        for stream in self._streams:
-            stream.retire()
-
     def end_streams(self) -> None:
         """Ends every stream when what is in flight on it has been answered."""
         for stream in self._streams:

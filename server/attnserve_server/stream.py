@@ -129,13 +129,13 @@ class CallStream:
         """The calls that have been read and not yet answered, as far as the caller knows."""
         return len(self._in_flight) + len(self._outbox)
 
-    def retire(self, grace: float | None = None) -> None:
+    def retire(self, grace: float) -> None:
         """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
-        many seconds ends as by `end`; without a grace it stays as long as its caller likes.
+        many seconds ends as by `end`.
         """
         self._closing = True
         self._ready.set()
-        if grace is not None and self._retiring is None:
+        if self._retiring is None:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
     def end(self) -> None:

@@ -261,7 +261,7 @@ async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
     with peer(good) as address:
         async with AsyncClient(address, timeout=None) as client:
             bad = client.submit(array(1), array(1), array(1))
-            (stream,) = client._connected().streams
+            stream = client._servers.connection().stream()
             next_message = stream._multiplexer.next_message
 
             def fail(*arguments: Any) -> Any:
@@ -640,7 +640,7 @@ def test_a_future_lets_go_of_its_client_when_it_is_done(silent: tuple[str, threa
 
 
 def test_a_reply_that_is_there_at_once_lets_go_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(transport: StreamTransport, future: CallFuture[Any, Any], call: object) -> None:
+    def submit(transport: StreamTransport, future: CallFuture[Any, Any], call: object, **how: bool) -> None:
         future.settle(UnavailableError("at once"))
 
     monkeypatch.setattr(StreamTransport, "submit", submit)

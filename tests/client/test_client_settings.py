@@ -24,7 +24,7 @@ def test_arguments_that_make_no_sense_are_refused(client_class: Any, field: str,
 
 def test_the_callers_channel_options_win() -> None:
     settings = Settings("host:1", "stream", None, 0, 1, (("grpc.max_send_message_length", 7), ("grpc.own", 1)))
-    options = dict(settings.channel_options)
+    options = dict(settings.channel_options("host:1"))
     assert (options["grpc.max_send_message_length"], options["grpc.own"]) == (7, 1)
     assert options["grpc.max_receive_message_length"] == -1
 

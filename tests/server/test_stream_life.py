@@ -48,18 +48,6 @@ def test_old_streams_are_asked_to_leave_and_end_in_good_order(start_server: Call
         assert (info.address, cache.address) == (ADDRESS, ADDRESS)
 
 
-def test_a_server_that_drains_asks_its_callers_to_leave(start_server: Callable[..., Server]) -> None:
-    server = start_server("--drain-delay=1s")
-    with grpc.insecure_channel(server.address) as channel:
-        stream = calls.Stream(channel)
-        stream.send(calls.call(1, messages.random_attend(1)))
-        stream.replies(1)
-        server.process.terminate()
-        assert stream.rest() == []
-        assert stream.closing
-    assert server.stop() == 0
-
-
 def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
     life = StreamLife(age=100.0, grace=30.0)
     options = dict(life.channel_options)

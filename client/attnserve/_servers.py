@@ -1,0 +1,123 @@
+"""The servers of one client: found, watched, and connected to as they are needed.
+
+In: what the client's address names, and how to connect to one address. Out: the connection for a call. Both clients use
+it; what they bring are connections, and a way to be told of new addresses where connections may be made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
+
+from attnserve._cache_requests import CacheInfo
+from attnserve._errors import ClientClosedError, UnavailableError
+from attnserve._lookout import Lookout
+from attnserve._replicas import Connection, Replica, Replicas
+from attnserve._targets import Target
+
+C = TypeVar("C", bound=Connection)
+
+
+class Servers(Generic[C]):
+    """Where the calls of a client go."""
+
+    def __init__(
+        self,
+        target: Target,
+        refresh: float,
+        connect: Callable[[Replica], C],
+        dispose: Callable[[C], object],
+        run: Callable[[Callable[[], object]], object] = lambda function: function(),
+    ) -> None:
+        """Where addresses are looked up, that is done again every `refresh` seconds; `run` then calls a function where
+        connections may be made.
+        """
+        self._target: Final = target
+        self._refresh = refresh
+        self._run = run
+        self._replicas = Replicas(connect, dispose)
+        self._lock = threading.RLock()  # a call that is given up may close the client
+        self._lookout: Lookout | None = None
+        self._closed = False
+
+    @property
+    def found(self) -> bool:
+        """Whether it is known which servers there are."""
+        return bool(self._replicas.addresses)
+
+    @property
+    def homes(self) -> Sequence[str | None]:
+        """The servers, to be asked one by one; None is whatever a single address leads to."""
+        self.find()
+        return self._replicas.addresses if self._knows_each else [None]
+
+    @property
+    def _knows_each(self) -> bool:
+        return self._target.look_up is not None or len(self._target.fixed) > 1
+
+    def home_of(self, replica: Replica, info: CacheInfo) -> str | None:
+        """Where a cache that a server has made is to be asked for: at that server, or where it says that it is; None
+        where it does not.
+        """
+        return replica.address if self._knows_each else info.address
+
+    def connection(self, home: str | None = None) -> C:
+        """The connection for a call, to the server `home` if it is not for any. UnavailableError if there is none."""
+        if home is not None:
+            if self._closed:
+                raise ClientClosedError
+            return self._replicas.at(home, time.monotonic())
+        if (only := self._replicas.only) is not None:
+            return only
+        self.find()
+        return self._replicas.choose(time.monotonic())
+
+    def others(self, connection: C) -> bool:
+        """Whether the calls of a connection could be made on another."""
+        return self._replicas.others(connection)
+
+    def find(self) -> None:
+        """Finds out which servers there are, if that is not known; which may take a while."""
+        if self.found:
+            return
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError
+            if not self.found:
+                self._take(self._target.fixed or self.look_up())
+
+    def look_up(self) -> Sequence[str]:
+        """The addresses that there are now. UnavailableError if there are none."""
+        assert self._target.look_up is not None  # or they are known
+        try:
+            addresses = self._target.look_up()
+        except OSError as error:
+            raise UnavailableError(f"{self._target.name}: {error}") from error
+        if not addresses:
+            raise UnavailableError(f"{self._target.name}: there is no server")
+        return addresses
+
+    def take(self, addresses: Sequence[str]) -> None:
+        """Takes notice of what `look_up` has found."""
+        with self._lock:
+            if not self._closed:
+                self._take(addresses)
+
+    def _take(self, addresses: Sequence[str]) -> None:
+        self._replicas.update(addresses, time.monotonic())
+        if self._lookout is None and self._target.look_up is not None:
+            self._lookout = Lookout(self._target.look_up, self._refresh, self._deliver)
+            self._replicas.told = self._lookout.ask
+
+    def _deliver(self, addresses: Sequence[str]) -> None:
+        self._run(lambda: self.take(addresses))
+
+    def close(self) -> Sequence[C]:
+        """Looks no more, and gives every connection to whoever closes it."""
+        with self._lock:
+            self._closed = True
+            if self._lookout is not None:
+                self._lookout.close()
+            return self._replicas.all()

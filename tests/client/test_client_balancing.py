@@ -1,0 +1,181 @@
+"""Several real servers behind one client: even spread, one more, one less, one that dies, and caches that stay put."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import calls
+import numpy as np
+import pytest
+
+from attnserve import AsyncClient, Client, NotFoundError
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+Arrays = tuple[Any, Any, Any]
+
+
+def answered(server: Server, operation: str = "attend_stream") -> float:
+    """How many calls a server has answered."""
+    return calls.metric(server.http_address, "attnserve_requests_total", operation=operation, code="OK")
+
+
+def arrays(seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.standard_normal((2, 4, 8)).astype(np.float32) for _ in range(3))
+    return query, key, value
+
+
+class Load:
+    """Callers in threads and in tasks that call until they are told to stop; none of their calls may fail."""
+
+    def __init__(self, addresses: Callable[[], list[str]]) -> None:
+        self.made = 0
+        self.failed: list[BaseException] = []
+        self._addresses = addresses
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._call), threading.Thread(target=self._run_tasks)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def goes_on(self) -> None:
+        """Waits until many more calls have been made."""
+        wanted = self.made + 200
+        calls.until(lambda: self.made > wanted or bool(self.failed), "the load goes on")
+        assert self.failed == []
+
+    def _call(self) -> None:
+        try:
+            with Client(self._addresses, refresh=0.2) as client:
+                while not self._over.is_set():
+                    for future in [client.submit(*arrays()) for _ in range(4)]:
+                        future.result()
+                        self.made += 1
+        except BaseException as error:
+            self.failed.append(error)
+
+    def _run_tasks(self) -> None:
+        async def run() -> None:
+            async with AsyncClient(self._addresses, refresh=0.2) as client:
+                while not self._over.is_set():
+                    await asyncio.gather(*(client.attend(*arrays()) for _ in range(4)))
+                    self.made += 4
+
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            self.failed.append(error)
+
+
+@pytest.fixture
+def servers(start_server: Callable[..., Server]) -> Iterator[list[Server]]:
+    """Four servers that say where they are."""
+    with ExitStack() as held, ThreadPoolExecutor(4) as pool:
+        addresses = []
+        for _ in range(4):
+            place = held.enter_context(socket.socket())
+            place.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{place.getsockname()[1]}")
+        held.close()
+        flags = ("--drain-delay=500ms", "--max-connection-age=2s")
+        started = pool.map(lambda at: start_server("--listen", at, "--advertise-address", at, *flags), addresses)
+        yield list(started)
+
+
+@pytest.mark.timeout(300)
+def test_several_servers(servers: list[Server]) -> None:
+    *three, fourth = servers
+    addresses = [server.address for server in three]
+
+    # Even spread, call by call, on streams and by themselves.
+    with Client(lambda: addresses) as client, Client(addresses, transport="unary") as unary:
+        for _ in range(30):
+            client.attend(*arrays())
+            unary.attend(*arrays())
+        assert [answered(server) for server in three] == [10, 10, 10]
+        assert [answered(server, "attend") for server in three] == [10, 10, 10]
+        check_caches(client, three)
+
+    with Load(lambda: list(addresses)) as load:
+        load.goes_on()
+        assert all(answered(server) > 20 for server in three)
+
+        addresses.append(fourth.address)
+        calls.until(lambda: answered(fourth) > 20, "the fourth is found")
+        load.goes_on()
+
+        leaving = three[0]
+        addresses.remove(leaving.address)
+        assert leaving.stop() == 0
+        load.goes_on()
+
+        # One dies, and nobody has said so.
+        three[1].process.kill()
+        three[1].process.wait()
+        load.goes_on()
+    assert load.failed == []
+
+
+def check_caches(client: Client, three: list[Server]) -> None:
+    """Caches are spread, and each is asked for where it is."""
+    query, key, value = arrays(1)
+    caches = [client.create_cache(2, 8) for _ in three]
+    assert {cache.address for cache in caches} == {server.address for server in three}
+    for cache in caches:
+        cache.append(key, value)
+        cache.attend(query, key, value, causal=True)
+        with cache.fork() as fork:
+            assert fork.address == cache.address
+            assert fork.info().lengths == (8,)
+        assert cache.info().address == cache.address
+    assert {cache.name for cache in client.caches.list()} == {cache.name for cache in caches}
+
+    # Any client finds it, by asking all or going straight there.
+    cache = caches[1]
+    elsewhere = next(server for server in three if server.address != cache.address)
+    with Client([server.address for server in three]) as another:
+        assert another.open_cache(cache.name).address == cache.address
+    with Client(elsewhere.address) as another:
+        with pytest.raises(NotFoundError):
+            another.open_cache(cache.name)
+        found = another.open_cache(cache.name, address=cache.address)
+        assert found.attend(query).output.shape == query.shape
+        asyncio.run(in_tasks(elsewhere.address, cache.name, cache.address, query))
+    client.caches.delete([cache.name for cache in caches])
+    assert client.caches.list() == ()
+
+
+async def in_tasks(elsewhere: str, name: str, address: str | None, query: Any) -> None:
+    async with AsyncClient(elsewhere) as client:
+        cache = await client.open_cache(name, address=address)
+        assert (await cache.attend(query)).output.shape == query.shape
+        async with await client.create_cache(2, 8) as made:
+            assert made.address == elsewhere
+    async with AsyncClient([elsewhere, str(address)]) as client:
+        assert (await client.open_cache(name)).address == address
+        assert [info.name for info in await client.caches.list() if info.name == name] == [name]
+
+
+async def test_a_name_with_an_address_where_nobody_is(server: Server) -> None:
+    """Localhost often names ::1 too: what is not there is tried now and then, and no call fails."""
+    target = server.address.replace("127.0.0.1", "dns:///localhost")
+    with Client(target) as client:
+        for _ in range(20):
+            client.attend(*arrays())
+    async with AsyncClient(target) as in_tasks_too:
+        await asyncio.gather(*(in_tasks_too.attend(*arrays()) for _ in range(20)))

@@ -1,0 +1,251 @@
+"""Which server a call goes to: what addresses name, the choice, and calls that leave one server for another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from google.rpc.status_pb2 import Status
+
+from attnserve import TLS, Client, UnavailableError
+from attnserve._config import Settings
+from attnserve._errors import AttnServeError
+from attnserve._multiplexer import Call, Multiplexer
+from attnserve._replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
+from attnserve._reply import Reply
+from attnserve._retry import RetryPolicy
+from attnserve._targets import look_up, target_of
+
+UNAVAILABLE = Status(code=14, message="draining")
+
+
+class Connected:
+    """A connection that tells what was asked of it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.in_flight = 0
+        self.left = False
+
+    def leave(self) -> None:
+        self.left = True
+
+
+class Fleet:
+    """Replicas, and the connections that they gave up."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.disposed: list[str] = []
+        self.replicas: Replicas[Connected] = Replicas(
+            Connected, lambda gone: self.disposed.append(gone.replica.address)
+        )
+        self.replicas.update(addresses, 0.0)
+
+    def choose(self, count: int, now: float = 0.0) -> list[str]:
+        return [self.replicas.choose(now).replica.address for _ in range(count)]
+
+    def at(self, address: str, now: float = 0.0) -> Connected:
+        return self.replicas.at(address, now)
+
+
+def test_idle_servers_take_turns_and_busy_ones_get_less() -> None:
+    fleet = Fleet("a", "b", "c")
+    assert sorted(fleet.choose(3)) == ["a", "b", "c"]
+    assert fleet.choose(6) == fleet.choose(3) * 2
+    fleet.at("b").in_flight = 2
+    fleet.at("c").in_flight = 1
+    assert fleet.choose(4) == ["a"] * 4
+
+
+def test_one_server_is_the_only_choice() -> None:
+    fleet = Fleet("a")
+    assert fleet.replicas.only is fleet.at("a")
+    fleet.at("a").replica.failed(0.0)
+    assert fleet.choose(2) == ["a", "a"]
+    fleet.replicas.update(["a", "b"], 0.0)
+    assert fleet.replicas.only is None
+
+
+def test_a_server_that_fails_rests_longer_every_time_until_it_works() -> None:
+    fleet = Fleet("a", "b")
+    replica, now = fleet.at("a").replica, 0.0
+    rest = FIRST_REST
+    for _ in range(10):
+        replica.failed(now)
+        replica.failed(now)  # of the same failure, said by another call
+        replica.worked(now)  # a reply that was on its way
+        assert set(fleet.choose(3, now + 0.99 * rest)) == {"b"}
+        now += rest
+        assert "a" in fleet.choose(3, now)
+        rest = min(LONGEST_REST, 2 * rest)
+    replica.worked(now)
+    replica.failed(now)
+    assert "a" in fleet.choose(3, now + FIRST_REST)
+
+
+def test_where_all_rest_the_calls_go_on() -> None:
+    fleet = Fleet("a", "b")
+    for address in ("a", "b"):
+        fleet.at(address).replica.failed(0.0)
+    assert sorted(fleet.choose(2)) == ["a", "b"]
+
+
+def test_servers_come_and_go() -> None:
+    fleet = Fleet("a", "b")
+    told = []
+    fleet.replicas.told = lambda: told.append(True)
+    gone = fleet.at("a")
+    fleet.replicas.update(["b", "c", "c"], 1.0)
+    assert set(fleet.choose(4)) == {"b", "c"}
+    assert gone.left
+    assert fleet.replicas.others(gone)
+    assert fleet.at("a", 2.0) is gone, "a cache may be there"
+    fleet.replicas.update([], 3.0)
+    assert fleet.replicas.addresses == ["b", "c"], "that there are none is not believed"
+    gone.in_flight = 1
+    fleet.replicas.update(["b", "c"], 2.0 + 2 * FORGET_AFTER)
+    assert fleet.disposed == []
+    gone.in_flight = 0
+    fleet.replicas.update(["b", "c"], 2.0 + 2 * FORGET_AFTER)
+    assert fleet.disposed == ["a"]
+    assert fleet.at("a") is not gone
+    assert told == []
+    gone.replica.failed(0.0)
+    fleet.at("b").replica.asks_to_leave(9.0)
+    assert told == [True, True]
+
+
+def calls_on(multiplexer: Multiplexer[str], owners: Iterable[str], pinned: Iterable[str] = ()) -> dict[str, Call[str]]:
+    made = {}
+    for owner in owners:
+        made[owner] = call = Call(owner, 15, [owner.encode()], 1, 0.0, 9.0)
+        call.pinned = owner in pinned
+        multiplexer.add(call)
+    return made
+
+
+def sent(multiplexer: Multiplexer[str], stream: int) -> bytes:
+    return b"".join(multiplexer.next_message(stream, 0.0) or ())
+
+
+@pytest.fixture
+def here() -> Multiplexer[str]:
+    return Multiplexer(RetryPolicy(2, random=lambda: 1.0), Replica("here"))
+
+
+def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("free", "pinned"), pinned=("pinned",))
+    stream = here.opened()
+    assert sent(here, stream)
+    for call in calls.values():
+        assert here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0) == []
+    here.opened()
+    assert here.tick(1.0, others=True) == []
+    assert here.take_leaving() == [calls["free"]]
+    assert here.take_leaving() == []
+    assert b"pinned" in sent(here, 2)
+    there: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("there"))
+    calls_on(there, ("another",))
+    there.add(calls["free"])
+    assert b"free" in sent(there, there.opened())
+    assert calls["free"].attempts == 1
+
+
+def test_without_others_it_stays(here: Multiplexer[str]) -> None:
+    (call,) = calls_on(here, ("free",)).values()
+    stream = here.opened()
+    sent(here, stream)
+    here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0)
+    assert here.tick(1.0) == []
+    assert here.take_leaving() == []
+    assert b"free" in sent(here, here.opened())
+
+
+def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("sent",))
+    stream = here.opened()
+    sent(here, stream)
+    calls |= calls_on(here, ("unsent", "pinned"), pinned=("pinned",))
+    here.asked_to_leave(stream, 0.0, others=True)
+    assert not here.writes(stream)
+    assert here.take_leaving() == [calls["unsent"]]
+    assert here.wants_stream
+    refused = Status(code=3, message="no")
+    ((call, error),) = here.resolve(stream, [Reply(calls["sent"].id, refused)], 0.0)
+    assert call is calls["sent"]
+    assert isinstance(error, AttnServeError)
+    following = here.opened()
+    message = sent(here, following)
+    assert b"pinned" in message
+    assert b"unsent" not in message
+    here.asked_to_leave(stream, 0.0, others=True)
+    assert here.writes(following), "it was another that was to be closed"
+
+
+def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("waiting", "sent"))
+    stream = here.opened()
+    sent(here, stream)
+    here.resolve(stream, [Reply(calls["waiting"].id, UNAVAILABLE)], 0.0)
+    calls |= calls_on(here, ("ready",))
+    ids = {calls["ready"].id, calls["waiting"].id}
+    here.leave()
+    assert {call.owner for call in here.take_leaving()} == {"waiting", "ready"}
+    assert len(here) == 1
+    # What has gone gets an id of its next server, which is the id of another call here.
+    calls["ready"].id = calls["sent"].id
+    stream = here.opened()
+    assert sent(here, stream) == b""
+    assert ids
+    ((_, error),) = here.close()
+    assert isinstance(error, AttnServeError)
+
+
+def test_what_addresses_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert target_of("host:1").fixed == ("host:1",)
+    assert target_of("unix:/run/a.sock").fixed == ("unix:/run/a.sock",)
+    assert target_of("ipv4:127.0.0.1:1,127.0.0.1:2").fixed == ("127.0.0.1:1", "127.0.0.1:2")
+    assert target_of("dns://8.8.8.8/name:1").fixed == ("dns://8.8.8.8/name:1",), "its own DNS server is gRPC's to ask"
+    assert target_of(["a:1", "b:2"]).fixed == ("a:1", "b:2")
+    assert target_of(lambda: ["a:1"]).look_up is not None
+    named = target_of("dns:///attnserve.example:8001")
+    assert named.fixed == ()
+    assert named.authority == "attnserve.example"
+
+    def three(host: str, port: int, **options: Any) -> list[Any]:
+        assert (host, port) == ("attnserve.example", 8001)
+        places = [("10.0.0.2", port), ("10.0.0.1", port), ("10.0.0.1", port), ("fd00::1", port, 0, 0)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", three)
+    assert named.look_up is not None
+    assert named.look_up() == ["10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
+    for wrong in ("", [], ["a:1", ""]):
+        with pytest.raises(ValueError, match="address"):
+            target_of(wrong)
+
+
+def test_localhost_is_looked_up() -> None:
+    assert "127.0.0.1:5" in look_up("localhost", 5)
+
+
+def test_a_name_that_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*arguments: Any, **options: Any) -> list[Any]:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nothing)
+    with Client("dns:///attnserve.invalid:1") as client:
+        with pytest.raises(UnavailableError, match=r"attnserve\.invalid.*not known"):
+            client.attend([[1.0]], [[1.0]], [[1.0]])  # type: ignore[type-var]
+        with pytest.raises(UnavailableError, match="not known"):
+            client.server_info()
+    with Client(list) as client, pytest.raises(UnavailableError, match="no server"):
+        client.server_info()
+
+
+def test_what_was_looked_up_must_prove_to_be_who_was_meant() -> None:
+    settings = Settings("dns:///attnserve.example:8001", "stream", None, 3, 1, (), TLS())
+    assert dict(settings.channel_options("10.0.0.1:8001"))["grpc.ssl_target_name_override"] == "attnserve.example"
+    assert "grpc.ssl_target_name_override" not in dict(settings.channel_options("pod-0.attnserve:8001"))
