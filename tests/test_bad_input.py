@@ -23,6 +23,7 @@ from conftest import Server
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from sound import DECODER_CACHE, HK, HQ, METHODS, PLAIN_CACHE, B, Caches, D, S, ids, requests, tensor
 
 from attnserve import _dtypes
@@ -486,6 +487,24 @@ def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
             code, status = caught.value.code(), calls.status_of(caught.value)  # type: ignore[attr-defined]
         assert code is INVALID
         assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+
+
+def test_health_and_reflection_know_bytes_that_are_no_message(channel: grpc.Channel) -> None:
+    """Of others' protos, but served here: gRPC would call them the server's fault, and in its own words."""
+    health = "/grpc.health.v1.Health/"
+    for call in (
+        channel.unary_unary(health + "Check"),
+        lambda data: list(channel.unary_stream(health + "Watch")(data)),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"\xff")
+        assert caught.value.code() is INVALID  # type: ignore[attr-defined]
+    method: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    replies = [
+        reflection_pb2.ServerReflectionResponse.FromString(reply) for reply in method(iter([b"\xff", b"\x3a\0"]))
+    ]
+    assert replies[0].error_response.error_code == INVALID.value[0]
+    assert "attnserve.v1.AttentionService" in {service.name for service in replies[1].list_services_response.service}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,7 +2,8 @@
 
 In: records of the standard `logging`, with fields in `extra`. Out: one line each, `time level logger message
 key=value` or a JSON object; a traceback follows as lines of its own, or as a field. What callers send never shows: of
-bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike.
+bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. Of a
+warning or an error that comes again and again few lines are written, which say how many were left out.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import Enum
+from time import monotonic
 from typing import Any, Final, TextIO
 
 from google.protobuf.message import Message
+
+from attnserve_server.allowance import Allowance
+
+LINES_PER_SECOND: Final = 1.0
+"""Of warnings and errors from one place, in the long run: their tracebacks are long."""
+BURST: Final = 20.0
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -24,6 +32,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
     """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and only there."""
     out = logging.StreamHandler(stream or sys.stderr)
+    out.addFilter(Throttle())
     out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)
 
@@ -42,6 +51,30 @@ def shown(value: object) -> Any:
         return f"<{value.DESCRIPTOR.full_name}>"
     size = len(value) if isinstance(value, bytes | bytearray) else getattr(value, "nbytes", None)
     return f"<{type(value).__name__}>" if size is None else f"<{type(value).__name__} of {size} bytes>"
+
+
+class Throttle(logging.Filter):
+    """Lets pass, of what one place in the code warns of, a few lines a second. Lines of less weight all pass, and those
+    of `refusals`, which has a rule of its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._allowances: dict[tuple[str, int], Allowance] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written. One that is has `left_out`, if others were not."""
+        if record.levelno < logging.WARNING or record.name == "attnserve_server.refusals":
+            return True
+        now, place = self._clock(), (record.pathname, record.lineno)
+        if (allowance := self._allowances.get(place)) is None:  # places are lines of code, and few
+            allowance = self._allowances[place] = Allowance(LINES_PER_SECOND, BURST, now)
+        if not allowance.take(now):
+            return False
+        if allowance.left_out:
+            record.left_out, allowance.left_out = allowance.left_out, 0
+        return True
 
 
 class _Formatter(logging.Formatter):

@@ -18,6 +18,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
+from attnserve_server.allowance import Allowance
 from attnserve_server.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -49,33 +50,13 @@ def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
     return f"rpc-{next(_numbers)}"
 
 
-class _Allowance:
-    """The lines that may be written for one reason: a bucket that fills at a constant rate."""
-
-    __slots__ = ("filled", "left_out", "lines", "summary")
-
-    def __init__(self, now: float) -> None:
-        self.lines = BURST
-        self.filled = now
-        self.left_out = 0
-        self.summary: asyncio.TimerHandle | None = None
-
-    def take(self, now: float) -> bool:
-        """Whether a line may be written now."""
-        self.lines = min(BURST, self.lines + (now - self.filled) * LINES_PER_SECOND)
-        self.filled = now
-        if self.lines < 1.0:
-            return False
-        self.lines -= 1.0
-        return True
-
-
 class Refusals:
     """The lines of one server. Lives on the event loop."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, Allowance] = {}
+        self._summaries: dict[str, asyncio.TimerHandle] = {}
 
     def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
         """Writes a line for a request that ends with an error, unless there have been too many for its reason.
@@ -90,12 +71,11 @@ class Refusals:
         now = self._clock()
         allowance = self._allowances.get(error.reason)
         if allowance is None:  # reasons are the server's own words, and few
-            allowance = self._allowances[error.reason] = _Allowance(now)
+            allowance = self._allowances[error.reason] = Allowance(LINES_PER_SECOND, BURST, now)
         if not allowance.take(now):
-            allowance.left_out += 1
-            if allowance.summary is None:
-                loop = asyncio.get_running_loop()
-                allowance.summary = loop.call_later(SUMMARY_AFTER, self._summarise, error.reason, level)
+            if error.reason not in self._summaries:
+                timer = asyncio.get_running_loop().call_later(SUMMARY_AFTER, self._summarise, error.reason, level)
+                self._summaries[error.reason] = timer
             return
         fields = {"operation": operation, "code": error.code.name, "reason": error.reason, "request_id": request_id()}
         if caller is not None:
@@ -104,14 +84,14 @@ class Refusals:
 
     def close(self) -> None:
         """Says what has not been said yet."""
-        for reason, allowance in self._allowances.items():
-            if allowance.summary is not None:
-                allowance.summary.cancel()
-                self._summarise(reason, logging.INFO)
+        for reason, timer in list(self._summaries.items()):
+            timer.cancel()
+            self._summarise(reason, logging.INFO)
 
     def _summarise(self, reason: str, level: int) -> None:
+        del self._summaries[reason]
         allowance = self._allowances[reason]
-        left_out, allowance.left_out, allowance.summary = allowance.left_out, 0, None
+        left_out, allowance.left_out = allowance.left_out, 0
         logger.log(
             level, "refused %d more for the same reason", left_out, extra={"reason": reason, "left_out": left_out}
         )

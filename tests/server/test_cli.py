@@ -135,6 +135,34 @@ def test_payloads_are_never_written(log_format: str) -> None:
 
 
 @pytest.mark.usefixtures("root_logger")
+def test_what_goes_wrong_again_and_again_is_written_a_few_times() -> None:
+    """By place in the code; what is no warning always is."""
+    now, out = [0.0], io.StringIO()
+    logs.configure("info", "json", out)
+    (handler,) = logging.getLogger().handlers
+    (throttle,) = handler.filters
+    throttle._clock = lambda: now[0]  # type: ignore[union-attr]
+    logger = logging.getLogger("attnserve_server.test")
+
+    def fail(times: int) -> None:
+        for n in range(times):
+            logger.error("it failed again, number %d", n)
+
+    fail(1000)
+    logger.error("something else failed")
+    for _ in range(100):
+        logger.info("all is well")
+    now[0] = 3.0
+    fail(1000)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    failed = [line for line in lines if "again" in line["message"]]
+    assert len(failed) == logs.BURST + 3 * logs.LINES_PER_SECOND
+    assert failed[int(logs.BURST)]["left_out"] == 1000 - logs.BURST
+    assert sum("else" in line["message"] for line in lines) == 1
+    assert sum("well" in line["message"] for line in lines) == 100
+
+
+@pytest.mark.usefixtures("root_logger")
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_tracebacks_are_kept(log_format: str) -> None:
     out = io.StringIO()
