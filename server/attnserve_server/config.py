@@ -443,7 +443,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="attnserve-server",
         description="Serves attention over gRPC.",
-        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins.",
+        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins. "
+        "Other commands: attnserve-server token, attnserve-server layers check.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")

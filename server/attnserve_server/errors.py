@@ -15,6 +15,7 @@
     ├── Cancelled            CANCELLED            ErrorInfo
     ├── Draining             UNAVAILABLE          ErrorInfo
     ├── Starting             UNAVAILABLE          ErrorInfo
+    ├── CallerChanged        UNAVAILABLE          ErrorInfo
     ├── DeviceFailed         UNAVAILABLE          ErrorInfo
     └── ComputationFailed    INTERNAL             ErrorInfo
 
@@ -237,6 +238,17 @@ class Draining(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the server is draining; another one will answer", "DRAINING")
+
+
+class CallerChanged(RequestError):
+    """The end of a stream whose caller is not who it was, or may not do what it did: its token has been replaced, most
+    likely, and it has the new one. UNAVAILABLE, so that it tries another stream; that tells it if it is refused.
+    """
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self) -> None:
+        super().__init__("what the caller may do has changed; another stream will be answered", "CALLER_CHANGED")
 
 
 class Starting(RequestError):

@@ -24,12 +24,12 @@ from attnserve_server.callers import Caller, Callers
 from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine, Entry, Outcome
 from attnserve_server.errors import (
+    CallerChanged,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     Malformed,
     RequestError,
-    Unauthenticated,
     error_for_caller,
 )
 from attnserve_server.metrics import Metrics
@@ -169,12 +169,15 @@ class CallStream:
                 await self._progress.wait()
 
     def _look_again(self) -> None:
-        """Finds out whether the caller may still use the service. Raises RequestError if it may not."""
+        """Finds out whether the caller is who it was, and may still use the service. Raises CallerChanged if not."""
         self._edition = self._callers.edition
-        caller = self._callers.identify(self._context)
-        caller.require("use")
-        if caller.name != self._caller.name:  # whose calls in flight would be another's
-            raise Unauthenticated("the caller has another name now", "RENAMED")
+        try:
+            caller = self._callers.identify(self._context)
+            caller.require("use")
+        except RequestError:
+            raise CallerChanged from None
+        if caller.name != self._caller.name:
+            raise CallerChanged
 
     def _receive(self, message: bytes, arrival: float) -> None:
         try:
