@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 import urllib.error
@@ -112,6 +113,24 @@ def test_nor_is_one_of_another_name(mutual: Server, authority: certificates.Auth
     refused(mutual, TLS(authority.ca, files.certificate, files.key, server_name="elsewhere"))
     with Client(mutual.address, tls=TLS(authority.ca, files.certificate, files.key, "localhost")) as client:
         attend(client)
+
+
+def test_a_name_that_is_looked_up_is_the_one_that_the_certificate_must_have(
+    mutual: Server, authority: certificates.Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the address, which the certificate has too: whoever answers for the name may have given any."""
+    port = int(mutual.address.rpartition(":")[2])
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
+    files = authority.issue("careful", common_name="careful")
+    tls = TLS(authority.ca, files.certificate, files.key)
+    with Client(f"dns:///localhost:{port}", tls=tls) as client:
+        attend(client)
+    with (
+        Client(f"dns:///attnserve.test:{port}", tls=tls, retries=0, timeout=PATIENCE_S) as client,
+        pytest.raises(UnavailableError),
+    ):
+        client.server_info()
 
 
 def test_caches_belong_to_the_name_in_the_certificate(mutual: Server, authority: certificates.Authority) -> None:
