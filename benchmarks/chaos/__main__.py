@@ -1,13 +1,12 @@
 """`make chaos`: every promise of docs/reliability.md, and an experiment that tries to break it.
 
-Each experiment starts its own servers on free ports of this machine. The figures go to the terminal, to a JSON file,
-and from there into the document. Exit status 1 if a promise was broken.
+Each experiment starts its own servers on free ports of this machine. The figures go to the terminal and to a JSON file,
+where those of other experiments stay, and from there into the document. Exit status 1 if a promise was broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -42,30 +41,41 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 def make(name: str, minutes: float) -> Outcome:
     """Makes one experiment."""
     chosen = experiment(name)
-    begin = perf_counter()
+    begun, begin, before = datetime.now(UTC), perf_counter(), machine.load_average()[0]
     figures = chosen.run(minutes)
-    return Outcome(name, chosen.PROMISE, round(perf_counter() - begin, 1), figures)
+    return Outcome(
+        experiment=name,
+        promise=chosen.PROMISE,
+        begun=begun.isoformat(timespec="seconds"),
+        minutes=minutes,
+        seconds=round(perf_counter() - begin, 1),
+        load=(before, machine.load_average()[0]),
+        figures=figures,
+    )
+
+
+def together(earlier: Result | None, made: dict[str, Outcome]) -> Result:
+    """What was made now, and what was made earlier on this machine and not now."""
+    here = machine.describe()
+    known = {} if earlier is None or earlier.machine != here else {each.experiment: each for each in earlier.outcomes}
+    known |= made
+    return Result(here, [known[name] for name in NAMES if name in known])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Makes what the command line asks for; the exit status."""
     chosen = options(sys.argv[1:] if arguments is None else arguments)
-    begun, outcomes = datetime.now(UTC), []
+    earlier = Result.read(chosen.json) if chosen.json.exists() else None
+    made: dict[str, Outcome] = {}
     for name in chosen.experiments:
-        outcomes.append(outcome := make(name, chosen.minutes))
+        made[name] = outcome = make(name, chosen.minutes)
         print(f"{name}: {'kept' if outcome.kept else 'BROKEN'}, {outcome.seconds:g} s\n{outcome.promise}")
         print(f"\n{table(outcome)}\n", flush=True)
-    result = Result(
-        command=shlex.join(["python", "-m", "benchmarks.chaos", *(sys.argv[1:] if arguments is None else arguments)]),
-        begun=begun.isoformat(timespec="seconds"),
-        minutes=chosen.minutes,
-        machine=machine.describe(),
-        outcomes=outcomes,
-    )
-    result.write(chosen.json)
-    if chosen.document is not None:
-        chosen.document.write_text(with_report(chosen.document.read_text("utf-8"), report(result)), "utf-8")
-    return 0 if all(outcome.kept for outcome in outcomes) else 1
+        result = together(earlier, made)
+        result.write(chosen.json)
+        if chosen.document is not None:
+            chosen.document.write_text(with_report(chosen.document.read_text("utf-8"), report(result)), "utf-8")
+    return 0 if all(outcome.kept for outcome in made.values()) else 1
 
 
 if __name__ == "__main__":

@@ -46,11 +46,16 @@ def exactly(name: str, value: float, expected: float, unit: str = "") -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One experiment: its name, what is promised, how long it took and its figures."""
+    """One experiment: its name, what is promised, when it was made and for how many minutes what goes on for a time did
+    so, how many seconds it took in all, the load averages of the last minute before and after, and its figures.
+    """
 
     experiment: str
     promise: str
+    begun: str
+    minutes: float
     seconds: float
+    load: tuple[float, float] | None
     figures: list[Figure]
 
     @property
@@ -61,11 +66,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run: how it was made, when and on what, and what came of each experiment."""
+    """What is known of all experiments, each as it was made last, on one machine."""
 
-    command: str
-    begun: str
-    minutes: float
     machine: dict[str, str | int]
     outcomes: list[Outcome]
 
@@ -78,8 +80,9 @@ class Result:
     def read(path: Path) -> Result:
         """Reads the JSON file."""
         content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        outcomes = [
-            Outcome(**{**outcome, "figures": [Figure(**figure) for figure in outcome["figures"]]})
-            for outcome in content.pop("outcomes")
-        ]
-        return Result(**content, outcomes=outcomes)
+        return Result(content["machine"], [_outcome(**outcome) for outcome in content["outcomes"]])
+
+
+def _outcome(figures: list[dict[str, Any]], load: list[float] | None, **content: Any) -> Outcome:
+    before_and_after = None if load is None else (load[0], load[1])
+    return Outcome(figures=[Figure(**figure) for figure in figures], load=before_and_after, **content)

@@ -5,12 +5,14 @@ The document is written by hand but for what stands between its markers, which i
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Final
 
 from benchmarks.chaos.outcome import Figure, Outcome, Result
 
 DOCUMENT: Final = Path("docs/reliability.md")
+WIDTH: Final = 120
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -18,10 +20,10 @@ def report(result: Result) -> str:
     """All that is generated, in markdown."""
     machine = result.machine
     made = (
-        f"Made by `{result.command}` at {result.begun}: {machine['cpu']}, {machine['cores']} cores, python "
-        f"{machine['python']}, torch {machine['torch']}, grpcio {machine['grpcio']}."
+        f"Made on {machine['cpu']}, {machine['cores']} cores; python {machine['python']}, torch {machine['torch']}, "
+        f"grpcio {machine['grpcio']}."
     )
-    return "\n\n".join((made, *map(_section, result.outcomes)))
+    return "\n\n".join((textwrap.fill(made, WIDTH), *map(_section, result.outcomes)))
 
 
 def table(outcome: Outcome) -> str:
@@ -43,7 +45,10 @@ def _number(value: float) -> str:
 
 
 def _section(outcome: Outcome) -> str:
-    return f"### {outcome.experiment}\n\n{outcome.promise}\n\n{table(outcome)}"
+    load = "" if outcome.load is None else " Load average {:.1f} before and {:.1f} after.".format(*outcome.load)
+    made = f"At {outcome.begun}, for {outcome.minutes:g} min where it goes on, {outcome.seconds:,.0f} s in all.{load}"
+    texts = (textwrap.fill(text, WIDTH) for text in (outcome.promise, made))
+    return "\n\n".join((f"### {outcome.experiment}", *texts, table(outcome)))
 
 
 def with_report(document: str, text: str) -> str:

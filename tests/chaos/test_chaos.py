@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import device
-from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options
+from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
 from benchmarks.chaos.experiments import NAMES
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
 from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_report
@@ -48,18 +49,29 @@ def test_figures_know_whether_they_are_within_their_bounds() -> None:
 def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
     figures = [exactly("wrong answers", 0, 0), Figure("p99", 12.345, "ms", at_most=5), Figure("calls", 12345)]
     machine: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
-    result = Result("the command", "today", 1.0, machine, [Outcome("drain", "It ends well.", 3.5, figures)])
+    outcome = Outcome("drain", "It ends well.", "today", 0.5, 3.5, (1.25, 2.0), figures)
+    result = Result(machine, [outcome, replace(outcome, experiment="kill", load=None)])
     result.write(tmp_path / "deep" / "chaos.json")
     read = Result.read(tmp_path / "deep" / "chaos.json")
     assert read == result
     assert not read.outcomes[0].kept
     text = report(read)
-    for part in ("the command", "It ends well.", "12.3 ms", "at most 5", "**broken**", "12,345", "kept"):
+    for part in ("a CPU", "It ends well.", "today", "12.3 ms", "at most 5", "**broken**", "12,345", "kept", "### kill"):
         assert part in text
     document = (ROOT / DOCUMENT).read_text("utf-8")
     assert with_report(with_report(document, text), "nothing") == with_report(document, "nothing")
     with pytest.raises(ValueError, match="followed by"):
         with_report(f"{END}{BEGIN}", text)
+
+
+def test_what_was_made_earlier_stays_unless_it_is_made_again() -> None:
+    drain = Outcome("drain", "It ends well.", "today", 0.5, 3.5, None, [])
+    kill = replace(drain, experiment="kill")
+    again = replace(drain, begun="tomorrow")
+    first = together(None, {"kill": kill, "drain": drain})
+    assert first.outcomes == [drain, kill], "in the order of the experiments"
+    assert together(first, {"drain": again}).outcomes == [again, kill]
+    assert together(replace(first, machine={}), {"drain": again}).outcomes == [again], "on another machine"
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
