@@ -189,8 +189,8 @@ def _read(
         if reference.layer:
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
         _check_shape(index, cache, architecture)
-    given = read_input(loaded, application, payloads)
-    applied = checked(loaded, application, given, size, limits)
+    given = read_input(loaded, application, payloads, limits)
+    applied = checked(loaded, application, given, size)
     if application.options.bottom_right:
         raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [

@@ -2,60 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers.layer import LayerInput
-from attnserve_server.layers.specification import Attention, Embedding, LearnedScore, Transformer
+from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.specification import Architecture, Attention, Embedding, LearnedScore, Transformer
 from attnserve_server.options import check_offset
 
 
-def check_attention(attention: Attention | LearnedScore, dtype: torch.dtype, request: LayerInput) -> None:
-    """Raises InvalidRequest unless a layer of one attention can compute a request."""
-    heads = attention.heads if isinstance(attention, Attention) else 1
-    _check_activations("input", request.input, attention.inputs, dtype)
-    _check_sequences(request, heads)
-    if request.context is not None:
-        _check_activations("context", request.context, attention.contexts, dtype)
-    elif attention.inputs != attention.contexts:
-        raise InvalidRequest("context", f"a context of width {attention.contexts}", "none")
-    if request.segments is not None:
+def check_asked(architecture: Architecture, options: LayerOptions, given: Collection[str]) -> None:
+    """Raises InvalidRequest if a layer cannot do what is asked of it, whatever is in the tensors that are given."""
+    if isinstance(architecture, Transformer):
+        _check_asked_of_transformer(architecture, options, given)
+        return
+    if "context" not in given and architecture.inputs != architecture.contexts:
+        raise InvalidRequest("context", f"a context of width {architecture.contexts}", "none")
+    if "segments" in given:
         raise InvalidRequest("segments", "none, for this layer has no segments", "some")
-    if request.options.average_scores and request.options.return_scores is None:
+    if options.average_scores and options.return_scores is None:
         raise InvalidRequest("average_scores", "return_scores to average", "none")
 
 
-def check_transformer(transformer: Transformer, dtype: torch.dtype, request: LayerInput) -> None:
-    """Raises InvalidRequest unless a transformer can compute a request."""
-    block, embedding, options = transformer.block, transformer.embedding, request.options
-    if embedding is not None and embedding.vocabulary:
-        _check_ids("input", request.input, embedding.vocabulary)
-    else:
-        _check_activations("input", request.input, block.self_attention.inputs, dtype)
-    _check_sequences(request, block.self_attention.heads, own_keys=True)
-    if block.cross_attention is None:
-        if request.context is not None:
-            raise InvalidRequest("context", "none, for this layer has no cross-attention", "one")
-    elif request.context is None:
-        raise InvalidRequest("context", f"a context of width {block.cross_attention.contexts}", "none")
-    else:
-        _check_activations("context", request.context, block.cross_attention.contexts, dtype)
+def _check_asked_of_transformer(transformer: Transformer, options: LayerOptions, given: Collection[str]) -> None:
+    cross_attention, embedding = transformer.block.cross_attention, transformer.embedding
+    if cross_attention is None and "context" in given:
+        raise InvalidRequest("context", "none, for this layer has no cross-attention", "one")
+    if cross_attention is not None and "context" not in given:
+        raise InvalidRequest("context", f"a context of width {cross_attention.contexts}", "none")
     for name, asked in (
         ("causal", options.causal is not None),
         ("window", options.window is not None),
         ("return_lse", options.return_lse),
         ("return_scores", options.return_scores is not None),
         ("average_scores", options.average_scores),
-        ("bias", request.bias is not None),
+        ("bias", "bias" in given),
     ):
         if asked:
             raise InvalidRequest(name, "none, for a transformer's blocks say it themselves", "one")
+    if "segments" in given and (embedding is None or not embedding.segments):
+        raise InvalidRequest("segments", "none, for this layer has no segments", "some")
+
+
+def _given(request: LayerInput) -> list[str]:
+    """The tensors of a request that it may lack."""
+    return [name for name in ("context", "mask", "bias", "segments") if getattr(request, name) is not None]
+
+
+def check_attention(attention: Attention | LearnedScore, dtype: torch.dtype, request: LayerInput) -> None:
+    """Raises InvalidRequest unless a layer of one attention can compute a request."""
+    check_asked(attention, request.options, _given(request))
+    heads = attention.heads if isinstance(attention, Attention) else 1
+    _check_activations("input", request.input, attention.inputs, dtype)
+    _check_sequences(request, heads)
+    if request.context is not None:
+        _check_activations("context", request.context, attention.contexts, dtype)
+
+
+def check_transformer(transformer: Transformer, dtype: torch.dtype, request: LayerInput) -> None:
+    """Raises InvalidRequest unless a transformer can compute a request."""
+    check_asked(transformer, request.options, _given(request))
+    block, embedding = transformer.block, transformer.embedding
+    if embedding is not None and embedding.vocabulary:
+        _check_ids("input", request.input, embedding.vocabulary)
+    else:
+        _check_activations("input", request.input, block.self_attention.inputs, dtype)
+    _check_sequences(request, block.self_attention.heads, own_keys=True)
+    if block.cross_attention is not None and request.context is not None:
+        _check_activations("context", request.context, block.cross_attention.contexts, dtype)
     _check_positions(embedding, request)
-    if request.segments is not None:
-        if embedding is None or not embedding.segments:
-            raise InvalidRequest("segments", "none, for this layer has no segments", "some")
+    if request.segments is not None and embedding is not None:
         if request.segments.shape != request.input.shape[:1]:
             raise InvalidRequest("segments", f"{len(request.input)} segments", f"{len(request.segments)}")
         _check_ids("segments", request.segments, embedding.segments)

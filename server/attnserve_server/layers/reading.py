@@ -15,15 +15,20 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.staging import TORCH, in_range
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers.application import Application, check_masks
+from attnserve_server.layers.checks import check_asked
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.registry import Loaded
+from attnserve_server.limits import RequestLimits
 from attnserve_server.options import check_offset
 from attnserve_server.tensors import read_integers
 
 
-def read_input(loaded: Loaded, application: Application, payloads: list[memoryview]) -> LayerInput:
+def read_input(
+    loaded: Loaded, application: Application, payloads: list[memoryview], limits: RequestLimits
+) -> LayerInput:
     """What goes into the layer. A mask over what caches have is left out: see `read_mask`."""
     specification, layer = loaded.specification, loaded.outline
+    check_asked(specification.architecture, application.options, application.tensors)
     if application.takes_ids != bool(layer.vocabulary):
         found = _dtypes.name(application.tensors["input"].dtype)
         raise InvalidRequest("input.dtype", "int64 token ids" if layer.vocabulary else "a floating dtype", found)
@@ -35,6 +40,7 @@ def read_input(loaded: Loaded, application: Application, payloads: list[memoryvi
     dtype = getattr(torch, specification.dtype)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     lengths, context_lengths, offsets = given
+    limits.check_flops(loaded.layer.flops(lengths, context_lengths, application.options) * loaded.weight)
     own_keys = specification.kind == "transformer"
     keys = lengths if context_lengths is None or own_keys else context_lengths
     read = _Reader(application, payloads)

@@ -21,6 +21,7 @@ from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline, outline
 from attnserve_server.layers.specification import LayerSpecification
+from attnserve_server.problem import ADDITIVE
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,11 @@ class Loaded:
     def specification(self) -> LayerSpecification:
         """What it is."""
         return self.layer.specification
+
+    @property
+    def weight(self) -> int:
+        """What its operations cost, in those of plain attention."""
+        return ADDITIVE if self.specification.kind == "additive" else 1
 
     @property
     def name(self) -> str:

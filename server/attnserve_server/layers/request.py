@@ -26,7 +26,6 @@ from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.problem import ADDITIVE
 from attnserve_server.reply import ReplyTensor, payloads_of, tensors_header, timings_of
 from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
 from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
@@ -72,7 +71,7 @@ class LayerRequest(Independent):
     def cost(self) -> int:
         """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
         attentions = max(1, self.loaded.outline.blocks)
-        return _cost(self.loaded, self.flops) + CALL_COST * attentions * len(self.input.lengths)
+        return self.flops * self.loaded.weight + CALL_COST * attentions * len(self.input.lengths)
 
     @property
     def query_tokens(self) -> int:
@@ -159,16 +158,13 @@ def read_layer_request(
         raise Malformed("", error) from None
     application = (_known if len(header) <= MAX_KNOWN_HEADER else application_of)(header, limits)
     loaded = registry.get(application.layer)
-    return checked(loaded, application, read_input(loaded, application, payloads), end - at, limits)
+    return checked(loaded, application, read_input(loaded, application, payloads, limits), end - at)
 
 
-def checked(
-    loaded: Loaded, application: Application, given: LayerInput, received_bytes: int, limits: RequestLimits
-) -> LayerRequest:
-    """The request, if its contents fit the layer and the limits. Raises InvalidRequest."""
+def checked(loaded: Loaded, application: Application, given: LayerInput, received_bytes: int) -> LayerRequest:
+    """The request, if its contents fit the layer. Raises InvalidRequest."""
     loaded.layer.check(given)
     flops = loaded.layer.flops(given.lengths, given.context_lengths, application.options)
-    limits.check_flops(_cost(loaded, flops))
     return LayerRequest(
         loaded=loaded,
         application=application,
@@ -177,11 +173,6 @@ def checked(
         received_bytes=received_bytes,
         reply_bytes=_reply_bytes(application, loaded.outline, given),
     )
-
-
-def _cost(loaded: Loaded, flops: int) -> int:
-    """What operations of a layer cost, in those of plain attention."""
-    return flops * ADDITIVE if loaded.specification.kind == "additive" else flops
 
 
 def run_layer(
