@@ -274,10 +274,15 @@ def test_tokens_are_replaced_without_a_restart(start_server: Callable[..., Serve
         for client in (with_old, with_file):
             client.attend(QUERY, QUERY, QUERY)
 
-        file.write_text("[[tokens]]\nname =")  # not TOML: what was stays
-        with_old.attend(QUERY, QUERY, QUERY)
-        file.write_text("")  # as it is for a moment when it is written over
-        with_old.attend(QUERY, QUERY, QUERY)
+        # What is not TOML, or empty, as it is for a moment when it is written over: what was stays.
+        for times, text in enumerate(("[[tokens]]\nname =", ""), 1):
+            file.write_text(text)
+            deadline = time.monotonic() + calls.PATIENCE_S
+            while server.stderr().count("the callers stay as they were") < times:
+                assert time.monotonic() < deadline, "it was not read"
+                with_old.attend(QUERY, QUERY, QUERY)
+                time.sleep(0.05)
+            with_old.attend(QUERY, QUERY, QUERY)
 
         file.write_text(entry("ann", old, "use") + entry("ann", new, "use"))
         secret.write_text(new + "\n")
