@@ -12,40 +12,59 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from benchmarks import machine, table
-from benchmarks.growth import growth
-from benchmarks.measure import measure
-from benchmarks.results import NOISY, Result
+from benchmarks.curves import curves as measure_curves
+from benchmarks.goals import goals as goals_of
+from benchmarks.growth import Growth, growth
+from benchmarks.measure import Timing, measure
+from benchmarks.peers.mosec import Mosec
+from benchmarks.peers.peer import Peer
+from benchmarks.peers.triton import Triton
+from benchmarks.results import NOISY, Curve, Result, WorkloadResult
 from benchmarks.servers import attnserve, running
 from benchmarks.workloads import WORKLOADS
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
+PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, by name")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, after its warm-up")
+    parser.add_argument("--workloads", type=_names, default=[*WORKLOADS], help="which, by name; none for none")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement, after its warm-up")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", type=_names, help="which servers of others; default: those that are installed")
+    parser.add_argument("--open", type=_names, default=["X"], help="the workloads to be measured by open loops too")
+    parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True, help="how cost grows")
     parser.add_argument("--growth", type=int, default=100_000, help="tokens to append one by one; 0 leaves that out")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
-    found.workloads = found.workloads.split(",")
-    if unknown := [name for name in found.workloads if name not in WORKLOADS]:
-        parser.error(f"no such workloads: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    if found.peers is None:
+        found.peers = [name for name, peer in PEERS.items() if peer.installed]
+    for names, known in ((found.workloads, WORKLOADS), (found.open, WORKLOADS), (found.peers, PEERS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"no such {', '.join(unknown)}; there are {', '.join(known)}")
+    if missing := [name for name in found.peers if not PEERS[name].installed]:
+        parser.error(f"{', '.join(missing)} not installed: make bench-peers")
     if found.seconds <= 0 or found.rounds < 1:
         parser.error("--seconds must be above 0, --rounds at least 1")
     if 0 < found.growth < 100:
         parser.error("--growth must be at least 100, or 0")
     return found
+
+
+def _names(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
 
 
 def main() -> None:
@@ -55,22 +74,31 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=max(table.WIDTH, Console().width), highlight=False)
     begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe()
-    flags = ["--device", "cpu", *chosen.server_flags]
-    results = []
-    with running("benchmarks.echo") as echo, asyncio.Runner() as loop, console.status("") as status:
-        for name in chosen.workloads:
+    flags, peers = ["--device", "cpu", *chosen.server_flags], [PEERS[name] for name in chosen.peers]
+    results: list[WorkloadResult] = []
+    curves: list[Curve] = []
+    grown: list[Growth] = []
+    with running("benchmarks.echo", "workloads") as echo, asyncio.Runner() as loop, console.status("") as status:
+        for place, name in enumerate(chosen.workloads, 1):
             result = measure(
                 loop,
                 WORKLOADS[name],
                 echo,
-                seconds=chosen.seconds,
-                rounds=chosen.rounds,
+                Timing(chosen.seconds, chosen.rounds),
+                peers=peers,
+                opened=name in chosen.open,
                 server_flags=flags,
-                progress=lambda doing, name=name: status.update(f"{name}: {doing}"),  # type: ignore[misc]
+                progress=partial(_progress, status, f"{name} ({place} of {len(chosen.workloads)})"),
             )
             results.append(result)
             console.print(table.rendered(result, int(described["cores"])), "")
-        grown = []
+            if result.open:
+                console.print(table.opened(result), "")
+        if chosen.curves:
+            progress = partial(_progress, status, "how cost grows")
+            curves = measure_curves(loop, peers, chosen.seconds / 2, server_flags=flags, progress=progress)
+            for each in curves:
+                console.print(table.curve(each), "")
         if chosen.growth:
             with running(*attnserve(*flags)) as service:
                 grown = growth(service.address, chosen.growth, status.update)
@@ -78,21 +106,33 @@ def main() -> None:
     found = Result(
         command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         begun=begun.isoformat(timespec="seconds"),
+        took_seconds=round((datetime.now(UTC) - begun).total_seconds()),
         seconds=chosen.seconds,
         rounds=chosen.rounds,
         server_flags=flags,
         machine=described,
+        peers={peer.name: peer.described() for peer in peers},
         load_before=load_before,
         load_after=machine.load_average(),
         workloads=results,
+        curves=curves,
         growth=grown,
     )
     found.write(chosen.json)
+    if goals := goals_of(results):
+        console.print(table.reached(goals), "")
     console.print(
         f"Medians of {chosen.rounds} rounds of {chosen.seconds:g} s; spread is half the range of the rate over its "
         f"median.\n{table.MARK} marks a spread above {NOISY:.0%}, or a machine of which others took more than "
-        f"{NOISY:.0%}.\nAll figures: {chosen.json}"
+        f"{NOISY:.0%}."
     )
+    if results and found.too_noisy:
+        console.print(f"The machine was too noisy for these figures to be relied on: {table.noise(found)}")
+    console.print(f"All figures: {chosen.json}; took {found.took_seconds:,.0f} s")
+
+
+def _progress(status: Status, what: str, doing: str) -> None:
+    status.update(f"{what}: {doing}")
 
 
 if __name__ == "__main__":

@@ -21,18 +21,22 @@ from attnserve import AsyncCache, AsyncClient, Cache, Client
 from attnserve._operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from benchmarks.workload import HEAD_DIM, HEADS, TIMINGS, Array, Batch, Result, Workload, tensor
+from benchmarks.plain import Array, PlainAttention, exact_attention
+from benchmarks.workload import HEAD_DIM, HEADS, TIMINGS, Batch, Result, Workload, tensor
 
 HISTORY: Final = 2048
+"""How many tokens there are before a step, unless a workload says otherwise."""
+CHUNK: Final = 16_384
+"""The most tokens that are appended at once."""
 NO_NAME: Final = "-" * 24
 """As long as the name of a cache, for requests that no service gets."""
 
 
 @lru_cache(maxsize=4)
-def history(sequence: int) -> tuple[Array, Array]:
-    """The keys and values of a sequence, [H, 2048, D], unit-normal."""
-    random = np.random.default_rng((HISTORY, sequence))
-    key, value = (random.standard_normal((HEADS, HISTORY, HEAD_DIM), dtype=np.float32) for _ in range(2))
+def history(tokens: int, sequence: int) -> tuple[Array, Array]:
+    """The keys and values of a sequence, [H, tokens, D], unit-normal."""
+    random = np.random.default_rng((tokens, sequence))
+    key, value = (random.standard_normal((HEADS, tokens, HEAD_DIM), dtype=np.float32) for _ in range(2))
     return key, value
 
 
@@ -42,15 +46,10 @@ def queries(number: int, count: int) -> Array:
 
 
 @lru_cache(maxsize=64)
-def attended(number: int, sequences: range) -> Array:
+def attended(number: int, tokens: int, sequences: range) -> Array:
     """What comes out of a request, [B, H, 1, D], in float64 by the definition."""
-    outputs = []
-    for query, sequence in zip(queries(number, len(sequences)), sequences, strict=True):
-        key, value = (array.astype(np.float64) for array in history(sequence))
-        scores = query.astype(np.float64) @ key.swapaxes(-1, -2) / np.sqrt(HEAD_DIM)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))
-    return np.stack(outputs)
+    pairs = zip(queries(number, len(sequences)), sequences, strict=True)
+    return np.stack([exact_attention(PlainAttention(query, *history(tokens, sequence))) for query, sequence in pairs])
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class Decode(Workload):
     """Requests of `lengths` sequences each, with a query of one token each, all over the same histories."""
 
     manner: Literal["attend", "append", "send"] = "attend"
+    tokens: int = HISTORY
+    """How many tokens each sequence has before the step."""
     _names: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
     _opened: WeakKeyDictionary[Any, Any] = field(
         default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
@@ -71,9 +72,9 @@ class Decode(Workload):
     def description(self) -> str:
         """In words."""
         what = {
-            "attend": f"1 query to a cache of {HISTORY:,} tokens",
-            "append": f"append 1 token to a cache of {HISTORY:,}, 1 query to it",
-            "send": f"1 query to {HISTORY:,} tokens that are sent",
+            "attend": f"1 query to a cache of {self.tokens:,} tokens",
+            "append": f"append 1 token to a cache of {self.tokens:,}, 1 query to it",
+            "send": f"1 query to {self.tokens:,} tokens that are sent",
         }[self.manner]
         count = max(self.lengths)
         return what if count == 1 else f"{count} times in one message: {what}"
@@ -91,10 +92,11 @@ class Decode(Workload):
                 self._names.clear()
                 for sequence in range(max(self.lengths)):
                     cache = client.create_cache(HEADS, HEAD_DIM)
-                    cache.append(*history(sequence))
+                    for begin in range(0, self.tokens, CHUNK):
+                        cache.append(*(part[:, begin : begin + CHUNK] for part in history(self.tokens, sequence)))
                     self._names.append(cache.name)
             for name in self._names:
-                client.open_cache(name).truncate(HISTORY)
+                client.open_cache(name).truncate(self.tokens)
 
     def arrays(self, number: int) -> tuple[Array, ...]:
         """Query [H, 1, D] and, but for what only attends, key and value; with a batch before that for several."""
@@ -105,8 +107,18 @@ class Decode(Workload):
         elif self.manner == "append":
             arrays = (query, -query, 2 * query)
         else:
-            arrays = (query, *(np.stack(part) for part in zip(*map(history, sequences), strict=True)))
+            arrays = (query, *map(np.stack, zip(*(history(self.tokens, each) for each in sequences), strict=True)))
         return arrays if len(sequences) > 1 else tuple(array[0] for array in arrays)
+
+    @property
+    def peers(self) -> bool:
+        """Peers have no caches: they are sent the history, 8 MiB a sequence. Of one sequence, and without an append."""
+        return max(self.lengths) == 1 and self.manner != "append"
+
+    def plain(self, number: int) -> PlainAttention:
+        """The query and the history of one sequence."""
+        (sequence,) = self.sequences(number)
+        return PlainAttention(queries(number, 1)[0], *history(self.tokens, sequence))
 
     def output_shape(self, number: int) -> tuple[int, ...]:
         """[H, 1, D], with a batch before that for several sequences."""
@@ -127,13 +139,13 @@ class Decode(Workload):
     def reply(self, number: int) -> bytes:
         """An encoded reply as long as the service's."""
         output = tensor(np.zeros(self.output_shape(number), np.float32))
-        lengths = [] if self.manner == "send" else [HISTORY] * self.lengths[number]
+        lengths = [] if self.manner == "send" else [self.tokens] * self.lengths[number]
         reply = pb.AttendResponse(timings=TIMINGS, batch_size=1, output=output, cache_lengths=lengths)
         return reply.SerializeToString()
 
     def expected(self, number: int) -> Array:
         """As `output_shape`, float64."""
-        return attended(number, self.sequences(number)).reshape(self.output_shape(number))
+        return attended(number, self.tokens, self.sequences(number)).reshape(self.output_shape(number))
 
     def batches(self) -> list[Batch]:
         """One call of torch's own attention a request, over the history as it is."""
@@ -141,7 +153,7 @@ class Decode(Workload):
 
     def _in_process(self, number: int) -> partial[list[torch.Tensor]]:
         sequences = self.sequences(number)
-        key, value = _stacked(sequences)
+        key, value = _stacked(self.tokens, sequences)
         query = torch.from_numpy(queries(number, len(sequences)))
         return partial(_attend, query, key, value, self.output_shape(number))
 
@@ -176,15 +188,15 @@ class Decode(Workload):
         return {"kv_lengths": self._kv_lengths(0)} if len(arrays) > 1 else {}
 
     def _kv_lengths(self, number: int) -> Array:
-        return np.full(self.lengths[number], HISTORY, np.int64)
+        return np.full(self.lengths[number], self.tokens, np.int64)
 
 
 @lru_cache(maxsize=8)
-def _stacked(sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """The histories of sequences, [B, H, 2048, D] each."""
-    key, value = (torch.empty(len(sequences), HEADS, HISTORY, HEAD_DIM) for _ in range(2))
+def _stacked(tokens: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """The histories of sequences, [B, H, tokens, D] each."""
+    key, value = (torch.empty(len(sequences), HEADS, tokens, HEAD_DIM) for _ in range(2))
     for place, sequence in enumerate(sequences):
-        key[place], value[place] = map(torch.from_numpy, history(sequence))
+        key[place], value[place] = map(torch.from_numpy, history(tokens, sequence))
     return key, value
 
 

@@ -1,13 +1,15 @@
 """The ceiling of transport: the same service's stream and unary calls, answered with replies that were encoded before.
 
-Run by the benchmark as `python -m benchmarks.echo`; says on which address it serves. A request is known by what it asks
-for and its length, which say how long its reply has to be.
+Run by the benchmark as `python -m benchmarks.echo workloads` or `curves`, whose requests it knows; says on which
+address it serves. A request is known by what it asks for and its length, which say how long its reply has to be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
@@ -15,28 +17,33 @@ from grpc import aio
 
 from attnserve._operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.calls import Call, read_message
+from attnserve_server.calls import read_message
 from attnserve_server.reply import stream_reply
 from attnserve_server.stream import MAX_JOINED_BYTES
+from benchmarks.curves import curve_workloads
+from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
 MAX_CALLS: Final = 4096
+HEADER_BYTES: Final = 16
+"""By how much replies to requests of one length may differ."""
 FIELDS: Final = {name: pb.AttendStreamReply.DESCRIPTOR.fields_by_name[name].number for name in OPERATIONS}
 
 
-def encoded_replies() -> dict[tuple[str, int], bytes]:
-    """The reply to every request of every workload, by operation and length of the request."""
-    found = {}
-    for workload in WORKLOADS.values():
-        by_length = {length: number for number, length in enumerate(workload.lengths)}
-        for number in by_length.values():
-            found[workload.operation.field, len(workload.request(number))] = workload.reply(number)
+def encoded_replies(workloads: Iterable[Workload]) -> dict[tuple[str, int], bytes]:
+    """The reply to every request of some workloads, by operation and length of the request."""
+    found: dict[tuple[str, int], bytes] = {}
+    for workload in workloads:
+        for number in {workload.kind(number): number for number in workload.numbers}.values():
+            key, reply = (workload.operation.field, len(workload.request(number))), workload.reply(number)
+            if abs(len(found.setdefault(key, reply)) - len(reply)) > HEADER_BYTES:
+                raise ValueError(f"{workload.name}: another request of {key[1]} bytes has another reply")
     return found
 
 
 async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.ServicerContext[bytes, bytes]) -> None:
     """Answers one stream; reads and writes overlap as they do in the service."""
-    due: deque[Call] = deque()
+    due: deque[tuple[int, int, bytes]] = deque()
     ready = asyncio.Event()
 
     async def write() -> None:
@@ -46,11 +53,8 @@ async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.Serv
             while due:
                 pieces, joined = [], 0
                 while due and joined < MAX_JOINED_BYTES:
-                    call = due.popleft()
-                    assert call.operation is not None
-                    _, begin, end = call.request
-                    reply = replies[call.operation, end - begin]
-                    more, size = stream_reply(call.id, FIELDS[call.operation], [reply], len(reply))
+                    call_id, field, reply = due.popleft()
+                    more, size = stream_reply(call_id, field, [reply], len(reply))
                     pieces += more
                     joined += size
                 await context.write(b"".join(pieces))
@@ -58,15 +62,18 @@ async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.Serv
     writer = asyncio.create_task(write())
     try:
         while isinstance(message := await context.read(), bytes):
-            due.extend(read_message(message, MAX_CALLS)[1])
+            for call in read_message(message, MAX_CALLS)[1]:
+                assert call.operation is not None
+                _, begin, end = call.request
+                due.append((call.id, FIELDS[call.operation], replies[call.operation, end - begin]))
             ready.set()
     finally:
         writer.cancel()
 
 
-async def serve() -> None:
+async def serve(workloads: Iterable[Workload]) -> None:
     """Answers until it is ended."""
-    replies = encoded_replies()
+    replies = encoded_replies(workloads)
 
     async def stream(_: object, context: aio.ServicerContext[bytes, bytes]) -> None:
         await answer_stream(replies, context)
@@ -94,4 +101,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    asyncio.run(serve(WORKLOADS.values() if sys.argv[1] == "workloads" else curve_workloads()))

@@ -1,36 +1,40 @@
-"""Closed loops: so many requests in flight, each reply followed by the next request, until a meter says stop.
+"""Load generators for a workload: torch in process, encoded messages by gRPC, and both SDKs.
 
-The requests of a workload are sent in turn, by every way of calling; encoded beforehand where messages are raw.
+The requests of a workload are sent in turn, by every way of calling; encoded beforehand where messages are raw. They
+return when the meter says stop, and raise what goes wrong.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import queue
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
-from grpc import aio
 
 from attnserve import AsyncClient, Client
 from attnserve_server.cpus import usable_cpus
+from benchmarks import raw
+from benchmarks.arrivals import Arrivals
 from benchmarks.messages import call, replies
-from benchmarks.meters import Meter
+from benchmarks.meters import Meter, Reply
 from benchmarks.workload import Batch, Workload
 
+Load: TypeAlias = Callable[[str, Workload, Arrivals, Meter], Awaitable[None] | None]
+"""Sends a workload to the server at an address, when the arrivals say, and reports to the meter."""
+
 STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
-CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 MAX_JOINED_BYTES: Final = 1 << 20
 THREADS_TRIAL_S: Final = 0.1
 """How long torch in process tries each number of threads, before it is timed."""
 
 
-def in_process(workload: Workload, meter: Meter) -> None:
+def in_process(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
     """Torch in this process: batches of all that is in flight, put together beforehand, on one core or on all."""
+    del address, arrivals
     batches = workload.batches()
     try:
         with torch.inference_mode():
@@ -59,93 +63,42 @@ def _best_threads(batches: Sequence[Batch]) -> int:
     return max(computed, key=computed.__getitem__)
 
 
-async def raw_stream(address: str, workload: Workload, meter: Meter) -> None:
+async def raw_stream(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
     """Encoded messages over one stream; nothing is decoded but the ids of the replies."""
     operation = workload.operation
     requests = [workload.request(number) for number in workload.numbers]
-    numbers = itertools.cycle(workload.numbers)
-    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stream: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(STREAM)()
-        sent: dict[int, tuple[int, float]] = {}
-        free = list(range(1, workload.in_flight + 1))
-        ready = asyncio.Event()
-        ready.set()
-
-        async def write() -> None:
-            while True:
-                await ready.wait()
-                ready.clear()
-                while free:
-                    now, pieces, size = perf_counter(), [], 0
-                    while free and size < MAX_JOINED_BYTES:
-                        number, call_id = next(numbers), free.pop()
-                        sent[call_id] = number, now
-                        pieces += call(operation, call_id, requests[number])
-                        size += len(requests[number])
-                    await stream.write(b"".join(pieces))
-
-        writer = asyncio.create_task(write())
-        try:
-            going = True
-            while going:
-                message = await stream.read()
-                if not isinstance(message, bytes):
-                    raise RuntimeError(f"the stream ended: {await stream.code()} {await stream.details()}")
-                for call_id, reply in replies(operation, message):
-                    going = meter.replied(*sent.pop(call_id), reply) and going
-                    free.append(call_id)
-                ready.set()
-        finally:
-            writer.cancel()
-            stream.cancel()
+    await raw.stream(
+        address,
+        STREAM,
+        lambda call_id, number: call(operation, call_id, requests[number]),
+        lambda message: replies(operation, message),
+        MAX_JOINED_BYTES,
+        arrivals,
+        meter,
+    )
 
 
-async def raw_unary(address: str, workload: Workload, meter: Meter) -> None:
+async def raw_unary(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
     """Encoded messages by unary calls; nothing is decoded."""
     requests = [workload.request(number) for number in workload.numbers]
-    numbers = itertools.cycle(workload.numbers)
-    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(workload.operation.path)
-
-        async def caller() -> None:
-            going = True
-            while going:
-                number, begin = next(numbers), perf_counter()
-                reply = await rpc(requests[number])
-                going = meter.replied(number, begin, reply)
-
-        await _until_first_ends(caller, workload.in_flight)
+    await raw.unary(address, workload.operation.path, requests, arrivals, meter)
 
 
-async def async_sdk(address: str, workload: Workload, meter: Meter) -> None:
+async def async_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
     """AsyncClient: arrays in, arrays out."""
     arrays = [workload.arrays(number) for number in workload.numbers]
-    numbers = itertools.cycle(workload.numbers)
     async with AsyncClient(address) as client:
 
-        async def caller() -> None:
-            going = True
-            while going:
-                number, begin = next(numbers), perf_counter()
-                result = await workload.submit_async(client, arrays[number])
-                going = meter.replied(number, begin, result.output)
+        async def ask(number: int) -> Reply:
+            output: Reply = (await workload.submit_async(client, arrays[number])).output
+            return output
 
-        await _until_first_ends(caller, workload.in_flight)
+        await raw.calls(ask, arrivals, meter)
 
 
-async def _until_first_ends(caller: Callable[[], Awaitable[None]], count: int) -> None:
-    """Runs so many callers until one ends, or fails; the others are ended."""
-    tasks = [asyncio.ensure_future(caller()) for _ in range(count)]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-def sync_sdk(address: str, workload: Workload, meter: Meter) -> None:
-    """Client: arrays in, arrays out, one thread that keeps several in flight by `submit`."""
+def sync_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
+    """Client: arrays in, arrays out, one thread that keeps several in flight by `submit`: always a closed loop."""
+    del arrivals
     arrays = [workload.arrays(number) for number in workload.numbers]
     numbers = itertools.cycle(workload.numbers)
     going = True
@@ -171,13 +124,10 @@ def sync_sdk(address: str, workload: Workload, meter: Meter) -> None:
         # What is in flight ends with the client.
 
 
-LOADS: Final[dict[str, Callable[[str, Workload, Meter], Awaitable[None] | None]]] = {
+LOADS: Final[dict[str, Load]] = {
     "stream": raw_stream,
     "unary": raw_unary,
     "async SDK": async_sdk,
     "sync SDK": sync_sdk,
 }
-"""Load generators by name: encoded messages over one stream and by unary calls, and both SDKs.
-
-They return when the meter says stop, and raise what goes wrong.
-"""
+"""The load generators for this service, by name."""

@@ -1,7 +1,7 @@
 """One workload measured by every way, round after round, so that a machine that drifts drifts for all of them.
 
-In: a workload, a server that computes nothing, and how long and often to measure. Out: a `WorkloadResult`. The service
-is started afresh, so that its memory is that of this workload, and every way is checked before any is timed.
+In: a workload, a server that computes nothing, peers, and how long and often to measure. Out: a `WorkloadResult`. The
+servers are started afresh, so that their memory is that of this workload, and every way is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,78 +19,129 @@ from typing import Final
 import numpy as np
 
 from attnserve_server.cpus import usable_cpus
-from benchmarks.loads import LOADS, in_process
-from benchmarks.meters import Check, Clock, Measurement, Meter
-from benchmarks.results import FIGURES, NOISY, Figure, WorkloadResult
+from benchmarks.arrivals import Arrivals, ClosedLoop, OpenLoop
+from benchmarks.loads import LOADS, Load, in_process
+from benchmarks.meters import WARM_UP, Check, Clock, Measurement, Meter, OpenClock
+from benchmarks.peers.peer import Peer
+from benchmarks.resident import weights
+from benchmarks.results import FIGURES, GOAL_S, NOISY, OPEN_FIGURES, Figure, Figures, Memory, OpenResult, WorkloadResult
 from benchmarks.servers import Running, attnserve, running
 from benchmarks.workload import Workload
 
-Load = Callable[[Workload, Meter], Awaitable[None] | None]
 RoundFigures = dict[str, float | None]
 """`FIGURES` by name; None where there is no such thing."""
 
 IN_PROCESS: Final = "torch in process"
 TRANSPORT: Final = ("stream", "unary")
 """The loads that transport alone is measured with."""
+SERVICE: Final = "attnserve, stream"
+"""The way of calling the service that is compared with others: encoded messages on one stream."""
 
 ATTEMPTS: Final = 3
 """How often a measurement is made, at most, while others take too much of the machine."""
+
+SHARES: Final = (0.5, 0.9)
+"""The shares of capacity at which open loops run."""
+OPEN_SECONDS: Final = 4.0
+"""Open loops run longer than closed ones by this factor: their tails are what they are measured for."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of calling: the server that is called, None for none; the load generator; whose replies those are."""
+
+    server: Running | None
+    load: Load
+    peer: Peer | None = None
+    values: bool = True
+    """Whether its answers are right; those of a server that computes nothing have the right shape only."""
+    prepared: bool = False
+    """Whether the workload has to prepare the server."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long each measurement takes, in seconds, and how many there are."""
+
+    seconds: float
+    rounds: int
 
 
 def measure(
     loop: asyncio.Runner,
     workload: Workload,
     echo: Running,
+    timing: Timing,
     *,
-    seconds: float,
-    rounds: int,
+    peers: Sequence[Peer] = (),
+    opened: bool = False,
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> WorkloadResult:
-    """Checks and measures a workload. All that is asynchronous shares one event loop, as grpc.aio wants it.
+    """Checks and measures a workload, by open loops too if `opened`.
 
-    Raises WrongAnswerError; `progress` is told what is done next.
+    All that is asynchronous shares one event loop, as grpc.aio wants it. Raises WrongAnswerError; `progress` is told
+    what is done next.
     """
-    with tempfile.TemporaryDirectory(prefix="attnserve-bench-") as directory:
-        flags = [*server_flags, "--cache-bytes", str(workload.cache_bytes), *workload.server_flags(Path(directory))]
-        progress("starting the service")
-        with running(*attnserve(*flags)) as service:
-            idle = service.resident_bytes()
-            ways = _ways(service, echo)
-            for way, (server, load) in ways.items():
-                progress(f"checking {way}")
-                _prepare(workload, server)
-                _run(loop, load, workload, Check(workload, way, values=server is not echo))
-            found: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
-            for round_number in range(1, rounds + 1):
-                for way, (server, load) in ways.items():
-                    progress(f"round {round_number} of {rounds}: {way}")
-                    timed = partial(_time, loop, load, workload, server, seconds)
-                    for name, value in quietest(timed).items():
-                        found[way][name].append(value)
-            peak = service.peak_resident_bytes()
+    with servers(workload, peers, server_flags, progress) as (found_servers, ways):
+        idle = {name: server.resident_bytes() for name, server in found_servers.items()}
+        ways = {IN_PROCESS: Way(None, in_process), **_transport(echo), **ways}
+        for name, way in ways.items():
+            progress(f"checking {name}")
+            check(loop, workload, name, way)
+        found: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+        for round_number in range(1, timing.rounds + 1):
+            for name, way in ways.items():
+                progress(f"round {round_number} of {timing.rounds}: {name}")
+                timed = partial(closed, loop, way, workload, timing.seconds)
+                for figure, value in quietest(timed).items():
+                    found[name][figure].append(value)
+        figures = {name: _medians(each, FIGURES) for name, each in found.items()}
+        loops = _open_loops(loop, workload, ways, figures, timing, progress) if opened else []
+        peaks = {name: server.peak_resident_bytes() for name, server in found_servers.items()}
     return WorkloadResult(
         workload.name,
         workload.description,
         workload.in_flight,
         workload.mean_tokens,
-        idle,
-        peak,
-        {way: {name: _figure(figures[name]) for name in FIGURES} for way, figures in found.items()},
+        {name: Memory(idle[name], peaks[name]) for name in idle},
+        figures,
+        loops,
     )
 
 
-def _ways(service: Running, echo: Running) -> dict[str, tuple[Running | None, Load]]:
-    """Every way, by name: the server that it calls, and the load generator."""
+@contextmanager
+def servers(
+    workload: Workload, peers: Sequence[Peer], server_flags: Sequence[str], progress: Callable[[str], None]
+) -> Iterator[tuple[dict[str, Running], dict[str, Way]]]:
+    """The service and those of the peers that can serve a workload, by name, and the ways of calling them."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnserve-bench-")))
+        flags = [*server_flags, "--cache-bytes", str(workload.cache_bytes), *workload.server_flags(directory)]
+        progress("starting the service")
+        service = stack.enter_context(running(*attnserve(*flags)))
+        found = {"attnserve": service}
+        ways = {f"attnserve, {name}": Way(service, load, prepared=True) for name, load in LOADS.items()}
+        for peer in peers if workload.peers else ():
+            progress(f"starting {peer.name}")
+            found[peer.name] = stack.enter_context(_serving(peer, workload, directory))
+            for name, load in peer.loads.items():
+                ways[f"{peer.name}, {name}"] = Way(found[peer.name], load, peer)
+        yield found, ways
 
-    def to(server: Running, name: str) -> tuple[Running, Load]:
-        return server, lambda workload, meter: LOADS[name](server.address, workload, meter)
 
-    return {
-        IN_PROCESS: (None, in_process),
-        **{f"transport, {name}": to(echo, name) for name in TRANSPORT},
-        **{f"attnserve, {name}": to(service, name) for name in LOADS},
-    }
+@contextmanager
+def _serving(peer: Peer, workload: Workload, directory: Path) -> Iterator[Running]:
+    own = directory / peer.name
+    own.mkdir()
+    file = own / "weights.npz"
+    np.savez(file, **weights())  # type: ignore[arg-type]
+    with peer.serve(workload.plain(0), peer.settings_for(workload.name), file, own) as server:
+        yield server
+
+
+def _transport(echo: Running) -> dict[str, Way]:
+    return {f"transport, {name}": Way(echo, LOADS[name], values=False) for name in TRANSPORT}
 
 
 def baseline(way: str) -> str:
@@ -96,15 +149,26 @@ def baseline(way: str) -> str:
     return "transport, unary" if way.endswith("unary") else "transport, stream"
 
 
-def _run(loop: asyncio.Runner, load: Load, workload: Workload, meter: Meter) -> None:
-    if (pending := load(workload, meter)) is not None:
+def check(loop: asyncio.Runner, workload: Workload, name: str, way: Way) -> None:
+    """Compares all answers with the exact ones. Raises WrongAnswerError."""
+    prepare(workload, way)
+    peer = way.peer
+    output = None if peer is None else lambda number, reply: peer.output(workload.output_shape(number), reply)
+    meter = Check(workload, name, values=way.values, output=output)
+    run(loop, way, workload, ClosedLoop(workload.numbers, workload.in_flight), meter)
+
+
+def prepare(workload: Workload, way: Way) -> None:
+    """Has a workload prepare the service; nothing else has a state."""
+    if way.prepared and way.server is not None:
+        workload.prepare(way.server.address)
+
+
+def run(loop: asyncio.Runner, way: Way, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
+    """Sends a workload until the meter says stop."""
+    address = "" if way.server is None else way.server.address
+    if (pending := way.load(address, workload, arrivals, meter)) is not None:
         loop.run(_awaited(pending))
-
-
-def _prepare(workload: Workload, server: Running | None) -> None:
-    """Has a workload prepare the service, which has metrics; nothing else has a state."""
-    if server is not None and server.http_address is not None:
-        workload.prepare(server.address)
 
 
 async def _awaited(pending: Awaitable[None]) -> None:
@@ -125,33 +189,105 @@ def quietest(timed: Callable[[], RoundFigures]) -> RoundFigures:
     return best
 
 
-def _time(loop: asyncio.Runner, load: Load, workload: Workload, server: Running | None, seconds: float) -> RoundFigures:
-    """The figures of one round of one way."""
-    _prepare(workload, server)
-    batches_before, requests_before = server.batches() if server else (0.0, 0.0)
-    clock = Clock(workload, seconds, server.cpu if server else lambda: 0.0)
-    _run(loop, load, workload, clock)
-    found = clock.measurement
-    batches, requests = server.batches() if server else (1.0, float(workload.in_flight))
-    return _figures(found, server is not None, batches - batches_before, requests - requests_before)
+def closed(loop: asyncio.Runner, way: Way, workload: Workload, seconds: float) -> RoundFigures:
+    """The figures of one round of one way, in a closed loop."""
+    prepare(workload, way)
+    batches = _Batches(way, workload)
+    clock = Clock(workload, seconds, way.server.cpu if way.server else lambda: 0.0)
+    run(loop, way, workload, ClosedLoop(workload.numbers, workload.in_flight), clock)
+    return _figures(clock.measurement, way, batches.mean())
 
 
-def _figures(found: Measurement, has_server: bool, batches: float, requests: float) -> RoundFigures:
-    """FIGURES of a measurement. The batches are those of its warm-up too."""
+def _open_loops(
+    loop: asyncio.Runner,
+    workload: Workload,
+    ways: dict[str, Way],
+    figures: dict[str, Figures],
+    timing: Timing,
+    progress: Callable[[str], None],
+) -> list[OpenResult]:
+    """The service and each peer at shares of its own capacity, and the service at those of the best peer's."""
+    capacity = {name: each["requests_per_second"] for name, each in figures.items()}
+    rates = {name: figure.median for name, figure in capacity.items() if figure is not None}
+    fastest: dict[str, str] = {}
+    for name, way in ways.items():
+        server = name.partition(",")[0]
+        if way.values and way.server is not None and (server not in fastest or rates[name] > rates[fastest[server]]):
+            fastest[server] = name
+    fastest["attnserve"] = SERVICE
+    peers = [name for server, name in fastest.items() if server != "attnserve"]
+    runs = [(name, name, share) for name in fastest.values() for share in SHARES]
+    if peers:
+        best = max(peers, key=rates.__getitem__)
+        runs += [(SERVICE, best, share) for share in SHARES]
+    found: dict[tuple[str, str, float], dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    for round_number in range(timing.rounds):
+        for name, of, share in runs:
+            progress(f"open loop, round {round_number + 1} of {timing.rounds}: {name}, {share:.0%} of {of}")
+            timed = partial(
+                opened_loop, loop, ways[name], workload, timing.seconds * OPEN_SECONDS, share * rates[of], round_number
+            )
+            for figure, value in quietest(timed).items():
+                found[name, of, share][figure].append(value)
+    return [OpenResult(*key, _medians(each, OPEN_FIGURES)) for key, each in found.items()]
+
+
+def opened_loop(
+    loop: asyncio.Runner, way: Way, workload: Workload, seconds: float, rate: float, seed: int
+) -> RoundFigures:
+    """The figures of one round of one way, in an open loop of so many seconds and requests a second."""
+    prepare(workload, way)
+    batches = _Batches(way, workload)
+    warm_up = seconds * WARM_UP
+    arrivals = OpenLoop(workload.numbers, rate, warm_up + seconds, seed)
+    clock = OpenClock(workload, arrivals, warm_up, way.server.cpu if way.server else lambda: 0.0)
+    run(loop, way, workload, arrivals, clock)
+    latencies = np.asarray(clock.measurement.latencies)
+    return {
+        **_figures(clock.measurement, way, batches.mean()),
+        "offered_per_second": len(latencies) / seconds,
+        "goodput_per_second": float((latencies <= GOAL_S).sum()) / max(seconds, clock.measurement.seconds),
+        "late_us": float(np.percentile(arrivals.late, 99)) * 1e6,
+    }
+
+
+class _Batches:
+    """The batches that a server computes from now on, those of the warm-up too."""
+
+    def __init__(self, way: Way, workload: Workload) -> None:
+        self._way, self._in_process = way, float(workload.in_flight)
+        self._before = way.server.batches() if way.server else (0.0, 0.0)
+
+    def mean(self) -> float | None:
+        """The mean number of requests in a batch; None if nothing counts them."""
+        if self._way.server is None:
+            return self._in_process
+        count, requests = (
+            after - before for after, before in zip(self._way.server.batches(), self._before, strict=True)
+        )
+        return requests / count if count else None
+
+
+def _figures(found: Measurement, way: Way, batch_requests: float | None) -> RoundFigures:
+    """FIGURES of a measurement."""
     count = len(found.latencies)
-    p50, p99 = np.percentile(found.latencies, (50, 99))
+    p50, p99, p999 = np.percentile(found.latencies, (50, 99, 99.9))
     return {
         "requests_per_second": count / found.seconds,
         "tokens_per_second": found.tokens / found.seconds,
         "p50_us": float(p50) * 1e6,
         "p99_us": float(p99) * 1e6,
-        "server_cpu_us": found.server_cpu / count * 1e6 if has_server else None,
+        "p999_us": float(p999) * 1e6,
+        "server_cpu_us": found.server_cpu / count * 1e6 if way.server is not None else None,
         "client_cpu_us": found.client_cpu / count * 1e6,
-        "batch_requests": requests / batches if batches else None,
+        "batch_requests": batch_requests,
         "other_cores": found.other_cpu / found.seconds,
     }
 
 
-def _figure(rounds: list[float | None]) -> Figure | None:
-    values = [value for value in rounds if value is not None]
-    return Figure.of(values) if values else None
+def _medians(rounds: dict[str, list[float | None]], names: Sequence[str]) -> Figures:
+    def figure(values: list[float | None]) -> Figure | None:
+        there = [value for value in values if value is not None]
+        return Figure.of(there) if there else None
+
+    return {name: figure(rounds[name]) for name in names}

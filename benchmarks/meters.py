@@ -11,7 +11,9 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from benchmarks.workload import Array, Workload
+from benchmarks.arrivals import OpenLoop
+from benchmarks.plain import Array
+from benchmarks.workload import Workload
 
 WARM_UP: Final = 0.2
 """The share of a measurement's time, before it, that is not counted."""
@@ -35,22 +37,33 @@ class WrongAnswerError(Exception):
 class Check:
     """Compares the answer to each request of a workload with the exact one, until all have come.
 
-    Of a server that computes nothing, only the shape is compared.
+    Of a server that computes nothing, only the shape is compared. `output` reads an encoded reply, that to the request
+    with a number.
     """
 
-    def __init__(self, workload: Workload, way: str, *, values: bool = True) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        way: str,
+        *,
+        values: bool = True,
+        output: Callable[[int, bytes], Array] | None = None,
+    ) -> None:
         self._workload, self._way, self._values = workload, way, values
+        self._output = output or (lambda _, reply: workload.output(reply))
         self._missing = set(workload.numbers)
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
         """Compares; raises WrongAnswerError."""
         del sent_at
         workload = self._workload
-        output = workload.output(bytes(reply)) if isinstance(reply, bytes | memoryview) else np.asarray(reply)
-        expected = workload.expected(number) if self._values else np.zeros(workload.output_shape(number))
-        if output.shape != expected.shape:
-            self._fail(number, f"has the shape {output.shape} instead of {expected.shape}")
-        error = float(np.abs(output - expected).max()) if self._values else 0.0
+        output = self._output(number, bytes(reply)) if isinstance(reply, bytes | memoryview) else np.asarray(reply)
+        shape, rows = workload.output_shape(number), workload.rows(number)
+        if output.shape != shape:
+            self._fail(number, f"has the shape {output.shape} instead of {shape}")
+        error = 0.0
+        if self._values:
+            error = float(np.abs(output[..., rows, :] - workload.expected(number)).max())
         if not error <= workload.tolerance:  # nor is NaN
             self._fail(number, f"is off by {error:.1e}, where {workload.tolerance:.0e} is allowed")
         self._missing.discard(number)
@@ -84,11 +97,10 @@ class Clock:
     def __init__(self, workload: Workload, seconds: float, server_cpu: Callable[[], float]) -> None:
         self.measurement = Measurement()
         self._lengths = workload.lengths
-        self._server_cpu = server_cpu
+        self._clocks = Clocks(server_cpu)
         self._begin = perf_counter() + seconds * WARM_UP
         self._seconds = seconds
         self._counting = self._over = False
-        self._since = (0.0, 0.0, 0.0)
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
         """Counts a reply; whether the time is not over."""
@@ -100,22 +112,67 @@ class Clock:
             measurement.tokens += self._lengths[number]
             if now >= self._begin + self._seconds:
                 self._counting, self._over = False, True
-                self._read_clocks(now)
+                measurement.seconds = now - self._begin
+                self._clocks.stop(measurement)
         elif not self._over and now >= self._begin:
             self._counting, self._begin = True, now
-            self._since = self._clocks()
+            self._clocks.start()
         return not self._over
 
-    def _read_clocks(self, now: float) -> None:
+
+class OpenClock:
+    """Counts the requests of an open loop that were due once the warm-up was over, until all of them are answered.
+
+    So none is left out for being late.
+    """
+
+    def __init__(self, workload: Workload, arrivals: OpenLoop, warm_up: float, server_cpu: Callable[[], float]) -> None:
+        self.measurement = Measurement()
+        self._lengths, self._arrivals = workload.lengths, arrivals
+        self._warm_up = warm_up
+        self._missing = sum(time >= warm_up for time in arrivals.times)
+        self._clocks = Clocks(server_cpu)
+        self._counting = False
+
+    def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
+        """Counts a reply; whether there are more to come."""
+        del reply
+        now = perf_counter()
+        begin = self._arrivals.begun + self._warm_up
+        if not self._counting and now >= begin:
+            self._counting = True
+            self._clocks.start()
+        if sent_at < begin or not self._missing:
+            return self._missing > 0
         measurement = self.measurement
-        measurement.seconds = now - self._begin
-        client, server, machine = (after - before for before, after in zip(self._since, self._clocks(), strict=True))
+        measurement.latencies.append(now - sent_at)
+        measurement.tokens += self._lengths[number]
+        self._missing -= 1
+        if not self._missing:
+            measurement.seconds = now - begin
+            self._clocks.stop(measurement)
+        return self._missing > 0
+
+
+class Clocks:
+    """The CPU time of this process, of the server and of the machine, between a start and a stop."""
+
+    def __init__(self, server_cpu: Callable[[], float]) -> None:
+        self._server_cpu = server_cpu
+        self._since = (0.0, 0.0, 0.0)
+
+    def start(self) -> None:
+        """Begins."""
+        self._since = self._read()
+
+    def stop(self, measurement: Measurement) -> None:
+        """Ends, and writes down what has passed."""
+        client, server, machine = (after - before for before, after in zip(self._since, self._read(), strict=True))
         measurement.client_cpu, measurement.server_cpu = client, server
         # Clocks tick in hundredths of a second, each at its own moment.
         measurement.other_cpu = max(0.0, machine - client - server)
 
-    def _clocks(self) -> tuple[float, float, float]:
-        """The CPU time used so far by this process, by the server and by the machine."""
+    def _read(self) -> tuple[float, float, float]:
         machine = psutil.cpu_times()
         idle = machine.idle + getattr(machine, "iowait", 0.0)
         # On Linux, guests' time is in that of users too.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md.
+"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md and a plot.
 
 The document is written by hand but for what stands between its markers, which is written anew.
 """
@@ -16,21 +16,37 @@ from rich.table import Table
 
 from benchmarks import table
 from benchmarks.__main__ import DEFAULT_JSON
-from benchmarks.measure import IN_PROCESS
+from benchmarks.goals import TRANSPORT, goals
+from benchmarks.measure import IN_PROCESS, SERVICE
+from benchmarks.plot import plot
 from benchmarks.results import NOISY, Result, WorkloadResult
 
 DOCUMENT: Final = Path("docs/performance.md")
+PLOT: Final = Path("docs/performance.png")
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
-SERVICE, TRANSPORT = "attnserve, stream", "transport, stream"
-"""What the summary compares: encoded messages on one stream, to the service and to a server that computes nothing."""
-
-SUMMARY: Final = ("", "in process", "no compute", "service", "of torch", "server CPU", "batch", "memory")
+SUMMARY: Final = (
+    "",
+    "in process",
+    "no compute",
+    "best peer",
+    "service",
+    "of peer",
+    "of torch",
+    "server CPU",
+    "batch",
+    "memory",
+)
 
 
 def report(result: Result) -> str:
     """All that is generated, in markdown."""
-    tables = [table.rendered(each, result.cores) for each in result.workloads]
+    tables = [table.reached(goals(result.workloads))] if result.peers else []
+    for each in result.workloads:
+        tables.append(table.rendered(each, result.cores))
+        if each.open:
+            tables.append(table.opened(each))
+    tables += map(table.curve, result.curves)
     if result.growth:
         tables.append(table.growth(result.growth))
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, tables)))
@@ -51,20 +67,25 @@ def _made(result: Result) -> str:
     cpu, cores, memory = machine.pop("cpu"), machine.pop("cores"), int(machine.pop("memory_bytes"))
     system = machine.pop("platform")
     versions = ", ".join(f"{name} {version}" for name, version in machine.items())
-    others = [figures["other_cores"] for each in result.workloads for figures in each.ways.values()]
-    shares = [value / result.cores for figure in others if figure is not None for value in figure.rounds]
-    marked = sum(each.noisy(way, result.cores) for each in result.workloads for way in each.ways)
-    points = (
-        f"Made by `{result.command}` at {result.begun}.",
+    marked, rows = result.marked()
+    mean, worst = result.others()
+    points = [
+        f"Made by `{result.command}` at {result.begun}, in {result.took_seconds / 60:.1f} minutes.",
         f"{cpu}, {cores} cores, {memory / 2**30:.0f} GiB; {system}; {versions}.",
         f"The service was started with `{' '.join(result.server_flags)}`, afresh for each workload.",
+        *(
+            f"{peer['what']}; {peer['versions']}. Its settings, the fastest of those tried: {peer['settings']}."
+            for peer in result.peers.values()
+        ),
         f"Medians of {result.rounds} rounds of {result.seconds:g} s; spread is half the range of the rounds' rates "
         "over their median.",
         f"Load average {_loads(result.load_before)} before and {_loads(result.load_after)} after. Other processes took "
-        f"{sum(shares) / len(shares):.1%} of the machine on average, {max(shares):.0%} in the worst round.",
-        f"`{table.MARK}` marks {marked} of {len(others)} rows: a spread above {NOISY:.0%}, or others that took more "
-        f"than {NOISY:.0%} of the machine.",
-    )
+        f"{mean:.1%} of the machine on average, {worst:.0%} in the worst round.",
+        f"`{table.MARK}` marks {marked} of {rows} rows: a spread above {NOISY:.0%}, or others that took more than "
+        f"{NOISY:.0%} of the machine.",
+    ]
+    if result.too_noisy:
+        points.insert(0, "**The machine was too noisy for these figures to be relied on.**")
     return "\n".join(textwrap.fill(f"- {point}", table.WIDTH, subsequent_indent="  ") for point in points)
 
 
@@ -77,13 +98,15 @@ def _summary(result: Result) -> str:
     rows: list[tuple[str, ...]] = [SUMMARY]
     for each in result.workloads:
         mark = f" {table.MARK}" if each.noisy(SERVICE, result.cores) else ""
-        peak = each.peak_resident_bytes
+        peak, peer = each.memory["attnserve"].peak, each.best_peer()
         rows.append(
             (
                 each.name,
                 f"{_median(each, IN_PROCESS, 'requests_per_second'):,.0f}/s",
                 f"{_median(each, TRANSPORT, 'requests_per_second'):,.0f}/s",
+                "" if peer is None else f"{_median(each, peer, 'requests_per_second'):,.0f}/s",
                 f"{_median(each, SERVICE, 'requests_per_second'):,.0f}/s{mark}",
+                "" if peer is None else f"{each.ratio(SERVICE, peer):.2f}",
                 f"{each.ratio(SERVICE, IN_PROCESS):.2f}",
                 f"{_median(each, SERVICE, 'server_cpu_us'):,.0f} µs",
                 f"{_median(each, SERVICE, 'batch_requests'):.1f}",
@@ -126,13 +149,15 @@ def _plain(shown: Table) -> str:
 
 
 def main() -> None:
-    """Writes the document."""
+    """Writes the document and the plot."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="what the benchmark wrote")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
+    parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
     options = parser.parse_args()
-    text = with_report(options.document.read_text("utf-8"), report(Result.read(options.json)))
-    options.document.write_text(text, "utf-8")
+    result = Result.read(options.json)
+    options.document.write_text(with_report(options.document.read_text("utf-8"), report(result)), "utf-8")
+    plot(result, options.plot)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from attnserve import AsyncClient, Client
 from attnserve._operation import APPLY
 from attnserve.v1 import attention_pb2 as pb
-from benchmarks.workload import HEAD_DIM, HEADS, Array, Batch, Result, Workload, causal_attention, tensor
+from benchmarks.plain import Array, PlainAttention, PlainLayer, exact_attention
+from benchmarks.workload import HEAD_DIM, HEADS, Batch, Result, Workload, tensor
 
 WIDTH: Final = HEADS * HEAD_DIM
 LAYER: Final = "benchmark"
@@ -74,6 +75,10 @@ class Resident(Workload):
         """[L, 512]."""
         return (self.lengths[number], WIDTH)
 
+    def plain(self, number: int) -> PlainLayer:
+        """The input."""
+        return PlainLayer(*self.arrays(number))
+
     def request(self, number: int) -> bytes:
         """An encoded ApplyRequest."""
         (input,) = self.arrays(number)
@@ -84,8 +89,10 @@ class Resident(Workload):
         exact = {name: array.astype(np.float64) for name, array in weights().items()}
         (input,) = self.arrays(number)
         projected = input @ exact["in_proj_weight"].T + exact["in_proj_bias"]
-        heads = projected.reshape(len(input), 3, HEADS, HEAD_DIM).transpose(1, 2, 0, 3)
-        attended = causal_attention(*heads).swapaxes(0, 1).reshape(len(input), WIDTH)
+        query, key, value = projected.reshape(len(input), 3, HEADS, HEAD_DIM).transpose(1, 2, 0, 3)
+        attended = (
+            exact_attention(PlainAttention(query, key, value, causal=True)).swapaxes(0, 1).reshape(len(input), WIDTH)
+        )
         return np.asarray(attended @ exact["out_proj.weight"].T + exact["out_proj.bias"])
 
     def batches(self) -> list[Batch]:

@@ -14,11 +14,18 @@ from benchmarks.growth import Growth
 NOISY: Final = 0.15
 """Above this spread of the rounds, or this share of the machine taken by others, a figure is marked."""
 
+TOO_MANY: Final = 0.25
+"""Above this share of marked rows the whole run is called noisy."""
+
+OURS: Final = ("attnserve", "torch", "transport")
+"""What the ways begin with that need no server of others."""
+
 FIGURES: Final = (
     "requests_per_second",
     "tokens_per_second",
     "p50_us",
     "p99_us",
+    "p999_us",
     "server_cpu_us",
     "client_cpu_us",
     "batch_requests",
@@ -48,16 +55,42 @@ Figures = dict[str, Figure | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """A server's resident memory before a workload and at its peak, in bytes; None where the system does not say."""
+
+    idle: int
+    peak: int | None
+
+
+GOAL_S: Final = 0.05
+"""Goodput counts the replies that come no later than this after their requests were due."""
+
+OPEN_FIGURES: Final = (*FIGURES, "offered_per_second", "goodput_per_second", "late_us")
+"""What is measured of an open loop: the same from when requests were due, the rate at which they were, that of replies
+in time, and by how much the load generator was late itself (the 99th percentile)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResult:
+    """An open loop: the way of calling, what its rate was a share of, that share, and its figures."""
+
+    way: str
+    of: str
+    share: float
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """One workload: the service's resident memory before it and at its peak, in bytes, and the figures of each way."""
+    """One workload: the memory of each server, by name, the figures of each way in a closed loop, and open loops."""
 
     name: str
     description: str
     in_flight: int
     mean_tokens: float
-    idle_resident_bytes: int
-    peak_resident_bytes: int | None
+    memory: dict[str, Memory]
     ways: dict[str, Figures]
+    open: list[OpenResult]
 
     def median(self, way: str, figure: str) -> float | None:
         """The median of one figure."""
@@ -78,26 +111,76 @@ class WorkloadResult:
         assert others is not None
         return rate.spread > NOISY or others.median > NOISY * cores
 
+    def peer_ways(self) -> list[str]:
+        """The ways of calling servers of others."""
+        return [way for way in self.ways if not way.startswith(OURS)]
+
+    def best_peer(self) -> str | None:
+        """That of them which does most in a second; None if there is none."""
+        return max(self.peer_ways(), key=lambda way: self.median(way, "tokens_per_second") or 0.0, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a curve: requests a second and the median latency, at a value of what varies."""
+
+    value: int
+    requests_per_second: float
+    p50_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """How a figure grows with one thing, in words and as a unit, for each way of calling."""
+
+    name: str
+    description: str
+    unit: str
+    ways: dict[str, list[Point]]
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run: how it was made, where and when, and what it found. Load averages are of 1, 5 and 15 minutes."""
+    """A whole run: how it was made, where and when, and what it found. Load averages are of 1, 5 and 15 minutes.
+
+    `peers` describes the servers of others, by name.
+    """
 
     command: str
     begun: str
+    took_seconds: float
     seconds: float
     rounds: int
     server_flags: list[str]
     machine: dict[str, str | int]
+    peers: dict[str, dict[str, str]]
     load_before: list[float]
     load_after: list[float]
     workloads: list[WorkloadResult]
+    curves: list[Curve]
     growth: list[Growth]
 
     @property
     def cores(self) -> int:
         """The cores that could be used."""
         return int(self.machine["cores"])
+
+    def marked(self) -> tuple[int, int]:
+        """How many rows deserve a mark, and how many there are."""
+        noisy = [each.noisy(way, self.cores) for each in self.workloads for way in each.ways]
+        return sum(noisy), len(noisy)
+
+    def others(self) -> tuple[float, float]:
+        """The share of the machine that other processes took: on average, and in the worst round."""
+        figures = [figures["other_cores"] for each in self.workloads for figures in each.ways.values()]
+        shares = [value / self.cores for figure in figures if figure is not None for value in figure.rounds]
+        return statistics.fmean(shares), max(shares)
+
+    @property
+    def too_noisy(self) -> bool:
+        """Whether the machine was not quiet enough for figures that are worth much."""
+        marked, rows = self.marked()
+        return marked > TOO_MANY * rows or self.others()[0] > NOISY
 
     def write(self, path: Path) -> None:
         """Writes the JSON file."""
@@ -112,13 +195,22 @@ class Result:
             WorkloadResult(
                 **{
                     **workload,
-                    "ways": {
-                        way: {name: figure and Figure(**figure) for name, figure in figures.items()}
-                        for way, figures in workload["ways"].items()
-                    },
+                    "memory": {name: Memory(**memory) for name, memory in workload["memory"].items()},
+                    "ways": {way: _figures(figures) for way, figures in workload["ways"].items()},
+                    "open": [OpenResult(**{**each, "figures": _figures(each["figures"])}) for each in workload["open"]],
                 }
             )
             for workload in content.pop("workloads")
         ]
         growth = [Growth(**each) for each in content.pop("growth")]
-        return Result(**content, workloads=workloads, growth=growth)
+        curves = [
+            Curve(
+                **{**curve, "ways": {way: [Point(**each) for each in points] for way, points in curve["ways"].items()}}
+            )
+            for curve in content.pop("curves")
+        ]
+        return Result(**content, workloads=workloads, curves=curves, growth=growth)
+
+
+def _figures(content: dict[str, Any]) -> Figures:
+    return {name: figure and Figure(**figure) for name, figure in content.items()}

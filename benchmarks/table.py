@@ -8,18 +8,21 @@ from typing import Final
 from rich import box
 from rich.table import Table
 
+from benchmarks.goals import Goal
 from benchmarks.growth import Growth
 from benchmarks.measure import IN_PROCESS, baseline
-from benchmarks.results import WorkloadResult
+from benchmarks.results import GOAL_S, Curve, Figures, Memory, OpenResult, Result, WorkloadResult
 
-WIDTH: Final = 100
+WIDTH: Final = 112
 """No table is wider, in columns of a terminal."""
 
 HEADINGS: Final = (
     "",
     "of\ntorch",
     "of no\ncompute",
+    "of\npeer",
     "req/s\n",
+    "tokens/s\n",
     "spread\n",
     "p50\nµs",
     "p99\nµs",
@@ -27,44 +30,87 @@ HEADINGS: Final = (
     "client\nCPU µs",
     "batch\n",
 )
-"""Ratios first. CPU times are per request."""
+"""Ratios first; that to peers is to the better one. CPU times are per request."""
 
 MARK: Final = "~"
 
 
 def rendered(result: WorkloadResult, cores: int) -> Table:
     """The figures of one workload, on a machine of so many cores."""
+    caption = f"resident memory: {'; '.join(f'{name} {memory(each)}' for name, each in result.memory.items())}"
+    return _table(f"{result.name}: {result.description}", HEADINGS, rows(result, cores), caption)
+
+
+def opened(result: WorkloadResult) -> Table:
+    """The open loops of one workload."""
+    title = f"{result.name}, open loop: latency from when a request was due; in time is within {GOAL_S * 1e3:.0f} ms"
+    return _table(title, OPEN_HEADINGS, [_open_row(each) for each in result.open])
+
+
+def curve(found: Curve) -> Table:
+    """Requests a second and median latency in µs, by what varies."""
+    values = [point.value for point in next(iter(found.ways.values()))]
+    headings = ("", *(f"{value:,}\nreq/s, µs" for value in values))
+    lines = [
+        [way, *(f"{_short(point.requests_per_second)}, {_short(point.p50_us)}" for point in points)]
+        for way, points in found.ways.items()
+    ]
+    return _table(f"By {found.name} ({found.unit}): {found.description}", headings, lines)
+
+
+def reached(found: Sequence[Goal]) -> Table:
+    """What is to be reached, and what was found."""
+    headings = ("", "what", "goal", "found", "")
+    lines = []
+    for goal in found:
+        bound = f"{'≥' if goal.at_least else '≤'} {goal.bound:g}"
+        value = "not measured" if goal.found is None else f"{goal.found:.2f}"
+        lines.append(
+            [goal.workload, goal.what, bound, value, {True: "reached", False: "missed", None: ""}[goal.reached]]
+        )
+    return _table("Goals, for encoded messages on one stream", headings, lines, words=2)
+
+
+def growth(results: Sequence[Growth]) -> Table:
+    """What must not depend on the length of a cache."""
+    headings = ("", "with little", "µs", "with much", "µs", "ratio")
+    lines = [
+        [
+            each.name,
+            each.little,
+            f"{each.little_us:,.1f}",
+            each.much,
+            f"{each.much_us:,.1f}",
+            f"{each.much_us / each.little_us:.2f}",
+        ]
+        for each in results
+    ]
+    return _table("Caches that are short and long: medians", headings, lines)
+
+
+def _table(
+    title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "", words: int = 1
+) -> Table:
+    """A table of which so many columns, the first ones, are words."""
     shown = Table(
-        title=f"{result.name}: {result.description}",
-        caption=f"service: resident {memory(result)}",
+        title=title,
+        caption=caption or None,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for row in rows(result, cores):
-        shown.add_row(*row)
+    for column, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if column < words else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
     return shown
 
 
-def growth(results: Sequence[Growth]) -> Table:
-    """What must not depend on the length of a cache."""
-    shown = Table(
-        title="Caches that are short and long: medians",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("", "with little", "µs", "with much", "µs", "ratio"):
-        shown.add_column(heading, justify="right" if heading in ("µs", "ratio") else "left", no_wrap=True)
-    for each in results:
-        ratio = f"{each.much_us / each.little_us:.2f}"
-        shown.add_row(each.name, each.little, f"{each.little_us:,.1f}", each.much, f"{each.much_us:,.1f}", ratio)
-    return shown
+def _short(value: float) -> str:
+    """A number in at most five characters or so."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def rows(result: WorkloadResult, cores: int) -> list[list[str]]:
@@ -73,32 +119,83 @@ def rows(result: WorkloadResult, cores: int) -> list[list[str]]:
 
 
 def _row(result: WorkloadResult, way: str, cores: int) -> list[str]:
-    def shown(name: str, digits: int = 0) -> str:
-        value = result.median(way, name)
-        # A second and more is rare, and would not fit.
-        return "" if value is None else f"{value:,.{digits}f}" if value < 1e6 else f"{value:.2g}"
+    figures, peer = result.ways[way], result.best_peer()
 
-    def ratio(to: str) -> str:
+    def ratio(to: str | None) -> str:
+        if to is None:
+            return ""
         value = result.ratio(way, to)
         return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
-    rate = result.ways[way]["requests_per_second"]
+    rate = figures["requests_per_second"]
     assert rate is not None
     return [
         way,
         ratio(IN_PROCESS),
         "" if way == IN_PROCESS else ratio(baseline(way)),
-        shown("requests_per_second") + (f" {MARK}" if result.noisy(way, cores) else ""),
+        "" if way == IN_PROCESS or way.startswith("transport") else ratio(peer),
+        _shown(figures, "requests_per_second") + (f" {MARK}" if result.noisy(way, cores) else ""),
+        _shown(figures, "tokens_per_second"),
         f"{rate.spread:.0%}",
-        shown("p50_us"),
-        shown("p99_us"),
-        shown("server_cpu_us"),
-        shown("client_cpu_us"),
-        shown("batch_requests", 1),
+        _shown(figures, "p50_us"),
+        _shown(figures, "p99_us"),
+        _shown(figures, "server_cpu_us"),
+        _shown(figures, "client_cpu_us"),
+        _shown(figures, "batch_requests", 1),
     ]
 
 
-def memory(result: WorkloadResult) -> str:
-    """The service's resident memory, in words."""
-    idle, peak = result.idle_resident_bytes, result.peak_resident_bytes
-    return f"{idle / 2**20:,.0f} MiB" + ("" if peak is None else f", at most {peak / 2**20:,.0f} MiB under load")
+OPEN_HEADINGS: Final = (
+    "",
+    "at",
+    "due/s\n",
+    "in time\n/s",
+    "p50\nµs",
+    "p99\nµs",
+    "p99.9\nµs",
+    "spread\nof p99",
+    "server\nCPU µs",
+    "client\nCPU µs",
+    "batch\n",
+)
+
+
+def _open_row(result: OpenResult) -> list[str]:
+    figures = result.figures
+    tail = figures["p99_us"]
+    assert tail is not None
+    return [
+        result.way,
+        f"{result.share:.0%} of {'its own' if result.of == result.way else result.of.partition(',')[0]}",
+        _shown(figures, "offered_per_second"),
+        _shown(figures, "goodput_per_second"),
+        _shown(figures, "p50_us"),
+        _shown(figures, "p99_us"),
+        _shown(figures, "p999_us"),
+        f"{tail.spread:.0%}",
+        _shown(figures, "server_cpu_us"),
+        _shown(figures, "client_cpu_us"),
+        _shown(figures, "batch_requests", 1),
+    ]
+
+
+def _shown(figures: Figures, name: str, digits: int = 0) -> str:
+    figure = figures[name]
+    if figure is None:
+        return ""
+    # Millions are rare, and would not fit.
+    return f"{figure.median:,.{digits}f}" if figure.median < 1e6 else f"{figure.median / 1e6:.3g} M"
+
+
+def memory(found: Memory) -> str:
+    """A server's resident memory, in words."""
+    idle = f"{found.idle / 2**20:,.0f} MiB"
+    return idle if found.peak is None else f"{idle}, at most {found.peak / 2**20:,.0f} MiB"
+
+
+def noise(result: Result) -> str:
+    """How quiet the machine was, in words."""
+    (marked, rows), (mean, worst) = result.marked(), result.others()
+    return (
+        f"{marked} of {rows} rows are marked; others took {mean:.1%} of it on average, {worst:.0%} in the worst round"
+    )

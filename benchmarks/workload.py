@@ -23,8 +23,8 @@ from attnserve._arrays import from_wire
 from attnserve._operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
+from benchmarks.plain import Array, Plain
 
-Array: TypeAlias = np.ndarray[Any, Any]
 Result: TypeAlias = AttentionResult[Array] | LayerResult[Array]
 
 HEADS, HEAD_DIM = 8, 64
@@ -87,6 +87,15 @@ class Workload(ABC):
         """What a caller sends, float32."""
 
     @abstractmethod
+    def plain(self, number: int) -> Plain:
+        """What is asked for, all of it sent: what is computed in process, by peers and by the definition."""
+
+    @property
+    def peers(self) -> bool:
+        """Whether peers can be asked for it."""
+        return True
+
+    @abstractmethod
     def request(self, number: int) -> bytes:
         """An encoded request."""
 
@@ -94,9 +103,14 @@ class Workload(ABC):
     def output_shape(self, number: int) -> tuple[int, ...]:
         """The shape of an output."""
 
+    def rows(self, number: int) -> slice:
+        """Which rows of an output, along its last axis but one, are compared with the exact ones."""
+        del number
+        return slice(None)
+
     @abstractmethod
     def expected(self, number: int) -> Array:
-        """An output, computed in float64 by the definition."""
+        """Those rows of an output, computed in float64 by the definition."""
 
     @abstractmethod
     def batches(self) -> list[Batch]:
@@ -113,6 +127,10 @@ class Workload(ABC):
     @abstractmethod
     def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""
+
+    def kind(self, number: int) -> int:
+        """Requests of one kind have messages of one length, and replies too."""
+        return self.lengths[number]
 
     def reply(self, number: int) -> bytes:
         """An encoded reply as long as the service's, for a server that computes nothing."""
@@ -134,12 +152,3 @@ class Workload(ABC):
 def tensor(array: Array) -> tensor_pb2.Tensor:
     """A float32 array as the wire has it."""
     return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
-
-
-def causal_attention(query: Array, key: Array, value: Array) -> Array:
-    """softmax(q k / sqrt(D)) v of [H, L, D] in float64, each query attending the keys up to its own position."""
-    query, key, value = (array.astype(np.float64) for array in (query, key, value))
-    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
-    scores = np.where(np.tri(scores.shape[-2], scores.shape[-1]) > 0, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))

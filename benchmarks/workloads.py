@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
+from benchmarks.mixed import Mixed
 from benchmarks.resident import Resident
 from benchmarks.workload import Workload
 
@@ -15,6 +16,11 @@ from benchmarks.workload import Workload
 def drawn(shortest: int, longest: int, count: int) -> tuple[int, ...]:
     """So many lengths, each equally likely; the same in every run."""
     return tuple(np.random.default_rng(0).integers(shortest, longest, count, endpoint=True).tolist())
+
+
+def _chosen(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """So many of these lengths, each equally likely; the same in every run."""
+    return tuple(np.random.default_rng(1).choice(lengths, count).tolist())
 
 
 WORKLOADS: Final[dict[str, Workload]] = {
@@ -31,7 +37,9 @@ WORKLOADS: Final[dict[str, Workload]] = {
         Decode("DA", in_flight=1, lengths=(1,), manner="append"),
         Decode("DS", in_flight=1, lengths=(1,), manner="send"),
         Decode("D64", in_flight=1, lengths=(64,), manner="append"),
+        Mixed("X", in_flight=16, lengths=_chosen((16, 40, 96, 160, 256), 64)),
     )
 }
-"""Attention sent with its keys and values (S, S1, M, L), and a resident layer (A, B, and R of ragged lengths), and
-steps of decoders: against a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS)."""
+"""Attention sent with its keys and values (S, S1, M, L), a resident layer (A, B, and R of ragged lengths), steps of
+decoders against a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), and
+attention of mixed shapes and options (X)."""

@@ -1,0 +1,115 @@
+"""What the service is to reach, and what a run found: floors against the better of the peers and against the limits.
+
+In: what was found of the workloads. Out: a `Goal` each, by the figures of encoded messages on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from benchmarks.measure import IN_PROCESS, SERVICE
+from benchmarks.results import WorkloadResult
+
+TRANSPORT: Final = "transport, stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio that is to be reached: what it is of, the bound, and what was found; None where it was not measured."""
+
+    workload: str
+    what: str
+    bound: float
+    at_least: bool
+    found: float | None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is; None where it was not measured."""
+        if self.found is None:
+            return None
+        return self.found >= self.bound if self.at_least else self.found <= self.bound
+
+
+_Measure: TypeAlias = Callable[[WorkloadResult], float | None]
+
+
+def _of_peer(result: WorkloadResult) -> float | None:
+    peer = result.best_peer()
+    return None if peer is None else result.ratio(SERVICE, peer)
+
+
+def _of_transport(result: WorkloadResult) -> float | None:
+    return result.ratio(SERVICE, TRANSPORT)
+
+
+def _latency_of_peer(result: WorkloadResult) -> float | None:
+    return _over(result.median(SERVICE, "p50_us"), min(_of_peers(result, "p50_us"), default=None))
+
+
+def _latency_of_transport(result: WorkloadResult) -> float | None:
+    return _over(result.median(SERVICE, "p50_us"), result.median(TRANSPORT, "p50_us"))
+
+
+def _cpu(result: WorkloadResult) -> float | None:
+    """The server's CPU time over that of torch in process and of a server that computes nothing, together."""
+    compute, transport = result.median(IN_PROCESS, "client_cpu_us"), result.median(TRANSPORT, "server_cpu_us")
+    if compute is None or transport is None:
+        return None
+    return _over(result.median(SERVICE, "server_cpu_us"), compute + transport)
+
+
+def _tail_of_peer(result: WorkloadResult) -> float | None:
+    """The 99th percentile at the highest share of its own capacity, over that of the peer whose tail is shortest."""
+    share = max((each.share for each in result.open), default=0.0)
+    own, others = None, []
+    for each in result.open:
+        figure = each.figures["p99_us"]
+        if figure is None or each.way != each.of or each.share != share:
+            continue
+        if each.way == SERVICE:
+            own = figure.median
+        else:
+            others.append(figure.median)
+    return _over(own, min(others, default=None))
+
+
+def _of_peers(result: WorkloadResult, figure: str) -> list[float]:
+    values = (result.median(way, figure) for way in result.peer_ways())
+    return [value for value in values if value is not None]
+
+
+def _over(value: float | None, other: float | None) -> float | None:
+    return None if value is None or not other else value / other
+
+
+PEER, LIMIT, CPU = "requests/s, of the better peer", "requests/s, of no compute", "server CPU, of torch + no compute"
+
+GOALS: Final[tuple[tuple[str, str, float, bool, _Measure], ...]] = (
+    ("S", PEER, 1.5, True, _of_peer),
+    ("S", LIMIT, 0.9, True, _of_transport),
+    ("S1", "p50, of the better peer's", 0.35, False, _latency_of_peer),
+    ("S1", "p50, of no compute", 1.3, False, _latency_of_transport),
+    ("M", PEER, 1.5, True, _of_peer),
+    ("L", PEER, 1.4, True, _of_peer),
+    ("L", CPU, 1.15, False, _cpu),
+    ("A", PEER, 1.3, True, _of_peer),
+    ("A", CPU, 1.15, False, _cpu),
+    ("B", PEER, 1.25, True, _of_peer),
+    ("B", CPU, 1.15, False, _cpu),
+    ("D", "requests/s, of sending K and V to the better peer", 20.0, True, _of_peer),
+    ("X", "p99 at 90 % of capacity, of the better peer's", 0.5, False, _tail_of_peer),
+)
+"""The workload, what is compared, the bound, whether it is a lower one, and how it is measured."""
+
+
+def goals(results: Sequence[WorkloadResult]) -> list[Goal]:
+    """The goals of the workloads that were measured."""
+    by_name = {result.name: result for result in results}
+    return [
+        Goal(name, what, bound, at_least, measure(by_name[name]))
+        for name, what, bound, at_least, measure in GOALS
+        if name in by_name
+    ]

@@ -1,0 +1,48 @@
+"""What a request asks for, without a protocol: what is sent to servers of others, and computed by the definition.
+
+In: arrays. Out: the exact output in float64 NumPy, which shares no code with what it checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class PlainAttention(NamedTuple):
+    """query [H, L, D], key and value [Hk, S, D]; a mask [L, S] that is true where keys are attended; no scale: 1/√D."""
+
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | None = None
+    causal: bool = False
+    scale: float | None = None
+
+
+class PlainLayer(NamedTuple):
+    """The input [L, 512] of the resident layer."""
+
+    input: Array
+
+
+Plain: TypeAlias = PlainAttention | PlainLayer
+
+
+def exact_attention(problem: PlainAttention, rows: slice = slice(None)) -> Array:
+    """softmax(scale · q k) v, [H, L, D] float64, of some queries; causal ones attend up to their own position."""
+    query, key, value = (array.astype(np.float64) for array in (problem.query[:, rows], problem.key, problem.value))
+    group = len(query) // len(key)
+    key, value = (np.repeat(array, group, axis=0) for array in (key, value))
+    scale = 1 / np.sqrt(query.shape[-1]) if problem.scale is None else problem.scale
+    scores = query @ key.swapaxes(-1, -2) * scale
+    if problem.mask is not None:
+        scores = np.where(problem.mask[rows], scores, -np.inf)
+    if problem.causal:
+        positions = np.arange(problem.query.shape[1])[rows]
+        scores = np.where(np.arange(key.shape[1]) <= positions[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))

@@ -1,0 +1,214 @@
+"""Load generators for encoded messages: gRPC streams and unary calls, and HTTP. All are of the same design.
+
+Requests were encoded before; what the arrivals say is sent, nothing is decoded but what tells which request a reply
+answers, and each reply is reported to the meter. They return when that says stop, and raise what goes wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+from grpc import aio
+
+from attnserve._wire import Buffer
+from benchmarks.arrivals import Arrivals, Due
+from benchmarks.meters import Meter, Reply
+
+CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+Frame: TypeAlias = Callable[[int, int], Sequence[Buffer]]
+"""The pieces of a call in a message of a stream, of its id and its request's number."""
+Unframe: TypeAlias = Callable[[bytes], Iterable[tuple[int, memoryview]]]
+"""The ids and the encoded replies in a message of a stream."""
+
+
+async def stream(
+    address: str, path: str, frame: Frame, unframe: Unframe, joined_bytes: int, arrivals: Arrivals, meter: Meter
+) -> None:
+    """One stream. Calls that are ready together are joined up to so many bytes; 0 for one call a message."""
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        rpc: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(path)()
+        sent: dict[int, tuple[int, float]] = {}
+        ids = itertools.count(1)
+        due: deque[tuple[int, float]] = deque()
+        ready = asyncio.Event()
+
+        def send(number: int, at: float) -> None:
+            due.append((number, at))
+            ready.set()
+
+        async def write() -> None:
+            while True:
+                await ready.wait()
+                ready.clear()
+                while due:
+                    pieces: list[Buffer] = []
+                    size = 0
+                    while due:
+                        call_id, request = next(ids), due.popleft()
+                        sent[call_id] = request
+                        framed = frame(call_id, request[0])
+                        pieces += framed
+                        size += sum(map(len, framed))
+                        if size >= joined_bytes:
+                            break
+                    await rpc.write(b"".join(pieces))
+
+        writer = asyncio.create_task(write())
+        arrivals.begin(send)
+        try:
+            going = True
+            while going:
+                message = await rpc.read()
+                if not isinstance(message, bytes):
+                    raise RuntimeError(f"the stream ended: {await rpc.code()} {await rpc.details()}")
+                for call_id, reply in unframe(message):
+                    going = meter.replied(*sent.pop(call_id), reply) and going
+                    if (following := arrivals.answered()) is not None:
+                        send(*following)
+        finally:
+            arrivals.end()
+            writer.cancel()
+            rpc.cancel()
+
+
+async def unary(address: str, path: str, requests: Sequence[bytes], arrivals: Arrivals, meter: Meter) -> None:
+    """Unary calls on one channel."""
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+
+        async def ask(number: int) -> bytes:
+            return await rpc(requests[number])
+
+        await calls(ask, arrivals, meter)
+
+
+async def http(address: str, requests: Sequence[bytes], arrivals: Arrivals, meter: Meter) -> None:
+    """HTTP requests, one at a time on a connection, which is kept for the next; as many connections as are needed."""
+    host, _, port = address.rpartition(":")
+    idle: list[HttpConnection] = []
+    opened: list[HttpConnection] = []
+
+    async def ask(number: int) -> bytes | memoryview:
+        if idle:
+            connection = idle.pop()
+        else:
+            _, connection = await asyncio.get_running_loop().create_connection(HttpConnection, host, int(port))
+            opened.append(connection)
+        reply = await connection.ask(requests[number])
+        idle.append(connection)
+        return reply
+
+    try:
+        await calls(ask, arrivals, meter)
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+async def calls(ask: Callable[[int], Awaitable[Reply]], arrivals: Arrivals, meter: Meter) -> None:
+    """A task for each request that is in flight, until the meter says stop or one fails."""
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def call(number: int, at: float) -> None:
+        due: Due | None = (number, at)
+        try:
+            while due is not None:
+                reply = await ask(due[0])
+                if not meter.replied(*due, reply) and not over.done():
+                    over.set_result(None)
+                due = arrivals.answered()
+        except Exception as error:
+            if not over.done():
+                over.set_exception(error)
+
+    def send(number: int, at: float) -> None:
+        task = asyncio.create_task(call(number, at))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    arrivals.begin(send)
+    try:
+        await over
+    finally:
+        arrivals.end()
+        left = list(tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """A connection that is kept alive, with one request on it at a time.
+
+    Reads of HTTP/1.1 what servers of encoded tensors send: a status of 200 and a Content-Length.
+    """
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray(1 << 16)
+        self._filled, self._head, self._length = 0, 0, 0
+        self._reply: asyncio.Future[memoryview] | None = None
+
+    async def ask(self, request: bytes) -> memoryview:
+        """The body of the response, which stays there until the next request. RuntimeError for any other status."""
+        assert self._transport is not None
+        self._filled = self._head = 0
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._reply
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the loop: where the next bytes go."""
+        del sizehint
+        return memoryview(self._buffer)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the loop: so many bytes have come."""
+        self._filled += nbytes
+        if not self._head and not self._read_head():
+            return
+        if self._filled >= self._head + self._length:
+            reply, self._reply = self._reply, None
+            assert reply is not None
+            if not reply.done():
+                reply.set_result(memoryview(self._buffer)[self._head : self._head + self._length])
+
+    def _read_head(self) -> bool:
+        """Whether the head is there whole; makes room for the body."""
+        end = self._buffer.find(b"\r\n\r\n", 0, self._filled)
+        if end < 0:
+            return False
+        status, *lines = bytes(self._buffer[:end]).split(b"\r\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        if status.split()[1] != b"200":
+            self._fail(f"the server says {bytes(self._buffer[: self._filled])!r}")
+            return False
+        self._head, self._length = end + 4, int(headers[b"content-length"])
+        if self._head + self._length >= len(self._buffer):
+            # Somebody may still hold a view of the old one.
+            self._buffer = self._buffer[: self._filled] + bytearray(self._head + self._length + 1 - self._filled)
+        return True
+
+    def _fail(self, how: str) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(RuntimeError(how))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._fail(f"the connection ended: {exc or 'closed by the server'}")
