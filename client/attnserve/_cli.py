@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from attnserve import _bench
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
@@ -57,6 +58,16 @@ def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
     return Client(parsed.address, retries=retries, tls=tls, token=token)
 
 
+def _measure(parsed: argparse.Namespace) -> int:
+    """Measures the service, and prints what was found."""
+    parsed.ask = lambda client, timeout: _bench.run(client, parsed.loads, parsed.seconds, parsed.open, timeout)
+    try:
+        return _ask(parsed)
+    except _bench.WrongAnswerError as error:
+        print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
+        return 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnserve", description="Talk to an attention service.")
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
@@ -75,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"Say {help_text}.")
         command.set_defaults(run=_ask, ask=ask)
+    bench = commands.add_parser(
+        "bench", parents=[common], help="how fast a server answers", description="Measure how fast a server answers."
+    )
+    _bench.add_flags(bench, _seconds)
+    bench.set_defaults(run=_measure)
     top = commands.add_parser(
         "top", help="what a server does, live", description="Show what a server does, read from its metrics."
     )

@@ -1,0 +1,106 @@
+"""`attnserve bench` against the real server: it measures, checks what it measures, and says what is wrong in one line."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Server
+
+from attnserve import AttentionResult, Client, _bench, _cli
+
+FIELDS = {*_bench.Measured.__annotations__}
+
+
+def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", server.address, "--seconds", "0.2", "--loads", "S,S1,D", "--json"]
+    assert _cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    found = json.loads(out)
+    assert [(each["load"], each["share"]) for each in found] == [
+        (load, share) for load in ("S", "S1", "D") for share in (None, 0.5, 0.9)
+    ]
+    for each in found:
+        assert set(each) == FIELDS
+        assert each["requests"] > 0
+        assert each["p99"] >= each["p50"] > each["compute"] > 0
+        assert each["batch_size"] >= 1
+        tokens = _bench.LOADS[each["load"]].queries
+        assert each["tokens_per_second"] == pytest.approx(tokens * each["requests_per_second"])
+
+
+def test_a_table_says_what_the_loads_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["bench", server.address, "--seconds", "0.1", "--loads", "M", "--no-open"]) == 0
+    titles, row, empty, load, note = capsys.readouterr().out.splitlines()
+    assert titles.split()[:3] == ["load", "loop", "req/s"]
+    assert row.split()[:2] == ["M", "closed"]
+    assert not empty
+    assert load == f"M: {_bench.LOADS['M'].description}"
+    assert "µs" in note
+
+
+def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
+    before = {cache.name for cache in client.caches.list()}
+    assert _cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0
+    assert {cache.name for cache in client.caches.list()} == before
+
+
+@pytest.mark.parametrize("load", ["S", "D"])
+def test_a_wrong_answer_is_not_timed(
+    load: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Client.submit
+
+    def wrong(*arguments: Any, **options: Any) -> Future[AttentionResult[np.ndarray[Any, Any]]]:
+        future = right(*arguments, **options)
+        future.result().output[0, -1, 0] += 1e-3
+        return future
+
+    monkeypatch.setattr(Client, "submit", wrong)
+    assert _cli.main(["bench", server.address, "--seconds", "0.05", "--loads", load]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert f"load {load}: the answer is off by 1.0e-03" in err
+
+
+def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["bench", "unix:/nowhere/at/all", "--timeout", "2"]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("attnserve: unix:/nowhere/at/all: ")
+
+
+@pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"]])
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        _cli.main(["bench", *arguments])
+    assert "usage: attnserve bench" in capsys.readouterr().err
+
+
+def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
+    """A server that stalls: all answers come when the last request is sent, so the first was late for nearly as long."""
+    timings = type("Timings", (), {"queue": 0.0, "compute": 0.0})()
+    result = type("Result", (), {"timings": timings, "batch_size": 1})()
+    waiting: list[Future[Any]] = []
+    sent = 0
+
+    def submit() -> Future[Any]:
+        nonlocal sent
+        sent += 1
+        asked: Future[Any] = Future()
+        waiting.append(asked)
+        if sent == due:
+            for future in waiting:
+                future.set_result(result)
+        return asked
+
+    gaps = np.random.default_rng(1).exponential(1 / 200, 1000)
+    times = np.cumsum(gaps)
+    due = int((times < 0.6).sum())
+    found = _bench._open("S", submit, 0.9, 200.0, 0.5)
+    assert found.requests == int(((times >= 0.1) & (times < 0.6)).sum())
+    assert found.p99 > 0.4
