@@ -11,11 +11,12 @@ TORCH_INSTALL ?= torch
 ARGS ?=
 
 BIN := $(VENV)/bin
+PEERS := triton mosec
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
 INGREDIENTS := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench chaos fuzz sbom audit protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench bench-peers bench-tune chaos fuzz sbom audit protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,8 +45,14 @@ docs: $(VENV)/.dev ## write the table of settings into the documents, and the ru
 	$(BIN)/python -m attnserve_server.config README.md docs/configuration.md
 	$(BIN)/python scripts/prometheus_rule.py
 
-bench: $(VENV)/.dev ## compare the service with the same torch calls in process
+bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with peers that are there
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## the same, and set up Triton and Mosec first
+	$(BIN)/python -m benchmarks --peers triton,mosec $(ARGS)
+
+bench-tune: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## find the fastest settings of Triton and Mosec on this machine
+	$(BIN)/python -m benchmarks.peers.tune $(ARGS)
 
 chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)
@@ -69,7 +76,7 @@ protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it break
 	$(BIN)/python scripts/protos.py baseline
 
 clean: ## remove the virtual environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
@@ -100,4 +107,13 @@ $(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(PIP) --editable '.[fuzz]'
+	@touch $@
+
+# Servers of others, each in an environment of its own, with the same torch.
+.venv-peers/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
+	@echo "installing $*, once, which takes minutes"
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) --constraint $< $(TORCH_INSTALL)
+	$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) --requirement $<
 	@touch $@

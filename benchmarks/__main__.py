@@ -111,7 +111,7 @@ def main() -> None:
         rounds=chosen.rounds,
         server_flags=flags,
         machine=described,
-        peers={peer.name: peer.described() for peer in peers},
+        peers={peer.name: peer.described(each.name for each in results if each.peer_ways()) for peer in peers},
         load_before=load_before,
         load_after=machine.load_average(),
         workloads=results,

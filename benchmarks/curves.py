@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
-from benchmarks.measure import SERVICE, Way, check, closed, quietest, servers
+from benchmarks.measure import SERVICE, Way, check, closed, servers
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import Array, PlainAttention
 from benchmarks.results import Curve, Point
@@ -70,9 +70,9 @@ CURVES: Final = (
     ),
     Growing(
         "length",
-        f"causal attention, {HEADS} heads of {HEAD_DIM}, 2 in flight",
+        f"causal attention, {HEADS} heads of {HEAD_DIM}, 1 in flight",
         "tokens",
-        {length: Attention(f"{length} tokens", 2, (length,) * 2) for length in (1, 16, 128, 1024, 8192)},
+        {length: Attention(f"{length} tokens", 1, (length,)) for length in (1, 16, 128, 1024, 8192)},
     ),
     Growing(
         "cached length",
@@ -82,10 +82,10 @@ CURVES: Final = (
     ),
     Growing(
         "payload",
-        f"1 query of 1 head of {HEAD_DIM} to keys and values that are sent, 2 in flight",
+        f"1 query of 1 head of {HEAD_DIM} to keys and values that are sent, 1 in flight",
         "bytes",
         {
-            size: Payload(f"{size} bytes", 2, (size // BYTES_A_TOKEN,) * 2)
+            size: Payload(f"{size} bytes", 1, (size // BYTES_A_TOKEN,))
             for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
         },
     ),
@@ -127,7 +127,7 @@ def curves(
 
 def _point(loop: asyncio.Runner, way: Way, name: str, value: int, workload: Workload, seconds: float) -> Point:
     check(loop, workload, name, way)
-    figures = quietest(lambda: closed(loop, way, workload, seconds))
+    figures = closed(loop, way, workload, seconds)
     rate, p50 = figures["requests_per_second"], figures["p50_us"]
     assert rate is not None
     assert p50 is not None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from benchmarks.arrivals import Arrivals, ClosedLoop, OpenLoop
 from benchmarks.loads import LOADS, Load, in_process
 from benchmarks.meters import WARM_UP, Check, Clock, Measurement, Meter, OpenClock
 from benchmarks.peers.peer import Peer
+from benchmarks.plain import Array
 from benchmarks.resident import weights
 from benchmarks.results import FIGURES, GOAL_S, NOISY, OPEN_FIGURES, Figure, Figures, Memory, OpenResult, WorkloadResult
 from benchmarks.servers import Running, attnserve, running
@@ -86,9 +87,10 @@ def measure(
     with servers(workload, peers, server_flags, progress) as (found_servers, ways):
         idle = {name: server.resident_bytes() for name, server in found_servers.items()}
         ways = {IN_PROCESS: Way(None, in_process), **_transport(echo), **ways}
+        expected = cache(workload.expected)
         for name, way in ways.items():
             progress(f"checking {name}")
-            check(loop, workload, name, way)
+            check(loop, workload, name, way, expected)
         found: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
         for round_number in range(1, timing.rounds + 1):
             for name, way in ways.items():
@@ -124,19 +126,20 @@ def servers(
         ways = {f"attnserve, {name}": Way(service, load, prepared=True) for name, load in LOADS.items()}
         for peer in peers if workload.peers else ():
             progress(f"starting {peer.name}")
-            found[peer.name] = stack.enter_context(_serving(peer, workload, directory))
+            found[peer.name] = stack.enter_context(serving(peer, workload, peer.settings_for(workload.name), directory))
             for name, load in peer.loads.items():
                 ways[f"{peer.name}, {name}"] = Way(found[peer.name], load, peer)
         yield found, ways
 
 
 @contextmanager
-def _serving(peer: Peer, workload: Workload, directory: Path) -> Iterator[Running]:
+def serving(peer: Peer, workload: Workload, settings: Mapping[str, int], directory: Path) -> Iterator[Running]:
+    """A peer that can serve a workload, whose files go below a directory, until the block ends."""
     own = directory / peer.name
     own.mkdir()
     file = own / "weights.npz"
     np.savez(file, **weights())  # type: ignore[arg-type]
-    with peer.serve(workload.plain(0), peer.settings_for(workload.name), file, own) as server:
+    with peer.serve(workload.plain(0), settings, file, own) as server:
         yield server
 
 
@@ -149,12 +152,14 @@ def baseline(way: str) -> str:
     return "transport, unary" if way.endswith("unary") else "transport, stream"
 
 
-def check(loop: asyncio.Runner, workload: Workload, name: str, way: Way) -> None:
-    """Compares all answers with the exact ones. Raises WrongAnswerError."""
+def check(
+    loop: asyncio.Runner, workload: Workload, name: str, way: Way, expected: Callable[[int], Array] | None = None
+) -> None:
+    """Compares all answers with the exact ones, which `expected` may remember. Raises WrongAnswerError."""
     prepare(workload, way)
     peer = way.peer
     output = None if peer is None else lambda number, reply: peer.output(workload.output_shape(number), reply)
-    meter = Check(workload, name, values=way.values, output=output)
+    meter = Check(workload, name, values=way.values, output=output, expected=expected)
     run(loop, way, workload, ClosedLoop(workload.numbers, workload.in_flight), meter)
 
 

@@ -37,7 +37,7 @@ WORKLOADS: Final[dict[str, Workload]] = {
         Decode("DA", in_flight=1, lengths=(1,), manner="append"),
         Decode("DS", in_flight=1, lengths=(1,), manner="send"),
         Decode("D64", in_flight=1, lengths=(64,), manner="append"),
-        Mixed("X", in_flight=16, lengths=_chosen((16, 40, 96, 160, 250), 64)),
+        Mixed("X", in_flight=16, lengths=_chosen((16, 40, 96, 160, 250), 32)),
     )
 }
 """Attention sent with its keys and values (S, S1, M, L), a resident layer (A, B, and R of ragged lengths), steps of

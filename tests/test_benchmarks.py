@@ -1,10 +1,11 @@
 """The benchmark runs from end to end, refuses wrong answers, and its figures become tables that can be read.
 
-One run of all workloads, so short that its figures mean nothing: no time is asserted.
+One run of some workloads, so short that its figures mean nothing: no time is asserted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -21,11 +22,13 @@ import torch
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.cpus import usable_cpus
 from benchmarks import table
-from benchmarks.measure import IN_PROCESS, TRANSPORT, RoundFigures, baseline, quietest
+from benchmarks.arrivals import ClosedLoop, OpenLoop
+from benchmarks.goals import goals
+from benchmarks.measure import IN_PROCESS, SERVICE, SHARES, TRANSPORT, RoundFigures, baseline, quietest
 from benchmarks.messages import call, replies
-from benchmarks.meters import Check, Clock, WrongAnswerError
+from benchmarks.meters import Check, Clock, OpenClock, WrongAnswerError
 from benchmarks.report import BEGIN, END, report, with_report
-from benchmarks.results import FIGURES, Figure, Result, WorkloadResult
+from benchmarks.results import FIGURES, OPEN_FIGURES, Figure, Memory, Result, WorkloadResult
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
@@ -35,6 +38,7 @@ WAYS = [
     *(f"transport, {name}" for name in TRANSPORT),
     *(f"attnserve, {name}" for name in ("stream", "unary", "async SDK", "sync SDK")),
 ]
+MEASURED = ["S1", "D", "X"]
 GROWTH = ["append, in process", "fork, in process", "append, over the wire", "fork, over the wire"]
 
 pytestmark = pytest.mark.timeout(600)
@@ -51,7 +55,8 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of everything, in a terminal of 100 columns."""
     file = tmp_path_factory.mktemp("benchmarks") / "deep" / "bench.json"
-    brief = ["--seconds", "0.05", "--rounds", "1", "--growth", "400"]
+    brief = ["--workloads", ",".join(MEASURED), "--open", "S1", "--no-curves", "--peers", "none"]
+    brief += ["--seconds", "0.05", "--rounds", "1", "--growth", "400"]
     command = [sys.executable, "-m", "benchmarks", *brief, "--json", str(file)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=560
@@ -65,14 +70,20 @@ def test_all_workloads_are_measured_and_their_file_has_all_fields(run: Run) -> N
     content: dict[str, Any] = json.loads(run.file.read_text())
     assert set(content) == {*Result.__annotations__}
     assert {"cpu", "cores", "memory_bytes", "platform", "python", "torch", "grpcio"} <= set(content["machine"])
-    assert [workload["name"] for workload in content["workloads"]] == [*WORKLOADS]
+    assert [workload["name"] for workload in content["workloads"]] == MEASURED
     assert [growth["name"] for growth in content["growth"]] == GROWTH
     assert all(growth["little_us"] > 0 and growth["much_us"] > 0 for growth in content["growth"])
     for workload in content["workloads"]:
         assert set(workload) == {*WorkloadResult.__annotations__}
-        assert workload["peak_resident_bytes"] is None or (
-            workload["peak_resident_bytes"] >= workload["idle_resident_bytes"] > 0
-        )
+        memory = workload["memory"]["attnserve"]
+        assert memory["peak"] is None or memory["peak"] >= memory["idle"] > 0
+        loops = [(each["way"], each["of"], each["share"]) for each in workload["open"]]
+        assert loops == ([(SERVICE, SERVICE, share) for share in SHARES] if workload["name"] == "S1" else [])
+        for each in workload["open"]:
+            assert list(each["figures"]) == list(OPEN_FIGURES)
+            figures = {name: figure["median"] for name, figure in each["figures"].items()}
+            assert 0 < figures["goodput_per_second"] <= figures["offered_per_second"]
+            assert figures["p50_us"] <= figures["p99_us"] <= figures["p999_us"]
         assert list(workload["ways"]) == WAYS
         for way, figures in workload["ways"].items():
             assert list(figures) == list(FIGURES)
@@ -91,8 +102,8 @@ def test_all_workloads_are_measured_and_their_file_has_all_fields(run: Run) -> N
 def test_terminal_shows_every_workload_without_cutting_anything(run: Run) -> None:
     assert max(map(len, run.terminal.splitlines())) <= table.WIDTH
     assert "…" not in run.terminal
-    for workload in WORKLOADS.values():
-        assert f"{workload.name}: {workload.description}" in run.terminal
+    for name in MEASURED:
+        assert f"{name}: {WORKLOADS[name].description}" in run.terminal
     for word in (*" ".join(table.HEADINGS).split(), *GROWTH):
         assert word in run.terminal
 
@@ -105,18 +116,29 @@ def test_file_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
 def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    command = [sys.executable, "-m", "benchmarks.report", "--json", str(run.file), "--document", str(document)]
+    picture = tmp_path / "performance.png"
+    command = [sys.executable, "-m", "benchmarks.report", "--json", str(run.file)]
+    command += ["--document", str(document), "--plot", str(picture)]
     for _ in range(2):
         subprocess.run(command, cwd=ROOT, check=True, timeout=60)
     written = document.read_text()
     assert written == f"before\n{BEGIN}\n{report(Result.read(run.file))}\n{END}\nafter\n"
     assert max(map(len, written.splitlines())) <= table.WIDTH
+    assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="followed by"):
         with_report(f"{END} {BEGIN}", "text")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--workloads", "S,Q"], ["--rounds", "0"], ["--seconds", "0"], ["--growth", "5"]]
+    "arguments",
+    [
+        ["--workloads", "S,Q"],
+        ["--open", "Q"],
+        ["--peers", "Q"],
+        ["--rounds", "0"],
+        ["--seconds", "0"],
+        ["--growth", "5"],
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks", *arguments]
@@ -165,10 +187,10 @@ def test_replies_without_computation_are_as_long_as_computed_ones() -> None:
         assert payload < len(workload.reply(0)) < payload + (300 if workload.name == "D64" else 100)
 
 
-def test_requests_of_one_length_have_replies_of_one_length() -> None:
+def test_requests_of_one_kind_have_messages_of_one_length() -> None:
     for workload in WORKLOADS.values():
         by_length = {(len(workload.request(number)), len(workload.reply(number))) for number in workload.numbers}
-        assert len(by_length) == len(set(workload.lengths))
+        assert len(by_length) == len(set(map(workload.kind, workload.numbers)))
 
 
 def test_streams_messages_hold_what_was_put_in() -> None:
@@ -247,15 +269,57 @@ def test_noise_is_marked_and_ratios_are_of_tokens() -> None:
     quiet["other_cores"] = Figure.of([0.1])
     busy = {**quiet, "other_cores": Figure.of([0.4])}
     unsteady = {**quiet, "requests_per_second": Figure.of([100.0, 140.0])}
+    slower = {**quiet, "tokens_per_second": Figure.of([75.0])}
     faster = {**quiet, "tokens_per_second": Figure.of([150.0])}
     ways = {IN_PROCESS: quiet, "transport, stream": quiet, "transport, unary": busy, "attnserve, unary": unsteady}
-    result = WorkloadResult("S", "16 tokens", 16, 16.0, 1, 2, {**ways, "attnserve, stream": faster})
+    ways = {**ways, "attnserve, stream": faster, "Triton, unary": quiet, "Mosec, http": slower}
+    result = WorkloadResult("S", "16 tokens", 16, 16.0, {"attnserve": Memory(1, 2)}, ways, [])
 
     assert [way for way in result.ways if result.noisy(way, 2)] == ["transport, unary", "attnserve, unary"]
     assert result.ratio("attnserve, stream", baseline("attnserve, stream")) == 1.5
     assert baseline("attnserve, unary") == "transport, unary"
     cells = {row[0]: row for row in table.rows(result, 2)}
-    assert cells["attnserve, unary"][3].endswith(table.MARK)
-    assert cells["attnserve, stream"][1:5] == ["1.50", "1.50", "100", "0%"]
-    assert "under load" in table.memory(result)
-    assert "under load" not in table.memory(replace(result, peak_resident_bytes=None))
+    assert cells["attnserve, unary"][4].endswith(table.MARK)
+    assert cells["attnserve, stream"][1:7] == ["1.50", "1.50", "1.50", "100", "150", "0%"]
+    assert cells["Mosec, http"][3] == "0.75"
+    assert result.best_peer() == "Triton, unary"
+    assert "at most" in table.memory(Memory(1, 2))
+    assert "at most" not in table.memory(Memory(1, None))
+    (compared, limit) = goals([result])
+    assert (compared.found, compared.reached) == (1.5, True)
+    assert (limit.found, limit.reached) == (1.5, True)
+    (compared, _) = goals([replace(result, ways={way: result.ways[way] for way in (*WAYS[:3], "attnserve, stream")})])
+    assert (compared.found, compared.reached) == (None, None)
+
+
+def test_an_open_loop_leaves_out_none_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.meters.perf_counter", lambda: now[0])
+    arrivals = OpenLoop([0, 1], 2.0, 12.0, seed=0)
+    arrivals.begun = 100.0
+    clock = OpenClock(WORKLOADS["S"], arrivals, 2.0, lambda: 0.0)
+    counted = [time for time in arrivals.times if time >= 2.0]
+    assert 0 < len(counted) < len(arrivals.times)
+    going = []
+    for number, time in enumerate(arrivals.times):
+        now[0] = 200.0 + number  # a server that stalls for as long as all are due
+        going.append(clock.replied(0, 100.0 + time, b""))
+    assert going == [True] * (len(arrivals.times) - 1) + [False]
+    assert len(clock.measurement.latencies) == len(counted)
+    assert max(clock.measurement.latencies) > 95
+
+
+async def test_open_loops_send_when_it_is_due_and_closed_ones_when_a_reply_came() -> None:
+    arrivals = OpenLoop([7, 8], 1000.0, 0.05, seed=3)
+    sent: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
+    arrivals.begin(lambda number, due: sent.put_nowait((number, due)))
+    found = [await sent.get() for _ in arrivals.times]
+    arrivals.end()
+    assert [number for number, _ in found] == [(7, 8)[place % 2] for place in range(len(found))]
+    assert [due - arrivals.begun for _, due in found] == pytest.approx(arrivals.times)
+    assert arrivals.answered() is None
+    assert all(late >= 0 for late in arrivals.late)
+
+    closed, first = ClosedLoop([1, 2, 3], 2), []
+    closed.begin(lambda number, _: first.append(number))
+    assert [*first, closed.answered()[0], closed.answered()[0]] == [1, 2, 3, 1]

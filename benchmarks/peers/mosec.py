@@ -52,7 +52,7 @@ class Mosec(Peer):
 
     name = "Mosec"
     packages = ("mosec", "torch")
-    settings: ClassVar = {"workers": 1, "batch": 64, "wait_ms": 1, "threads": 2}
+    settings: ClassVar = {"workers": 1, "batch": 64, "wait_ms": 1, "threads": 1}
     description = (
         "Mosec: HTTP, bodies of bytes, dynamic batching with the shortest wait that it has, requests of different "
         "shapes in one batch, torch in the workers"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from benchmarks.loads import Load
 from benchmarks.plain import Array, Plain, PlainAttention
 from benchmarks.servers import Running
 
-ENVIRONMENTS = Path(__file__).parents[2] / ".venv-peers"
+ENVIRONMENTS: Final = Path(__file__).parents[2] / ".venv-peers"
+SETTINGS: Final = Path(__file__).with_name("settings.json")
+"""The settings that were the fastest for each peer in each workload, as `tune.py` found them."""
 
 
 class Peer(ABC):
@@ -24,8 +27,7 @@ class Peer(ABC):
     packages: ClassVar[tuple[str, ...]]
     """Whose versions matter."""
     settings: ClassVar[Mapping[str, int]]
-    """The settings that were the fastest for it; `tuned` has what differs for some workloads, by name."""
-    tuned: ClassVar[Mapping[str, Mapping[str, int]]] = {}
+    """The settings of workloads for which none were found that are faster."""
     description: ClassVar[str]
     """What it is, and what of it is used, in words."""
     loads: ClassVar[Mapping[str, Load]]
@@ -42,8 +44,9 @@ class Peer(ABC):
         """The output of this shape in a reply."""
 
     def settings_for(self, workload: str) -> dict[str, int]:
-        """Its settings for a workload, by its name."""
-        return {**self.settings, **self.tuned.get(workload, {})}
+        """The settings that were the fastest for it in a workload, by its name."""
+        found: dict[str, dict[str, int]] = json.loads(SETTINGS.read_text("utf-8")).get(self.name, {})
+        return {**self.settings, **found.get(workload, {})}
 
     @property
     def environment(self) -> Path:
@@ -60,19 +63,18 @@ class Peer(ABC):
         """The packages of its virtual environment."""
         return next((self.environment / "lib").glob("python3.*")) / "site-packages"
 
-    def described(self) -> dict[str, str]:
-        """What it is, its versions and its settings, in words."""
+    def described(self, workloads: Iterable[str]) -> dict[str, str]:
+        """What it is, its versions and its settings for workloads, in words."""
         found = {each.name: each.version for each in metadata.distributions(path=[str(self.site_packages)])}
-        tuned = {name: _shown(settings) for name, settings in self.tuned.items()}
+        named: dict[str, list[str]] = {}
+        for workload in workloads:
+            settings = ", ".join(f"{name} {value}" for name, value in self.settings_for(workload).items())
+            named.setdefault(settings, []).append(workload)
         return {
             "what": self.description,
             "versions": ", ".join(f"{name} {found[name]}" for name in self.packages),
-            "settings": "; ".join((_shown(self.settings), *(f"{name}: {shown}" for name, shown in tuned.items()))),
+            "settings": "; ".join(f"{', '.join(names)}: {settings}" for settings, names in named.items()),
         }
-
-
-def _shown(settings: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def model_of(problem: Plain) -> str:

@@ -182,7 +182,7 @@ class Triton(Peer):
 
     name = "Triton"
     packages = ("nvidia-pytriton", "torch")
-    settings: ClassVar = {"batch": 64, "instances": 1, "threads": 2}
+    settings: ClassVar = {"batch": 64, "instances": 1, "threads": 1}
     description = (
         "Triton Inference Server with its Python backend: gRPC, dynamic batching without delay, requests of different "
         "shapes in one batch, torch in the backend"

@@ -1,4 +1,4 @@
-"""`attnserve bench` against the real server: it measures, checks what it measures, and says what is wrong in one line."""
+"""`attnserve bench` against the real server: it measures, checks the answers, and says what is wrong in one line."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
 
 
 def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
-    """A server that stalls: all answers come when the last request is sent, so the first was late for nearly as long."""
+    """A server that stalls: answers come when the last request is sent, so the first was late for as long."""
     timings = type("Timings", (), {"queue": 0.0, "compute": 0.0})()
     result = type("Result", (), {"timings": timings, "batch_size": 1})()
     waiting: list[Future[Any]] = []

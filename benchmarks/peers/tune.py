@@ -1,0 +1,78 @@
+"""`make bench-tune`: the settings with which each peer is the fastest, workload by workload, on this machine.
+
+In: the settings to try. Out: a line each, and settings.json beside this file, from which the benchmark takes them: so
+that a peer is measured at its best. Run it on a quiet machine; it takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from attnserve_server.cpus import usable_cpus
+from benchmarks.measure import Way, check, closed, quietest, serving
+from benchmarks.peers.mosec import Mosec
+from benchmarks.peers.peer import SETTINGS, Peer
+from benchmarks.peers.triton import Triton
+from benchmarks.workload import Workload
+from benchmarks.workloads import WORKLOADS
+
+
+def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
+    """The settings to try: processes and threads that share the cores, and the longest batch."""
+    cores = usable_cpus()
+    processes = "instances" if isinstance(peer, Triton) else "workers"
+    # One at a time needs no batch, for which Mosec would wait.
+    batches = (64,) if workload.in_flight > 1 else (64, 1)
+    shared = {(1, 1), (1, cores), (cores, 1)} if workload.in_flight > 1 else {(1, 1), (1, cores)}
+    return [
+        {**peer.settings, processes: count, "threads": threads, "batch": batch}
+        for count, threads in sorted(shared)
+        for batch in batches
+    ]
+
+
+def rate(loop: asyncio.Runner, peer: Peer, workload: Workload, settings: Mapping[str, int], seconds: float) -> float:
+    """Requests a second of the fastest way of calling a peer with these settings. Raises WrongAnswerError."""
+    rates = []
+    with (
+        tempfile.TemporaryDirectory(prefix="attnserve-bench-") as directory,
+        serving(peer, workload, settings, Path(directory)) as server,
+    ):
+        for name, load in peer.loads.items():
+            way = Way(server, load, peer)
+            check(loop, workload, f"{peer.name}, {name}", way)
+            for _ in range(2):
+                figures = quietest(lambda way=way: closed(loop, way, workload, seconds))  # type: ignore[misc]
+                rates.append(figures["requests_per_second"] or 0.0)
+    return max(rates)
+
+
+def main() -> None:
+    """Tries all and writes the file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.tune", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--workloads", default=",".join(name for name, each in WORKLOADS.items() if each.peers))
+    chosen = parser.parse_args()
+    console = Console(highlight=False)
+    found = json.loads(SETTINGS.read_text("utf-8"))
+    with asyncio.Runner() as loop:
+        for peer in (Triton(), Mosec()):
+            for name in chosen.workloads.split(","):
+                rates = []
+                for settings in variants(peer, WORKLOADS[name]):
+                    rates.append((rate(loop, peer, WORKLOADS[name], settings, chosen.seconds), settings))
+                    console.print(f"{peer.name}, {name}: {rates[-1][0]:,.1f} requests/s with {settings}")
+                _, found.setdefault(peer.name, {})[name] = max(rates, key=lambda each: each[0])
+                SETTINGS.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    console.print(f"written to {SETTINGS}")
+
+
+if __name__ == "__main__":
+    main()
