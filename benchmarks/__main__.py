@@ -30,7 +30,7 @@ from benchmarks.peers.peer import Peer
 from benchmarks.peers.triton import Triton
 from benchmarks.results import NOISY, Curve, Result, WorkloadResult
 from benchmarks.servers import attnserve, running
-from benchmarks.workloads import WORKLOADS
+from benchmarks.suites import SUITES
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
@@ -39,19 +39,29 @@ PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--workloads", type=_names, default=[*WORKLOADS], help="which, by name; none for none")
+    parser.add_argument("--device", choices=[*SUITES], default="cpu", help="of the service, and of torch in process")
+    parser.add_argument("--workloads", type=_names, help="which, by name; none for none; default: all of the device")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement, after its warm-up")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=_names, help="which servers of others; default: those that are installed")
-    parser.add_argument("--open", type=_names, default=["X"], help="the workloads to be measured by open loops too")
+    parser.add_argument("--open", type=_names, help="the workloads to be measured by open loops too; default: X")
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True, help="how cost grows")
-    parser.add_argument("--growth", type=int, default=100_000, help="tokens to append one by one; 0 leaves that out")
+    parser.add_argument("--growth", type=int, help="tokens to append one by one; 0 leaves that out")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
+    suite = SUITES[found.device]
+    if found.workloads is None:
+        found.workloads = [*suite.workloads]
+    if found.open is None:
+        found.open = suite.opened
+    if found.growth is None:
+        found.growth = 100_000 if found.device == "cpu" else 0
     if found.peers is None:
-        found.peers = [name for name, peer in PEERS.items() if peer.installed]
-    for names, known in ((found.workloads, WORKLOADS), (found.open, WORKLOADS), (found.peers, PEERS)):
+        found.peers = [name for name, peer in PEERS.items() if peer.installed and found.device == "cpu"]
+    if found.peers and found.device != "cpu":
+        parser.error("peers compute on a CPU")
+    for names, known in ((found.workloads, suite.workloads), (found.open, suite.workloads), (found.peers, PEERS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"no such {', '.join(unknown)}; there are {', '.join(known)}")
     if missing := [name for name in found.peers if not PEERS[name].installed]:
@@ -74,15 +84,20 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=max(table.WIDTH, Console().width), highlight=False)
     begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe()
-    flags, peers = ["--device", "cpu", *chosen.server_flags], [PEERS[name] for name in chosen.peers]
+    flags, peers = ["--device", chosen.device, *chosen.server_flags], [PEERS[name] for name in chosen.peers]
+    suite = SUITES[chosen.device]
     results: list[WorkloadResult] = []
     curves: list[Curve] = []
     grown: list[Growth] = []
-    with running("benchmarks.echo", "workloads") as echo, asyncio.Runner() as loop, console.status("") as status:
+    with (
+        running("benchmarks.echo", chosen.device, "workloads") as echo,
+        asyncio.Runner() as loop,
+        console.status("") as status,
+    ):
         for place, name in enumerate(chosen.workloads, 1):
             result = measure(
                 loop,
-                WORKLOADS[name],
+                suite.workloads[name],
                 echo,
                 Timing(chosen.seconds, chosen.rounds),
                 peers=peers,
@@ -96,7 +111,10 @@ def main() -> None:
                 console.print(table.opened(result), "")
         if chosen.curves:
             progress = partial(_progress, status, "how cost grows")
-            curves = measure_curves(loop, peers, chosen.seconds / 2, server_flags=flags, progress=progress)
+            with running("benchmarks.echo", chosen.device, "curves") as large_echo:
+                curves = measure_curves(
+                    loop, suite.curves, large_echo, peers, chosen.seconds / 2, server_flags=flags, progress=progress
+                )
             for each in curves:
                 console.print(table.curve(each), "")
         if chosen.growth:

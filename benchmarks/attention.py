@@ -1,4 +1,4 @@
-"""Attention by itself: callers send queries, keys and values; 8 heads of 64, float32, causal."""
+"""Attention by itself: callers send queries, keys and values; causal."""
 
 from __future__ import annotations
 
@@ -9,35 +9,46 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve import AsyncClient, Client
 from attnserve._operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.plain import Array, PlainAttention, exact_attention
-from benchmarks.workload import HEAD_DIM, HEADS, Batch, Result, Workload, tensor
+from benchmarks.workload import SMALL, Batch, Outputs, Result, Shape, Workload, device_tensor, finished, tensor
 
-CHECKED_ROWS: Final = 1024
+CHECKED_ROWS: Final = 256
 
 
 @dataclass(frozen=True)
 class Attention(Workload):
-    """Requests of one length, so that torch can stack them."""
+    """Requests of one length, so that torch can stack them, on a device in process."""
+
+    shape: Shape = SMALL
+    device: str = "cpu"
 
     operation = ATTEND
-    tolerance = 2e-6
+
+    @property
+    def tolerance(self) -> float:
+        """That of the dtype."""
+        return self.shape.tolerance
+
+    @property
+    def output_dtype(self) -> np.dtype[Any]:
+        """That of the queries."""
+        return self.shape.numpy
 
     def arrays(self, number: int) -> tuple[Array, Array, Array]:
-        """Query, key and value, [H, L, D], unit-normal."""
-        random = np.random.default_rng(number)
-        shape = self.output_shape(number)
-        query, key, value = (random.standard_normal(shape, dtype=np.float32) for _ in range(3))
+        """Query [H, L, D], key and value [Hk, L, D], unit-normal."""
+        random, shape, length = np.random.default_rng(number), self.shape, self.lengths[number]
+        query = shape.normal(random, shape.heads, length, shape.head_dim)
+        key, value = (shape.normal(random, shape.kv_heads, length, shape.head_dim) for _ in range(2))
         return query, key, value
 
     def output_shape(self, number: int) -> tuple[int, ...]:
         """[H, L, D]."""
-        return (HEADS, self.lengths[number], HEAD_DIM)
+        return (self.shape.heads, self.lengths[number], self.shape.head_dim)
 
     def plain(self, number: int) -> PlainAttention:
         """The same."""
@@ -60,10 +71,12 @@ class Attention(Workload):
         """One call of torch's own attention for all that are in flight."""
         return [Batch(chunk, self._stacked(chunk)) for chunk in self.chunks()]
 
-    def _stacked(self, chunk: tuple[int, ...]) -> partial[torch.Tensor]:
+    def _stacked(self, chunk: tuple[int, ...]) -> partial[Outputs]:
         arrays = zip(*map(self.arrays, chunk), strict=True)
-        query, key, value = (torch.from_numpy(np.stack(each)) for each in arrays)
-        return partial(scaled_dot_product_attention, query, key, value, is_causal=True)
+        query, key, value = (device_tensor(np.stack(each), self.device) for each in arrays)
+        gqa = self.shape.heads != self.shape.kv_heads
+        call = partial(scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=gqa)
+        return partial(finished, call, self.device)
 
     def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
         """Sends the arrays of a request and waits for the result."""

@@ -19,8 +19,9 @@ from benchmarks.measure import SERVICE, Way, check, closed, servers
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import Array, PlainAttention
 from benchmarks.results import Curve, Point
-from benchmarks.servers import running
+from benchmarks.servers import Running
 from benchmarks.workload import HEAD_DIM, HEADS, Workload
+from benchmarks.workloads import BRAIN
 
 TRANSPORT: Final = "transport, stream"
 
@@ -92,36 +93,59 @@ CURVES: Final = (
 )
 
 
-def curve_workloads() -> list[Workload]:
-    """All points of all curves."""
-    return [workload for kind in CURVES for workload in kind.workloads.values()]
+CUDA_CURVES: Final = (
+    Growing(
+        "length",
+        f"causal attention, {BRAIN}, 1 in flight",
+        "tokens",
+        {
+            length: Attention(f"{length} tokens", 1, (length,), shape=BRAIN, device="cuda")
+            for length in (1, 16, 128, 1024, 4096, 16_384)
+        },
+    ),
+    Growing(
+        "cached length",
+        f"1 query to a resident cache, {BRAIN}, 1 in flight",
+        "tokens in the cache",
+        {
+            tokens: Decode(f"{tokens} cached", 1, (1,), tokens=tokens, shape=BRAIN, device="cuda")
+            for tokens in (16, 256, 2048, 16_384, 131_072)
+        },
+    ),
+)
+
+
+def points(kinds: Sequence[Growing]) -> list[Workload]:
+    """All points of some curves."""
+    return [workload for kind in kinds for workload in kind.workloads.values()]
 
 
 def curves(
     loop: asyncio.Runner,
+    kinds: Sequence[Growing],
+    echo: Running,
     peers: Sequence[Peer],
     seconds: float,
     *,
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
-    """Measures all curves with one server of each kind. Raises WrongAnswerError."""
-    largest = max(workload.cache_bytes for workload in curve_workloads())
+    """Measures curves with one server of each kind. Raises WrongAnswerError."""
+    largest = max(workload.cache_bytes for workload in points(kinds))
     flags = [*server_flags, "--cache-bytes", str(largest)]
     found = []
-    first = next(iter(CURVES[0].workloads.values()))
-    with running("benchmarks.echo", "curves") as echo, servers(first, peers, flags, progress) as (_, ways):
+    with servers(points(kinds)[0], peers, flags, progress) as (_, ways):
         chosen = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
         others = {name: way for name, way in ways.items() if not name.startswith("attnserve") and "stream" not in name}
-        for kind in CURVES:
+        for kind in kinds:
             resident = any(isinstance(workload, Decode) for workload in kind.workloads.values())
-            points: dict[str, list[Point]] = {}
+            measured: dict[str, list[Point]] = {}
             for name, way in {**chosen, **({} if resident else others)}.items():
                 progress(f"{kind.name}: {name}")
-                points[name] = [
+                measured[name] = [
                     _point(loop, way, name, value, workload, seconds) for value, workload in kind.workloads.items()
                 ]
-            found.append(Curve(kind.name, kind.description, kind.unit, points))
+            found.append(Curve(kind.name, kind.description, kind.unit, measured))
     return found
 
 

@@ -1,7 +1,7 @@
-"""A step of a decoder over a history of 2 048 tokens: one query each for some sequences; 8 heads of 64, float32.
+"""A step of a decoder over a history: one query each for some sequences.
 
 The history is resident in caches, one a sequence, or is sent with every request. Steps that append one token to each
-cache look at the first 2 048 only: so what is computed, and what comes out, stays the same while the caches grow.
+cache look at the history only: so what is computed, and what comes out, stays the same while the caches grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from attnserve._operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.plain import Array, PlainAttention, exact_attention
-from benchmarks.workload import HEAD_DIM, HEADS, TIMINGS, Batch, Result, Workload, tensor
+from benchmarks.workload import (
+    SMALL,
+    TIMINGS,
+    Batch,
+    Outputs,
+    Result,
+    Shape,
+    Workload,
+    device_tensor,
+    finished,
+    tensor,
+)
 
 HISTORY: Final = 2048
 """How many tokens there are before a step, unless a workload says otherwise."""
@@ -33,23 +44,16 @@ NO_NAME: Final = "-" * 24
 
 
 @lru_cache(maxsize=4)
-def history(tokens: int, sequence: int) -> tuple[Array, Array]:
-    """The keys and values of a sequence, [H, tokens, D], unit-normal."""
+def history(shape: Shape, tokens: int, sequence: int) -> tuple[Array, Array]:
+    """The keys and values of a sequence, [Hk, tokens, D], unit-normal."""
     random = np.random.default_rng((tokens, sequence))
-    key, value = (random.standard_normal((HEADS, tokens, HEAD_DIM), dtype=np.float32) for _ in range(2))
+    key, value = (shape.normal(random, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
     return key, value
 
 
-def queries(number: int, count: int) -> Array:
-    """The queries of a request, [B, H, 1, D], unit-normal."""
-    return np.random.default_rng(number).standard_normal((count, HEADS, 1, HEAD_DIM), dtype=np.float32)
-
-
-@lru_cache(maxsize=64)
-def attended(number: int, tokens: int, sequences: range) -> Array:
-    """What comes out of a request, [B, H, 1, D], in float64 by the definition."""
-    pairs = zip(queries(number, len(sequences)), sequences, strict=True)
-    return np.stack([exact_attention(PlainAttention(query, *history(tokens, sequence))) for query, sequence in pairs])
+def queries(shape: Shape, number: int, count: int, heads: int) -> Array:
+    """The queries of a request, or what is appended with them, [B, heads, 1, D], unit-normal."""
+    return shape.normal(np.random.default_rng(number), count, heads, 1, shape.head_dim)
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,33 @@ class Decode(Workload):
     manner: Literal["attend", "append", "send"] = "attend"
     tokens: int = HISTORY
     """How many tokens each sequence has before the step."""
+    shape: Shape = SMALL
+    device: str = "cpu"
+    """Where torch in process has the histories."""
+    distinct: int = 1 << 20
+    """How many of the histories differ."""
+    pool_bytes: int = 1 << 30
     _names: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
     _opened: WeakKeyDictionary[Any, Any] = field(
         default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
     )
 
     operation = ATTEND
-    tolerance = 2e-6
-    cache_bytes = 1 << 30
+
+    @property
+    def cache_bytes(self) -> int:
+        """Room for the histories, and for what is appended."""
+        return self.pool_bytes
+
+    @property
+    def tolerance(self) -> float:
+        """That of the dtype."""
+        return self.shape.tolerance
+
+    @property
+    def output_dtype(self) -> np.dtype[Any]:
+        """That of the queries."""
+        return self.shape.numpy
 
     @property
     def description(self) -> str:
@@ -83,6 +106,10 @@ class Decode(Workload):
         """The sequences of a request."""
         return range(self.lengths[number])
 
+    def history(self, sequence: int) -> tuple[Array, Array]:
+        """The keys and values of a sequence, [Hk, tokens, D]."""
+        return history(self.shape, self.tokens, sequence % self.distinct)
+
     def prepare(self, address: str) -> None:
         """Creates the caches, or cuts off what has been appended to them."""
         if self.manner == "send":
@@ -91,9 +118,9 @@ class Decode(Workload):
             if not self._names or self._names[0] not in {cache.name for cache in client.caches.list()}:
                 self._names.clear()
                 for sequence in range(max(self.lengths)):
-                    cache = client.create_cache(HEADS, HEAD_DIM)
+                    cache = client.create_cache(self.shape.kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
                     for begin in range(0, self.tokens, CHUNK):
-                        cache.append(*(part[:, begin : begin + CHUNK] for part in history(self.tokens, sequence)))
+                        cache.append(*(part[:, begin : begin + CHUNK] for part in self.history(sequence)))
                     self._names.append(cache.name)
             for name in self._names:
                 client.open_cache(name).truncate(self.tokens)
@@ -101,13 +128,14 @@ class Decode(Workload):
     def arrays(self, number: int) -> tuple[Array, ...]:
         """Query [H, 1, D] and, but for what only attends, key and value; with a batch before that for several."""
         sequences = self.sequences(number)
-        query = queries(number, len(sequences))
+        query = queries(self.shape, number, len(sequences), self.shape.heads)
         if self.manner == "attend":
             arrays: tuple[Array, ...] = (query,)
         elif self.manner == "append":
-            arrays = (query, -query, 2 * query)
+            appended = queries(self.shape, number, len(sequences), self.shape.kv_heads)
+            arrays = (query, -appended, appended)
         else:
-            arrays = (query, *map(np.stack, zip(*(history(self.tokens, each) for each in sequences), strict=True)))
+            arrays = (query, *map(np.stack, zip(*map(self.history, sequences), strict=True)))
         return arrays if len(sequences) > 1 else tuple(array[0] for array in arrays)
 
     @property
@@ -118,12 +146,13 @@ class Decode(Workload):
     def plain(self, number: int) -> PlainAttention:
         """The query and the history of one sequence."""
         (sequence,) = self.sequences(number)
-        return PlainAttention(queries(number, 1)[0], *history(self.tokens, sequence))
+        return PlainAttention(queries(self.shape, number, 1, self.shape.heads)[0], *self.history(sequence))
 
     def output_shape(self, number: int) -> tuple[int, ...]:
         """[H, 1, D], with a batch before that for several sequences."""
         count = self.lengths[number]
-        return (HEADS, 1, HEAD_DIM) if count == 1 else (count, HEADS, 1, HEAD_DIM)
+        one = (self.shape.heads, 1, self.shape.head_dim)
+        return one if count == 1 else (count, *one)
 
     def request(self, number: int) -> bytes:
         """An encoded AttendRequest."""
@@ -138,24 +167,29 @@ class Decode(Workload):
 
     def reply(self, number: int) -> bytes:
         """An encoded reply as long as the service's."""
-        output = tensor(np.zeros(self.output_shape(number), np.float32))
+        output = tensor(np.zeros(self.output_shape(number), self.output_dtype))
         lengths = [] if self.manner == "send" else [self.tokens] * self.lengths[number]
         reply = pb.AttendResponse(timings=TIMINGS, batch_size=1, output=output, cache_lengths=lengths)
         return reply.SerializeToString()
 
     def expected(self, number: int) -> Array:
         """As `output_shape`, float64."""
-        return attended(number, self.tokens, self.sequences(number)).reshape(self.output_shape(number))
+        sequences = self.sequences(number)
+        pairs = zip(queries(self.shape, number, len(sequences), self.shape.heads), sequences, strict=True)
+        outputs = [exact_attention(PlainAttention(query, *self.history(sequence))) for query, sequence in pairs]
+        return np.stack(outputs).reshape(self.output_shape(number))
 
     def batches(self) -> list[Batch]:
         """One call of torch's own attention a request, over the history as it is."""
         return [Batch((number,), self._in_process(number)) for number in self.numbers]
 
-    def _in_process(self, number: int) -> partial[list[torch.Tensor]]:
-        sequences = self.sequences(number)
-        key, value = _stacked(self.tokens, sequences)
-        query = torch.from_numpy(queries(number, len(sequences)))
-        return partial(_attend, query, key, value, self.output_shape(number))
+    def _in_process(self, number: int) -> partial[Outputs]:
+        sequences, shape = self.sequences(number), self.shape
+        key, value = _stacked(shape, self.tokens, tuple(each % self.distinct for each in sequences), self.device)
+        query = device_tensor(queries(shape, number, len(sequences), shape.heads), self.device)
+        # Query heads that read one key head become its queries, which torch's kernels are faster with.
+        query = query.view(len(sequences), shape.kv_heads, -1, shape.head_dim)
+        return partial(finished, partial(_attend, query, key, value, self.output_shape(number)), self.device)
 
     def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
         """Sends the arrays of a request and waits for the result."""
@@ -191,12 +225,18 @@ class Decode(Workload):
         return np.full(self.lengths[number], self.tokens, np.int64)
 
 
-@lru_cache(maxsize=8)
-def _stacked(tokens: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """The histories of sequences, [B, H, tokens, D] each."""
-    key, value = (torch.empty(len(sequences), HEADS, tokens, HEAD_DIM) for _ in range(2))
+@lru_cache(maxsize=2)
+def _stacked(shape: Shape, tokens: int, sequences: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The histories of sequences, [B, Hk, tokens, D] each, on a device."""
+    key, value = (
+        torch.empty(
+            len(sequences), shape.kv_heads, tokens, shape.head_dim, dtype=getattr(torch, shape.dtype), device=device
+        )
+        for _ in range(2)
+    )
     for place, sequence in enumerate(sequences):
-        key[place], value[place] = map(torch.from_numpy, history(tokens, sequence))
+        for tensors, part in zip((key, value), history(shape, tokens, sequence), strict=True):
+            tensors[place] = device_tensor(part, device)
     return key, value
 
 

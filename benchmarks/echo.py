@@ -1,7 +1,7 @@
 """The ceiling of transport: the same service's stream and unary calls, answered with replies that were encoded before.
 
-Run by the benchmark as `python -m benchmarks.echo workloads` or `curves`, whose requests it knows; says on which
-address it serves. A request is known by what it asks for and its length, which say how long its reply has to be.
+Run by the benchmark as `python -m benchmarks.echo DEVICE workloads`, or `curves`: it knows their requests, and says on
+which address it serves. A request is known by what it asks for and its length, which say how long its reply has to be.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.calls import read_message
 from attnserve_server.reply import stream_reply
 from attnserve_server.stream import MAX_JOINED_BYTES
-from benchmarks.curves import curve_workloads
+from benchmarks.curves import points
+from benchmarks.suites import SUITES
 from benchmarks.workload import Workload
-from benchmarks.workloads import WORKLOADS
 
 MAX_CALLS: Final = 4096
 HEADER_BYTES: Final = 16
@@ -101,4 +101,6 @@ async def serve(workloads: Iterable[Workload]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(WORKLOADS.values() if sys.argv[1] == "workloads" else curve_workloads()))
+    _, device, known = sys.argv
+    suite = SUITES[device]
+    asyncio.run(serve(suite.workloads.values() if known == "workloads" else points(suite.curves)))

@@ -59,7 +59,7 @@ class Check:
         """Compares; raises WrongAnswerError."""
         del sent_at
         workload = self._workload
-        output = self._output(number, bytes(reply)) if isinstance(reply, bytes | memoryview) else np.asarray(reply)
+        output = self._array(number, reply)
         shape, rows = workload.output_shape(number), workload.rows(number)
         if output.shape != shape:
             self._fail(number, f"has the shape {output.shape} instead of {shape}")
@@ -70,6 +70,12 @@ class Check:
             self._fail(number, f"is off by {error:.1e}, where {workload.tolerance:.0e} is allowed")
         self._missing.discard(number)
         return bool(self._missing)
+
+    def _array(self, number: int, reply: Reply) -> Array:
+        if isinstance(reply, torch.Tensor):
+            return reply.cpu().float().numpy()
+        output = self._output(number, bytes(reply)) if isinstance(reply, bytes | memoryview) else np.asarray(reply)
+        return output.astype(np.float32, copy=False)
 
     def _fail(self, number: int, how: str) -> None:
         raise WrongAnswerError(f"workload {self._workload.name}, {self._way}: the answer to request {number} {how}")

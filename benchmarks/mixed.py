@@ -17,7 +17,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.peers import compute
 from benchmarks.plain import Array, PlainAttention, exact_attention
-from benchmarks.workload import HEAD_DIM, HEADS, Batch, Result, Workload, tensor
+from benchmarks.workload import HEAD_DIM, HEADS, SMALL, Batch, Result, Workload, tensor
 
 FEW_HEADS = 2
 
@@ -30,7 +30,7 @@ class Mixed(Workload):
     """
 
     operation = ATTEND
-    tolerance = 2e-6
+    tolerance = SMALL.tolerance
 
     @property
     def description(self) -> str:

@@ -34,15 +34,17 @@ Plain: TypeAlias = PlainAttention | PlainLayer
 
 def exact_attention(problem: PlainAttention, rows: slice = slice(None)) -> Array:
     """softmax(scale · q k) v, [H, L, D] float64, of some queries; causal ones attend up to their own position."""
-    query, key, value = (array.astype(np.float64) for array in (problem.query[:, rows], problem.key, problem.value))
-    group = len(query) // len(key)
-    key, value = (np.repeat(array, group, axis=0) for array in (key, value))
+    key, value = (array.astype(np.float64)[:, None] for array in (problem.key, problem.value))
+    query = problem.query[:, rows].astype(np.float64)
+    # Query heads by the key head that they read: [Hk, Hq / Hk, L, D].
+    grouped = query.reshape(len(key), -1, *query.shape[1:])
     scale = 1 / np.sqrt(query.shape[-1]) if problem.scale is None else problem.scale
-    scores = query @ key.swapaxes(-1, -2) * scale
+    scores = grouped @ key.swapaxes(-1, -2) * scale
     if problem.mask is not None:
         scores = np.where(problem.mask[rows], scores, -np.inf)
     if problem.causal:
         positions = np.arange(problem.query.shape[1])[rows]
-        scores = np.where(np.arange(key.shape[1]) <= positions[:, None], scores, -np.inf)
+        scores = np.where(np.arange(key.shape[-2]) <= positions[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))
+    output = weights @ value / weights.sum(axis=-1, keepdims=True)
+    return np.asarray(output.reshape(len(query), query.shape[1], value.shape[-1]))

@@ -13,21 +13,70 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import torch
 
-from attnserve import AsyncClient, AttentionResult, Client, LayerResult
+from attnserve import AsyncClient, AttentionResult, Client, LayerResult, _dtypes
 from attnserve._arrays import from_wire
 from attnserve._operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.plain import Array, Plain
 
+Outputs: TypeAlias = Sequence[torch.Tensor] | torch.Tensor
 Result: TypeAlias = AttentionResult[Array] | LayerResult[Array]
 
 HEADS, HEAD_DIM = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The heads of queries, those of keys and values, their width, and the dtype of all, as torch and NumPy call it."""
+
+    heads: int = HEADS
+    kv_heads: int = HEADS
+    head_dim: int = HEAD_DIM
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads} heads on {self.kv_heads}"
+        return f"{heads} of {self.head_dim}, {self.dtype}"
+
+    def normal(self, random: np.random.Generator, *shape: int) -> Array:
+        """A unit-normal array."""
+        return random.standard_normal(shape, dtype=np.float32).astype(self.numpy, copy=False)
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """NumPy's dtype."""
+        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def tolerance(self) -> float:
+        """How far an attention may be from the exact one: SEMANTICS' bound, or a few roundings of large outputs."""
+        return {"float32": 2e-6, "float16": 8e-3, "bfloat16": 6e-2}[self.dtype]
+
+
+SMALL: Final = Shape()
+
+
+def device_tensor(array: Array, device: str) -> torch.Tensor:
+    """An array as a tensor on a device."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def finished(compute: Callable[[], Outputs], device: str) -> Outputs:
+    """What a computation gives, when it is there: devices but a CPU compute behind the caller's back."""
+    outputs = compute()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return outputs
+
 
 # Of a length that a computed reply's have, so that what is sent without computation is as long.
 TIMINGS = pb.Timings(decode_ns=50_000, queue_ns=100_000, staging_ns=50_000, compute_ns=500_000, encode_ns=50_000)
@@ -38,7 +87,7 @@ class Batch:
     """What torch computes at once in process: the numbers of the requests, and the call, to their outputs in order."""
 
     requests: tuple[int, ...]
-    compute: Callable[[], Sequence[torch.Tensor] | torch.Tensor]
+    compute: Callable[[], Outputs]
 
 
 @dataclass(frozen=True)
@@ -51,8 +100,11 @@ class Workload(ABC):
 
     operation: ClassVar[Operation]
     """What is asked of the service."""
-    tolerance: ClassVar[float]
-    """How far an output may be from the exact one."""
+
+    @property
+    @abstractmethod
+    def tolerance(self) -> float:
+        """How far an output may be from the exact one."""
 
     @property
     def description(self) -> str:
@@ -71,8 +123,10 @@ class Workload(ABC):
         """The mean length of the requests."""
         return sum(self.lengths) / len(self.lengths)
 
-    cache_bytes = 1 << 20
-    """The pool of caches that the service needs for this; it would count as memory of those that need none."""
+    @property
+    def cache_bytes(self) -> int:
+        """The pool of caches that the service needs for this; it would count as memory of those that need none."""
+        return 1 << 20
 
     def server_flags(self, directory: Path) -> list[str]:
         """The flags that the service needs for this, whose files are written into a directory."""
@@ -84,7 +138,7 @@ class Workload(ABC):
 
     @abstractmethod
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """What a caller sends, float32."""
+        """What a caller sends."""
 
     @abstractmethod
     def plain(self, number: int) -> Plain:
@@ -135,8 +189,13 @@ class Workload(ABC):
     def reply(self, number: int) -> bytes:
         """An encoded reply as long as the service's, for a server that computes nothing."""
         shape = self.output_shape(number)
-        output = tensor(np.zeros(shape, np.float32))
+        output = tensor(np.zeros(shape, self.output_dtype))
         return self.operation.response_type(timings=TIMINGS, batch_size=1, output=output).SerializeToString()
+
+    @property
+    def output_dtype(self) -> np.dtype[Any]:
+        """The dtype of an output."""
+        return np.dtype(np.float32)
 
     def output(self, reply: bytes) -> Array:
         """The output in an encoded reply."""
@@ -150,5 +209,6 @@ class Workload(ABC):
 
 
 def tensor(array: Array) -> tensor_pb2.Tensor:
-    """A float32 array as the wire has it."""
-    return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+    """An array as the wire has it."""
+    dtype = tensor_pb2.DataType.Name(_dtypes.WIRE[array.dtype])
+    return tensor_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())

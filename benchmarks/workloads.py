@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from benchmarks.attention import Attention
 from benchmarks.decode import Decode
 from benchmarks.mixed import Mixed
 from benchmarks.resident import Resident
-from benchmarks.workload import Workload
+from benchmarks.workload import Shape, Workload
 
 
 def drawn(shortest: int, longest: int, count: int) -> tuple[int, ...]:
@@ -43,3 +43,46 @@ WORKLOADS: Final[dict[str, Workload]] = {
 """Attention sent with its keys and values (S, S1, M, L), a resident layer (A, B, and R of ragged lengths), steps of
 decoders against a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), and
 attention of mixed shapes and options (X)."""
+
+HALF, BRAIN = (Shape(heads=32, kv_heads=8, head_dim=128, dtype=dtype) for dtype in ("float16", "bfloat16"))
+"""Attention as models of some billion parameters have it."""
+MILLION: Final = 1 << 20
+"""The tokens of the caches of one workload, together: 4 KiB each in half precision."""
+
+
+def _prefill(name: str, shape: Shape, length: int, in_flight: int) -> Attention:
+    return Attention(name, in_flight, (length,) * in_flight, shape=shape, device="cuda")
+
+
+def _steps(name: str, sequences: int, in_flight: int, manner: Literal["attend", "append"] = "attend") -> Decode:
+    """Steps of as many decoders whose caches have a million tokens together."""
+    return Decode(
+        name,
+        in_flight,
+        (sequences,) * in_flight,
+        manner=manner,
+        tokens=MILLION // sequences,
+        shape=BRAIN,
+        device="cuda",
+        distinct=4,
+        pool_bytes=6 << 30,
+    )
+
+
+CUDA_WORKLOADS: Final[dict[str, Workload]] = {
+    workload.name: workload
+    for workload in (
+        _prefill("G1", HALF, 1, 1),
+        _prefill("G128", HALF, 128, 16),
+        _prefill("G1024", BRAIN, 1024, 8),
+        _prefill("G4096", BRAIN, 4096, 4),
+        _prefill("G16384", BRAIN, 16_384, 2),
+        Decode("C1", 1, (1,), tokens=16_384, shape=BRAIN, device="cuda", pool_bytes=1 << 30),
+        _steps("C64", 64, 2),
+        _steps("C256", 256, 2),
+        _steps("CA64", 64, 1, "append"),
+        _steps("CA256", 256, 1, "append"),
+    )
+}
+"""The same on CUDA: attention sent with its keys and values (G), and steps of 1, 64 and 256 decoders in one message
+against resident caches (C), with an append (CA)."""

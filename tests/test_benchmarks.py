@@ -6,6 +6,7 @@ One run of some workloads, so short that its figures mean nothing: no time is as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -18,19 +19,41 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import Server
 
+from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
-from benchmarks import table
+from benchmarks import raw, table
+from benchmarks.__main__ import PEERS
 from benchmarks.arrivals import ClosedLoop, OpenLoop
+from benchmarks.attention import Attention
+from benchmarks.decode import Decode
 from benchmarks.goals import goals
-from benchmarks.measure import IN_PROCESS, SERVICE, SHARES, TRANSPORT, RoundFigures, baseline, quietest
+from benchmarks.loads import LOADS, in_process
+from benchmarks.measure import (
+    IN_PROCESS,
+    SERVICE,
+    SHARES,
+    TRANSPORT,
+    RoundFigures,
+    Way,
+    baseline,
+    check,
+    quietest,
+    serving,
+)
 from benchmarks.messages import call, replies
 from benchmarks.meters import Check, Clock, OpenClock, WrongAnswerError
+from benchmarks.peers import compute, mosec, triton
+from benchmarks.peers.peer import Peer
+from benchmarks.plain import PlainAttention
 from benchmarks.report import BEGIN, END, report, with_report
 from benchmarks.results import FIGURES, OPEN_FIGURES, Figure, Memory, Result, WorkloadResult
-from benchmarks.workload import Workload
-from benchmarks.workloads import WORKLOADS
+from benchmarks.servers import Running
+from benchmarks.workload import Shape, Workload
+from benchmarks.workloads import CUDA_WORKLOADS, MILLION, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 WAYS = [
@@ -323,3 +346,145 @@ async def test_open_loops_send_when_it_is_due_and_closed_ones_when_a_reply_came(
     closed, first = ClosedLoop([1, 2, 3], 2), []
     closed.begin(lambda number, _: first.append(number))
     assert [*first, closed.answered()[0], closed.answered()[0]] == [1, 2, 3, 1]
+
+
+MODEL = Shape(heads=8, kv_heads=2, head_dim=32, dtype="bfloat16")
+MODELS = [
+    Attention("prefill", 2, (24, 24), shape=MODEL),
+    Attention("prefill, half", 2, (24, 24), shape=replace(MODEL, dtype="float16")),
+    Decode("steps", 2, (3, 3), tokens=40, shape=MODEL, distinct=2, pool_bytes=1 << 22),
+    Decode("steps that append", 1, (3,), manner="append", tokens=40, shape=MODEL, distinct=2, pool_bytes=1 << 22),
+]
+
+
+@pytest.mark.parametrize("workload", MODELS, ids=[each.name for each in MODELS])
+def test_workloads_of_models_are_served_and_computed_as_defined(workload: Workload, server: Server) -> None:
+    """What runs on CUDA, small and on a CPU: the benchmark's own check of the service and of torch in process."""
+    service = Running(server.address, ())
+    with asyncio.Runner() as loop:
+        for way in (Way(None, in_process), *(Way(service, load, prepared=True) for load in LOADS.values())):
+            check(loop, workload, "way", way)
+    assert {len(workload.request(number)) for number in workload.numbers} == {len(workload.request(0))}
+    assert workload.output(workload.reply(0)).shape == workload.output_shape(0)
+    assert workload.output(workload.reply(0)).dtype == workload.output_dtype
+
+
+def test_workloads_for_cuda_fit_what_a_server_takes() -> None:
+    limits = Config()
+    for workload in CUDA_WORKLOADS.values():
+        shape = workload.shape  # type: ignore[attr-defined]
+        rows = [shape.heads + 2 * shape.kv_heads, shape.head_dim, shape.numpy.itemsize]
+        tokens = max(workload.lengths)
+        assert tokens * int(np.prod(rows)) < limits.max_message_bytes
+        if isinstance(workload, Decode):
+            per_token = 2 * shape.kv_heads * shape.head_dim * shape.numpy.itemsize
+            assert workload.tokens * tokens * per_token < workload.cache_bytes
+            assert workload.tokens * tokens <= MILLION
+
+
+def test_what_peers_are_sent_is_what_the_service_gets() -> None:
+    for workload in WORKLOADS.values():
+        if workload.peers:
+            problem = workload.plain(0)
+            arrays = [each for each in problem if isinstance(each, np.ndarray)]
+            bodies = sum(array.nbytes for array in arrays)
+            assert bodies < len(triton.request(problem)) < bodies + 300
+            assert bodies < len(mosec.request(problem)) < bodies + 150
+
+
+def test_messages_of_the_peers_hold_what_was_put_in() -> None:
+    problem = WORKLOADS["X"].plain(1)
+    assert isinstance(problem, PlainAttention)
+    assert problem.mask is not None
+    message = triton.MESSAGES["ModelInferRequest"].FromString(b"".join(triton.call(77, triton.request(problem))))
+    assert [each.name for each in message.inputs] == ["QUERY", "KEY", "VALUE", "OPTIONS", "MASK"]
+    assert [tuple(each.shape)[1:] for each in message.inputs[:3]] == [each.shape for each in problem[:3]]
+    for array, content in zip(
+        (*problem[:3], problem.mask), [*message.raw_input_contents[:3], message.raw_input_contents[4]], strict=True
+    ):
+        assert array.tobytes() == content
+
+    reply = (
+        triton.MESSAGES["ModelInferResponse"](
+            outputs=[{"name": "OUTPUT", "datatype": "FP32", "shape": [1, 2, 3]}],
+            raw_output_contents=[np.arange(6, dtype=np.float32).tobytes()],
+        ).SerializeToString()
+        + b"\x1a\x0277"
+    )
+    streamed = _wire.field_prefix(triton.RESPONSE_FIELD, len(reply)) + reply
+    ((call_id, content),) = triton.replies(streamed)
+    assert call_id == 77
+    output = triton.Triton().output((2, 3), bytes(content))
+    assert output.tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(RuntimeError, match="no such model"):
+        list(triton.replies(_wire.field_prefix(triton.ERROR_FIELD, 13) + b"no such model"))
+    assert mosec.Mosec().output((2, 3), output.tobytes()).tolist() == output.tolist()
+
+
+def test_peers_compute_what_is_asked_of_them() -> None:
+    problems = [WORKLOADS["X"].plain(number) for number in range(8)] * 2
+    requests = []
+    for problem in problems:
+        assert isinstance(problem, PlainAttention)
+        query, key, value = map(torch.from_numpy, problem[:3])
+        mask = None if problem.mask is None else torch.from_numpy(problem.mask)
+        requests.append(compute.Attention(query, key, value, mask, problem.causal, problem.scale))
+    for number, output in enumerate(compute.attend(requests)):
+        assert np.abs(output.numpy() - WORKLOADS["X"].expected(number % 8)).max() < 2e-6
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+@pytest.mark.parametrize("name", ["X", "A"])
+def test_peers_that_are_installed_answer_right(peer: Peer, name: str, tmp_path: Path) -> None:
+    if not peer.installed:
+        pytest.skip("make bench-peers installs it")
+    workload = WORKLOADS[name]
+    with asyncio.Runner() as loop, serving(peer, workload, peer.settings_for(name), tmp_path) as server:
+        for way, load in peer.loads.items():
+            check(loop, workload, f"{peer.name}, {way}", Way(server, load, peer))
+        batches, requests = server.batches()
+        assert requests >= batches > 0
+        assert server.resident_bytes() > 0
+        assert server.cpu() > 0
+
+
+async def test_http_connections_read_replies_however_they_come_and_are_kept() -> None:
+    bodies = [b"", b"short", bytes(range(256)) * 1000]
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                number = (await reader.readexactly(1))[0]
+                if number == len(bodies):
+                    writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+                    continue
+                head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(bodies[number])}\r\n\r\n".encode()
+                reply = head + bodies[number]
+                for cut in (10, len(head) + 1, len(reply)):
+                    writer.write(reply[:cut])
+                    reply = reply[cut:]
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    found: list[tuple[int, bytes]] = []
+
+    class Collected:
+        def replied(self, number: int, sent_at: float, reply: Any) -> bool:
+            found.append((number, bytes(reply)))
+            return len(found) < 12
+
+    requests = [bytes([number]) for number in range(len(bodies))]
+    await raw.http(f"{host}:{port}", requests, ClosedLoop(range(len(bodies)), 2), Collected())
+    assert all(body == bodies[number] for number, body in found)
+    assert {number for number, _ in found} == {0, 1, 2}
+    assert connections == 2
+    with pytest.raises(RuntimeError, match="503"):
+        await raw.http(f"{host}:{port}", [bytes([len(bodies)])], ClosedLoop([0], 1), Collected())
+    server.close()
+    await server.wait_closed()
