@@ -131,10 +131,9 @@ def curves(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
     """Measures curves with one server of each kind. Raises WrongAnswerError."""
-    largest = max(workload.cache_bytes for workload in points(kinds))
-    flags = [*server_flags, "--cache-bytes", str(largest)]
+    pool = max(workload.cache_bytes for workload in points(kinds))
     found = []
-    with servers(points(kinds)[0], peers, flags, progress) as (_, ways):
+    with servers(points(kinds)[0], peers, server_flags, progress, pool) as (_, ways):
         chosen = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
         others = {name: way for name, way in ways.items() if not name.startswith("attnserve") and "stream" not in name}
         for kind in kinds:

@@ -114,12 +114,20 @@ def measure(
 
 @contextmanager
 def servers(
-    workload: Workload, peers: Sequence[Peer], server_flags: Sequence[str], progress: Callable[[str], None]
+    workload: Workload,
+    peers: Sequence[Peer],
+    server_flags: Sequence[str],
+    progress: Callable[[str], None],
+    cache_bytes: int | None = None,
 ) -> Iterator[tuple[dict[str, Running], dict[str, Way]]]:
-    """The service and those of the peers that can serve a workload, by name, and the ways of calling them."""
+    """The service and those of the peers that can serve a workload, by name, and the ways of calling them.
+
+    `cache_bytes` is the service's pool of caches; by default what the workload needs.
+    """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnserve-bench-")))
-        flags = [*server_flags, "--cache-bytes", str(workload.cache_bytes), *workload.server_flags(directory)]
+        pool = str(workload.cache_bytes if cache_bytes is None else cache_bytes)
+        flags = [*server_flags, "--cache-bytes", pool, *workload.server_flags(directory)]
         progress("starting the service")
         service = stack.enter_context(running(*attnserve(*flags)))
         found = {"attnserve": service}

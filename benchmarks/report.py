@@ -1,12 +1,13 @@
-"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md and a plot.
+"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md, and as a plot.
 
-The document is written by hand but for what stands between its markers, which is written anew.
+The documents are written by hand but for what stands between their markers, which is written anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import textwrap
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,9 @@ from benchmarks.results import NOISY, Result, WorkloadResult
 
 DOCUMENT: Final = Path("docs/performance.md")
 PLOT: Final = Path("docs/performance.png")
+README: Final = Path("README.md")
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+BEGIN_PLOT, END_PLOT = "<!-- plot -->", "<!-- /plot -->"
 
 SUMMARY: Final = (
     "",
@@ -52,13 +55,19 @@ def report(result: Result) -> str:
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, tables)))
 
 
-def with_report(document: str, text: str) -> str:
+def with_report(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """A document with a text between its markers. ValueError if it has no such place."""
-    before, found_begin, rest = document.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
+    before, found_begin, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"no {BEGIN} followed by {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise ValueError(f"no {begin} followed by {end}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def image(document: Path, picture: Path) -> str:
+    """A picture in a document, in markdown."""
+    path = Path(os.path.relpath(picture, document.parent)).as_posix()
+    return f"![Throughput of attnserve and others by workload, and how it grows]({path})"
 
 
 def _made(result: Result) -> str:
@@ -153,11 +162,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="what the benchmark wrote")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
+    parser.add_argument("--readme", type=Path, default=README, help="where the plot is shown, between markers too")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
     options = parser.parse_args()
     result = Result.read(options.json)
-    options.document.write_text(with_report(options.document.read_text("utf-8"), report(result)), "utf-8")
     plot(result, options.plot)
+    text = f"{image(options.document, options.plot)}\n\n{report(result)}"
+    options.document.write_text(with_report(options.document.read_text("utf-8"), text), "utf-8")
+    shown = image(options.readme, options.plot)
+    readme = with_report(options.readme.read_text("utf-8"), shown, BEGIN_PLOT, END_PLOT)
+    options.readme.write_text(readme, "utf-8")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,8 @@ def started(
         try:
             yield Running(address, processes, metrics, batch_metrics)
         except Exception as error:
-            error.add_note(f"the server wrote:\n{log.read_text(errors='replace')[-2000:]}")
+            if process.poll() is not None:
+                error.add_note(f"{Path(command[0]).name} ended; it wrote:\n{log.read_text(errors='replace')[-2000:]}")
             raise
 
 

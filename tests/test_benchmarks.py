@@ -26,7 +26,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
 from benchmarks import raw, table
-from benchmarks.__main__ import PEERS
+from benchmarks.__main__ import PEERS, options
 from benchmarks.arrivals import ClosedLoop, OpenLoop
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
@@ -49,7 +49,7 @@ from benchmarks.meters import Check, Clock, OpenClock, WrongAnswerError
 from benchmarks.peers import compute, mosec, triton
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import PlainAttention
-from benchmarks.report import BEGIN, END, report, with_report
+from benchmarks.report import BEGIN, BEGIN_PLOT, END, END_PLOT, image, report, with_report
 from benchmarks.results import FIGURES, OPEN_FIGURES, Figure, Memory, Result, WorkloadResult
 from benchmarks.servers import Running
 from benchmarks.workload import Shape, Workload
@@ -139,13 +139,18 @@ def test_file_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
 def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    picture = tmp_path / "performance.png"
+    picture, readme = tmp_path / "docs" / "performance.png", tmp_path / "README.md"
+    picture.parent.mkdir()
+    readme.write_text(f"{BEGIN_PLOT}{END_PLOT}\n")
     command = [sys.executable, "-m", "benchmarks.report", "--json", str(run.file)]
-    command += ["--document", str(document), "--plot", str(picture)]
-    for _ in range(2):
-        subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    command += ["--document", str(document), "--readme", str(readme), "--plot", str(picture)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=110)
     written = document.read_text()
-    assert written == f"before\n{BEGIN}\n{report(Result.read(run.file))}\n{END}\nafter\n"
+    text = f"{image(document, picture)}\n\n{report(Result.read(run.file))}"
+    assert "(docs/performance.png)" in text
+    assert readme.read_text() == f"{BEGIN_PLOT}\n{image(readme, picture)}\n{END_PLOT}\n"
+    assert written == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
+    assert with_report(written, text) == written
     assert max(map(len, written.splitlines())) <= table.WIDTH
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="followed by"):
@@ -163,11 +168,10 @@ def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Pat
         ["--growth", "5"],
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m benchmarks")
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        options(arguments)
+    assert capsys.readouterr().err.startswith("usage: python -m benchmarks")
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
@@ -213,7 +217,7 @@ def test_replies_without_computation_are_as_long_as_computed_ones() -> None:
 def test_requests_of_one_kind_have_messages_of_one_length() -> None:
     for workload in WORKLOADS.values():
         by_length = {(len(workload.request(number)), len(workload.reply(number))) for number in workload.numbers}
-        assert len(by_length) == len(set(map(workload.kind, workload.numbers)))
+        assert len(by_length) <= len(set(map(workload.kind, workload.numbers)))
 
 
 def test_streams_messages_hold_what_was_put_in() -> None:
