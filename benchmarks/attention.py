@@ -24,6 +24,7 @@ CHECKED_ROWS: Final = 256
 class Attention(Workload):
     """Requests of one length, so that torch can stack them, on a device in process."""
 
+    causal: bool = True
     shape: Shape = SMALL
     device: str = "cpu"
 
@@ -52,12 +53,12 @@ class Attention(Workload):
 
     def plain(self, number: int) -> PlainAttention:
         """The same."""
-        return PlainAttention(*self.arrays(number), causal=True)
+        return PlainAttention(*self.arrays(number), causal=self.causal)
 
     def request(self, number: int) -> bytes:
         """An encoded AttendRequest."""
         query, key, value = map(tensor, self.arrays(number))
-        return pb.AttendRequest(causal=True, query=query, key=key, value=value).SerializeToString()
+        return pb.AttendRequest(causal=self.causal, query=query, key=key, value=value).SerializeToString()
 
     def rows(self, number: int) -> slice:
         """Some of those that are many: their scores in float64 would take gigabytes."""
@@ -75,20 +76,20 @@ class Attention(Workload):
         arrays = zip(*map(self.arrays, chunk), strict=True)
         query, key, value = (device_tensor(np.stack(each), self.device) for each in arrays)
         gqa = self.shape.heads != self.shape.kv_heads
-        call = partial(scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=gqa)
+        call = partial(scaled_dot_product_attention, query, key, value, is_causal=self.causal, enable_gqa=gqa)
         return partial(finished, call, self.device)
 
     def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
         """Sends the arrays of a request and waits for the result."""
         query, key, value = arrays
-        return client.attend(query, key, value, causal=True)
+        return client.attend(query, key, value, causal=self.causal)
 
     def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""
         query, key, value = arrays
-        return client.submit(query, key, value, causal=True)
+        return client.submit(query, key, value, causal=self.causal)
 
     def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""
         query, key, value = arrays
-        return client.submit(query, key, value, causal=True)
+        return client.submit(query, key, value, causal=self.causal)

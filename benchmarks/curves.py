@@ -17,7 +17,7 @@ from benchmarks.attention import Attention
 from benchmarks.decode import Decode
 from benchmarks.measure import SERVICE, Way, check, closed, servers
 from benchmarks.peers.peer import Peer
-from benchmarks.plain import Array, PlainAttention
+from benchmarks.plain import Array
 from benchmarks.results import Curve, Point
 from benchmarks.servers import Running
 from benchmarks.workload import HEAD_DIM, HEADS, Workload
@@ -55,10 +55,6 @@ class Payload(Attention):
         """[1, 1, D]."""
         return (1, 1, HEAD_DIM)
 
-    def plain(self, number: int) -> PlainAttention:
-        """Not causal: the query would attend the first key alone."""
-        return PlainAttention(*self.arrays(number))
-
 
 BYTES_A_TOKEN: Final = 2 * HEAD_DIM * 4
 
@@ -86,7 +82,7 @@ CURVES: Final = (
         f"1 query of 1 head of {HEAD_DIM} to keys and values that are sent, 1 in flight",
         "bytes",
         {
-            size: Payload(f"{size} bytes", 1, (size // BYTES_A_TOKEN,))
+            size: Payload(f"{size} bytes", 1, (size // BYTES_A_TOKEN,), causal=False)
             for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
         },
     ),
