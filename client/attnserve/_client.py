@@ -59,7 +59,7 @@ class Client:
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
-    Other errors are not retried.
+    So is a call that a full server refuses, as often, but not before the server says. Other errors are not retried.
     """
 
     def __init__(

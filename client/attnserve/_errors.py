@@ -101,7 +101,7 @@ class PermissionDeniedError(AttnServeError, PermissionError):
 
 
 class OverloadedError(AttnServeError):
-    """The server is full, or takes no message that large. The SDK does not retry: that would feed the overload."""
+    """The server is full, and was so at each of `retries` more attempts, made no sooner than it said."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -208,6 +208,9 @@ def _error(status: Status) -> AttnServeError:
                 details.append(detail)
     message = status.message or code.name
     error_class = _CLASSES.get(code, ServerError)
+    if error_class is OverloadedError and not status.details:
+        # A service that is full says when to come back. gRPC itself has one reason: a message is longer than allowed.
+        return InvalidRequestError(f"a message is longer than the server takes: {message}", code=code)
     if error_class is InvalidRequestError:
         return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
     return error_class(message, code=code, details=tuple(details))

@@ -217,6 +217,10 @@ class Multiplexer(Generic[T]):
                     self._try_again(call, result, now, outcomes)
                     continue
                 result = error_from_status(result, resent=call.resent)
+                pause = self._policy.after_overload(result, call.attempts + 1, now, call.deadline)
+                if pause is not None:
+                    self._wait(call, now + pause)
+                    continue
             outcomes.append((self._calls.pop(reply.id), result))
             self._replica.worked(now)
         return outcomes
@@ -253,15 +257,15 @@ class Multiplexer(Generic[T]):
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
 
-        A stream that ends with RESOURCE_EXHAUSTED has met a message that is too long, so its longest one was. If that
-        was one call, it fails and the others are sent again; if it was several, messages are shorter from now on.
-        Either leads on, so that this needs no bound on retries.
+        A stream that gRPC ends with RESOURCE_EXHAUSTED, and no details, has met a message that is too long, so its
+        longest one was. If that was one call, it fails and the others are sent again; if it was several, messages are
+        shorter from now on. Either leads on, so that this needs no bound on retries.
         """
         affected = [call for call in self._calls.values() if call.stream == stream]
         for call in affected:
             call.resent = True
         outcomes: list[Outcome[T]] = []
-        if status.code == _RESOURCE_EXHAUSTED and affected:
+        if status.code == _RESOURCE_EXHAUSTED and not status.details and affected:
             longest = max(affected, key=lambda call: call.message_size)
             if longest.size < longest.message_size:
                 self._message_bytes = longest.message_size // 2
@@ -328,15 +332,19 @@ class Multiplexer(Generic[T]):
         self._cancelled.clear()
 
     def _try_again(self, call: Call[T], status: Status, now: float, outcomes: list[Outcome[T]]) -> None:
-        call.stream = 0
-        call.attempts += 1
-        delay = self._policy.delay(call.attempts, now, call.deadline)
+        delay = self._policy.delay(call.attempts + 1, now, call.deadline)
         if delay is None:
             del self._calls[call.id]
-            outcomes.append((call, _retry.given_up(status, call.attempts)))
+            outcomes.append((call, _retry.given_up(status, call.attempts + 1)))
             return
-        self._waiting.append((now + delay, call))
-        self.wakeup = min(self.wakeup, now + delay)
+        self._wait(call, now + delay)
+
+    def _wait(self, call: Call[T], until: float) -> None:
+        """Has a call sent again, then."""
+        call.stream = 0
+        call.attempts += 1
+        self._waiting.append((until, call))
+        self.wakeup = min(self.wakeup, until)
 
 
 def _duration(seconds: float) -> bytes:

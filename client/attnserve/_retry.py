@@ -3,9 +3,9 @@
 The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
 comes with the length that the cache is expected to have, so that a second attempt is recognised (`_plans`). It is, up
 to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE, or what
-gRPC says of connections that fail) or when the stream that carried it breaks for a reason that is not the call's.
-Nothing else is retried: an error that would come again, an overload, which retries would feed, and a call that changes
-the server.
+gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's, or when
+the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would come
+again, and a call that changes the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 import grpc
 from google.rpc.status_pb2 import Status
 
-from attnserve._errors import AttnServeError, UnavailableError, error_from_status
+from attnserve._errors import AttnServeError, OverloadedError, UnavailableError, error_from_status
 
 _OF_THE_CONNECTION: Final = frozenset(
     code.value[0]
@@ -31,6 +31,9 @@ _OF_THE_CONNECTION: Final = frozenset(
         grpc.StatusCode.ABORTED,
     )
 )
+
+_PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED"))
+"""The reasons of an overload that passes by itself."""
 
 
 def breaks_only_the_stream(code: int) -> bool:
@@ -71,12 +74,24 @@ class RetryPolicy:
         delay = longest * (0.5 + 0.5 * self.random())
         return delay if now + delay < deadline else None
 
+    def after_overload(self, error: AttnServeError, attempts: int, now: float, deadline: float) -> float | None:
+        """How long to wait, in seconds, after so many attempts of which a full server refused the last; None to give
+        up, or if the error is another. A server that is full again is left alone for twice as long as it says.
+        """
+        if not isinstance(error, OverloadedError) or error.reason not in _PASSES or attempts > self.retries:
+            return None
+        told = (error.retry_delay or 0.0) * 2.0 ** min(attempts - 1, 30)
+        delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())
+        return delay if told <= self.longest_delay and now + delay < deadline else None
+
     def after(self, status: Status, attempts: int, now: float, deadline: float) -> float | AttnServeError:
         """What follows a call that has failed so many times, now with a status: the delay before the next attempt, in
         seconds, or the error to give up with.
         """
         if not _of_the_connection(status):
-            return error_from_status(status, resent=attempts > 1)
+            error = error_from_status(status, resent=attempts > 1)
+            pause = self.after_overload(error, attempts, now, deadline)
+            return error if pause is None else pause
         delay = self.delay(attempts, now, deadline)
         return given_up(status, attempts) if delay is None else delay
 

@@ -124,7 +124,7 @@ class Admission:
         if not own.waiting:
             return
         own_seconds = self.pace.seconds(own.flops, own.waiting)
-        if own_seconds > SHARE * (longest - seconds) or (
+        if own_seconds > SHARE * (longest - seconds - request) or (
             self._stands and seconds >= needed and own_seconds >= needed / len(self._callers)
         ):
             raise self._has_its_share("queue_time", longest, own)

@@ -29,7 +29,6 @@ def status(code: grpc.StatusCode, *details: Any) -> Status:
         (grpc.StatusCode.FAILED_PRECONDITION, attnserve.FailedPreconditionError, Exception),
         (grpc.StatusCode.PERMISSION_DENIED, attnserve.PermissionDeniedError, PermissionError),
         (grpc.StatusCode.UNAUTHENTICATED, attnserve.PermissionDeniedError, PermissionError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, attnserve.OverloadedError, Exception),
         (grpc.StatusCode.DEADLINE_EXCEEDED, attnserve.DeadlineExceededError, TimeoutError),
         (grpc.StatusCode.UNAVAILABLE, attnserve.UnavailableError, ConnectionError),
         (grpc.StatusCode.CANCELLED, attnserve.RequestCancelledError, Exception),
@@ -70,9 +69,17 @@ def test_the_delay_of_an_overload() -> None:
     error = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry))
     assert isinstance(error, attnserve.OverloadedError)
     assert error.retry_delay == 0.25
-    silent = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED))
+    silent = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, rpc.ErrorInfo(reason="OUT_OF_MEMORY")))
     assert isinstance(silent, attnserve.OverloadedError)
     assert silent.retry_delay is None
+
+
+def test_a_message_that_grpc_refuses_is_too_long() -> None:
+    """GRPC says so without details, which an overloaded service never does."""
+    error = error_from_status(Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="larger than max"))
+    assert isinstance(error, attnserve.InvalidRequestError)
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,7 +298,7 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
             data = b"".join(pieces)
             if len(data) > limit:
                 outcomes = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
-                assert all(isinstance(error, OverloadedError) for _, error in outcomes)
+                assert all(isinstance(error, InvalidRequestError) for _, error in outcomes)
                 failed += [c.owner for c, _ in outcomes]
                 break
             replies = [Reply(c.id, DONE) for c in pb.AttendStreamRequest.FromString(data).calls]
@@ -305,6 +306,20 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert sorted(answered + failed) == [10, 20, 20, 30, 800, 900, 3000, 7000]
     assert all(padding > limit - 100 for padding in failed)
     assert all(padding < limit for padding in answered)
+
+
+def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
+    """It says why, in details: no message was too long."""
+    for name in "ab":
+        multiplexer.add(call(name))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    refused.details.add().Pack(error_details_pb2.ErrorInfo(reason="TOO_MANY_STREAMS"))
+    outcomes = multiplexer.broken(stream, refused, 0.0)
+    assert [c.owner for c, _ in outcomes] == ["a", "b"]
+    assert all(isinstance(error, OverloadedError) for _, error in outcomes)
+    assert len(multiplexer) == 0
 
 
 def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:

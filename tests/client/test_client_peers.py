@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import socket
 import threading
 import time
@@ -393,25 +394,54 @@ def test_unary_calls_are_tried_again(attend: Attend) -> None:
     assert len(attempts) == 2
 
 
-def test_an_overload_is_not_tried_again(attend: Attend) -> None:
-    attempts = []
+def overloaded(reason: str, delay_ms: int) -> Status:
+    """What a server that is full replies."""
+    error = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(delay_ms)
+    error.details.add().Pack(retry)
+    error.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))
+    return error
 
-    def full(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+
+def refusing(error: Status, attempts: list[float], times: int = 1000) -> Any:
+    """A peer that refuses so many calls, and answers all others."""
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         for message in messages:
+            attempts.append(time.monotonic())
+            if len(attempts) > times:
+                yield from replies(message)
+                continue
             for call in pb.AttendStreamRequest.FromString(message).calls:
-                attempts.append(call.id)
-                error = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
-                retry = error_details_pb2.RetryInfo()
-                retry.retry_delay.FromMilliseconds(125)
-                error.details.add().Pack(retry)
                 reply = pb.AttendStreamReply(id=call.id, error=error)
                 yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
 
-    with peer(full) as address:
-        (result,) = attend(address, [array(1)])
+    return stream
+
+
+def test_a_full_server_is_asked_again_when_it_says(attend: Attend) -> None:
+    attempts: list[float] = []
+    with peer(refusing(overloaded("OVERLOADED", 60), attempts, times=2)) as address:
+        (result,) = attend(address, [array(7)])
+    assert result.output[0, 0] == 7
+    assert len(attempts) == 3
+    first, second = (after - before for before, after in itertools.pairwise(attempts))
+    assert first >= 0.06, "no sooner than it was told"
+    assert second >= 0.12, "and twice that, the second time"
+
+
+@pytest.mark.parametrize(
+    ("reason", "delay_ms", "count"), [("SHARE_EXCEEDED", 5, 3), ("CACHE_FULL", 5, 1), ("OVERLOADED", 60_000, 1)]
+)
+def test_a_server_that_stays_full(attend: Attend, reason: str, delay_ms: int, count: int) -> None:
+    """It is asked as often as retries are allowed; not at all where waiting does not help, or takes too long."""
+    attempts: list[float] = []
+    with peer(refusing(overloaded(reason, delay_ms), attempts)) as address:
+        (result,) = attend(address, [array(1)], retries=2)
     assert isinstance(result, OverloadedError)
-    assert result.retry_delay == 0.125
-    assert len(attempts) == 1
+    assert (result.retry_delay, result.reason) == (delay_ms / 1000, reason)
+    assert len(attempts) == count
 
 
 def test_a_bad_call_fails_alone(attend: Attend) -> None:
@@ -448,7 +478,8 @@ def test_a_message_that_is_too_long_fails_alone(attend: Attend) -> None:
     with peer(limited) as address:
         first, long, last = attend(address, [array(1), array(2, 700, 700), array(3)], retries=0)
     assert (first.output[0, 0], last.output[0, 0]) == (1, 3)
-    assert isinstance(long, OverloadedError)
+    assert isinstance(long, InvalidRequestError)
+    assert long.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_a_peer_without_the_service(attend: Attend, transport: Transport) -> None:

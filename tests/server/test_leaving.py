@@ -1,0 +1,133 @@
+"""Callers who no longer wait, in every way there is: what they asked for leaves the queue and is never computed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import calls
+import grpc
+import messages
+import pytest
+from conftest import Server
+
+from attnserve.v1 import attention_pb2 as pb
+
+QUEUED = 6
+"""Calls that wait behind one that runs; each takes long enough for them all to be given up meanwhile."""
+
+OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+
+DEAD_CALLER = """
+import sys
+import calls, grpc
+channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.use_local_subchannel_pool", 1)])
+stream = calls.Stream(channel)
+stream.send(*(calls.call(number, calls.long_running()) for number in range(int(sys.argv[2]))))
+stream.rest()
+"""
+
+
+@pytest.fixture
+def channel(server: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.address, OPTIONS) as channel:
+        yield channel
+
+
+Leave = Callable[[], object]
+
+
+def on_a_stream(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
+    stream = calls.Stream(channel)
+    stream.send(*(calls.call(number, calls.long_running()) for number in range(1, QUEUED + 1)))
+    if how == "stream closed":
+        return stream.vanish
+    stack.callback(stream.vanish)
+    return lambda: stream.send(cancel=range(1, QUEUED + 1))
+
+
+def by_themselves(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
+    request = calls.long_running().SerializeToString()
+    futures = [calls.unary_future(channel, "Attend", request) for _ in range(QUEUED)]
+    return lambda: [future.cancel() for future in futures]
+
+
+def in_a_process(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
+    command = [sys.executable, "-c", DEAD_CALLER, server.address, str(QUEUED)]
+    caller = subprocess.Popen(command, env={"PYTHONPATH": ":".join(sys.path)})
+
+    def kill() -> None:
+        caller.send_signal(signal.SIGKILL)
+        caller.wait()
+
+    stack.callback(kill)
+    return kill
+
+
+WAYS = {
+    "calls cancelled": on_a_stream,
+    "stream closed": on_a_stream,
+    "unary calls cancelled": by_themselves,
+    "caller killed": in_a_process,
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", WAYS)
+def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Channel, how: str) -> None:
+    """The device is busy for others while calls wait, and their callers leave: the FLOPs are saved."""
+
+    def metric(name: str, **labels: str) -> float:
+        return calls.metric(server.http_address, f"attnserve_{name}", **labels)
+
+    calls.until_nothing_is_in_flight(server.http_address)
+    flops_before = metric("flops_total")
+    cancelled_before = metric("cancelled_requests_total", reason="cancelled")
+    busy = calls.Stream(channel)
+    busy.send(calls.call(1, calls.long_running(2048)), calls.call(2, calls.long_running(2048)))
+    calls.until(lambda: metric("queue_requests") == 1, "one of two runs")
+    with ExitStack() as stack:
+        leave = WAYS[how](server, channel, stack, how)
+        calls.until(lambda: metric("queue_requests") >= QUEUED, "calls wait")
+        leave()
+        calls.until(lambda: metric("queue_requests") <= 1, "what nobody waits for has left the queue")
+        assert metric("in_flight_requests") >= 1, "and the device is still busy"
+        assert [reply.error.code for reply in busy.replies(2)] == [0, 0]
+        busy.vanish()
+        calls.until_nothing_is_in_flight(server.http_address)
+    long, each = (messages.read(calls.long_running(length)).flops for length in (2048, 1024))
+    assert metric("flops_total") - flops_before < 2 * long + QUEUED * each / 2, "at most half was computed"
+    assert metric("cancelled_requests_total", reason="cancelled") - cancelled_before >= QUEUED / 2
+
+
+@pytest.mark.timeout(180)
+def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
+    start_server: Callable[..., Server],
+) -> None:
+    """600 MiB of replies are asked for and not read, of a server that holds 192 MiB."""
+    bound = 192 << 20
+    server = start_server("--max-bytes", str(bound), "--max-message-bytes", "16MiB", "--cache-bytes", "1MiB")
+    large = messages.random_attend(0, 1024, kv_length=1024, heads=1, width=1, return_scores=pb.SCORE_STAGE_WEIGHTS)
+
+    def in_flight() -> float:
+        return calls.metric(server.http_address, "attnserve_in_flight_bytes")
+
+    with (
+        grpc.insecure_channel(server.address, OPTIONS) as deaf,
+        grpc.insecure_channel(server.address, OPTIONS) as other,
+    ):
+        stream = calls.Stream(deaf)
+        for first in range(0, 150, 10):
+            stream.send(*(calls.call(number, large) for number in range(first + 1, first + 11)))
+        # It is read from until so much is unread.
+        calls.until(lambda: in_flight() > 16 << 20, "replies are not read")
+        request = messages.random_attend(1)
+        for _ in range(20):
+            reply = calls.unary(other, "Attend", request.SerializeToString())
+            calls.assert_answers(pb.AttendResponse.FromString(reply), request)
+        assert in_flight() <= bound
+        stream.vanish()
+        calls.until_nothing_is_in_flight(server.http_address)
