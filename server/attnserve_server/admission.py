@@ -109,8 +109,9 @@ class Admission:
             self._check_queue(own)
 
     def _check_queue(self, own: Usage) -> None:
-        """Raises Overloaded if what waits takes too long. A queue that comes and goes may take `max_queue_time`. One
-        that stays helps nobody: of that, callers keep their parts of what the device needs not to run out of work.
+        """Raises Overloaded if the caller would wait too long: all that waits, or its own requests at the pace of one
+        of all callers, who have equal shares. A queue that comes and goes may take `max_queue_time`. One that stays
+        helps nobody, and is kept to what the device needs not to run out of work.
         """
         seconds, request = self.seconds, self.pace.seconds(self.pace.request_flops, 1)
         batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
@@ -118,16 +119,15 @@ class Admission:
         if seconds < needed / 4:
             self._stands = False
         needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
-        longest = max(needed, self._max_queue_time)
-        if seconds >= longest:
-            raise self._full("queue_time", longest)
-        if not own.waiting:
+        longest = needed if self._stands else max(needed, self._max_queue_time)
+        if seconds < longest:
             return
-        own_seconds = self.pace.seconds(own.flops, own.waiting)
-        if own_seconds > SHARE * (longest - seconds - request) or (
-            self._stands and seconds >= needed and own_seconds >= needed / len(self._callers)
-        ):
+        callers = len(self._callers) + (own is NOTHING)
+        if (self.pace.seconds(own.flops, own.waiting) + request) * callers < longest:
+            return
+        if callers > 1 and own.waiting:
             raise self._has_its_share("queue_time", longest, own)
+        raise self._full("queue_time", longest)
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0) -> None:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
@@ -175,9 +175,9 @@ class Admission:
 
     def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
         self._stands = True
-        return ShareExceeded(bound, limit, self._delay(own))
+        return ShareExceeded(bound, limit, self._delay(own, len(self._callers)))
 
-    def _delay(self, usage: Usage) -> float:
-        """Seconds until half of that should be computed."""
-        seconds = self.pace.seconds(usage.flops, usage.waiting)
+    def _delay(self, usage: Usage, callers: int = 1) -> float:
+        """Seconds until half of that should be computed, for one of so many callers."""
+        seconds = self.pace.seconds(usage.flops, usage.waiting) * callers
         return min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

@@ -18,18 +18,18 @@ from google.rpc import code_pb2, error_details_pb2
 from attnserve.v1 import attention_pb2 as pb
 
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
-IN_FLIGHT = 60
+IN_FLIGHT = 200
 
 pytestmark = pytest.mark.timeout(180)
 
 
 class Flood:
-    """Calls of a tenth of a second and more, each answered or refused one followed by the next."""
+    """Calls of some hundredths of a second, each answered or refused one followed by the next."""
 
     def __init__(self, address: str, priority: int) -> None:
         self.codes: Counter[int] = Counter()
         self.delays: list[float] = []
-        self._heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=8, softcap=1.0, priority=priority)
+        self._heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16, priority=priority)
         self._numbers = itertools.count(1)
         self._stop = threading.Event()
         self._channel = grpc.insecure_channel(address, OPTIONS)
@@ -103,7 +103,7 @@ def test_a_deadline_that_a_flood_makes_impossible_is_refused_at_once(server: Ser
     """As the flood's own next call would be, which has to wait for those before it."""
     with flooded(server), grpc.insecure_channel(server.address, OPTIONS) as other:
         # Of a caller that floods as well.
-        heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=8, softcap=1.0)
+        heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16)
         stream = calls.Stream(other)
         stream.send(*(calls.call(number, heavy) for number in range(1, 4)))
         hurried = calls.call(4, heavy)
