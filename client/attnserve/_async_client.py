@@ -33,10 +33,12 @@ from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
 from attnserve._servers import Servers
 from attnserve._targets import Address
-from attnserve._tasks import CallFuture, Connection, StreamFuture, UnaryTransport, later
+from attnserve._task_connection import Connection
+from attnserve._tasks import CallFuture, StreamFuture, later
 from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
 from attnserve._turns import Turns
+from attnserve._unary_tasks import UnaryTransport
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

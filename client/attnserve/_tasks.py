@@ -13,29 +13,25 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
-from attnserve._config import SERVICE, Settings
+from attnserve._config import SERVICE
 from attnserve._credentials import Bearer
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
-    DeadlineExceededError,
-    ProtocolError,
     status_from_rpc_error,
     unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
-from attnserve._retry import NO_RETRIES, RetryPolicy
+from attnserve._retry import RetryPolicy
 from attnserve._tracing import CallSpan
-from attnserve._wire import Buffer
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -238,157 +234,6 @@ class StreamTransport:
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
     for call, outcome in outcomes:
         call.owner.settle(outcome)
-
-
-class UnaryTransport:
-    """Calls that each travel by themselves, and find their server anew with every attempt."""
-
-    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
-        self._bearer = bearer
-        self._policy = policy
-        self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
-        self._closed = False
-
-    def submit(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        timeout: float | None,
-        route: Callable[[], Connection],
-        *,
-        repeatable: bool = True,
-    ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
-
-        `route` gives the connection for an attempt.
-        """
-        if self._closed:
-            raise ClientClosedError
-        deadline = inf if timeout is None else time.monotonic() + timeout
-        policy = self._policy if repeatable else NO_RETRIES
-        call = self._call(future, path, pieces, deadline, policy, route)
-        task = asyncio.get_running_loop().create_task(call)
-        self._tasks[task] = future
-        future.withdraw = task.cancel
-        task.add_done_callback(self._tasks.pop)
-
-    async def close(self) -> None:
-        """Gives up all calls."""
-        self._closed = True
-        tasks = dict(self._tasks)
-        for task, future in tasks.items():
-            future.settle(ClientClosedError())
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _call(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        deadline: float,
-        policy: RetryPolicy,
-        route: Callable[[], Connection],
-    ) -> None:
-        try:
-            await self._attempt(future, path, pieces, deadline, policy, route)
-        except AttnServeError as error:
-            future.settle(error)
-        except Exception as error:  # of which asyncio would only tell when the task is collected
-            future.settle(ProtocolError(unreadable(error)))
-
-    async def _attempt(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        deadline: float,
-        policy: RetryPolicy,
-        route: Callable[[], Connection],
-    ) -> None:
-        metadata = () if future.span is None else future.span.metadata
-        attempts = 0
-        while True:
-            remaining = None if deadline == inf else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                future.settle(DeadlineExceededError("no reply within the timeout"))
-                return
-            connection = route()
-            connection.unary.add(future)
-            try:
-                carried = self._bearer.metadata + metadata
-                reply = await connection.method(path)(b"".join(pieces), timeout=remaining, metadata=carried)
-                connection.replica.worked(time.monotonic())
-                future.settle(reply)
-                return
-            except grpc.RpcError as error:
-                attempts += 1
-                if error.code() is grpc.StatusCode.UNAVAILABLE:
-                    connection.replica.failed(time.monotonic())
-                verdict = policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
-            finally:
-                connection.unary.discard(future)
-            if isinstance(verdict, AttnServeError):
-                future.settle(verdict)
-                return
-            await asyncio.sleep(verdict)
-
-
-class Connection:
-    """The channel to one server and the streams on it."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        credentials: grpc.ChannelCredentials | None,
-        bearer: Bearer,
-        replica: Replica,
-        others: Callable[[Connection], bool],
-        move: Callable[[Call[StreamFuture]], object],
-    ) -> None:
-        self.replica: Final = replica
-        """The server."""
-        self.unary: Final[set[object]] = set()
-        """The calls by themselves that it has not answered."""
-        address = replica.address
-        options = settings.channel_options(address)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
-        self._methods: dict[str, Any] = {}
-        self._streams = [
-            StreamTransport(self._channel, RetryPolicy(settings.retries), bearer, replica, partial(others, self), move)
-            for _ in range(settings.streams if settings.transport == "stream" else 0)
-        ]
-
-    @property
-    def in_flight(self) -> int:
-        """How many calls the server has not answered."""
-        return sum(map(len, self._streams)) + len(self.unary)
-
-    def stream(self) -> StreamTransport:
-        """What a call travels on."""
-        return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
-
-    def method(self, path: str) -> Any:
-        """A unary method."""
-        method = self._methods.get(path)
-        if method is None:
-            method = self._methods[path] = self._channel.unary_unary(path, None, None)
-        return method
-
-    def leave(self) -> None:
-        """Has calls on streams made elsewhere, as far as they have not been sent."""
-        for stream in self._streams:
-            stream.leave()
-
-    async def close(self) -> None:
-        """Gives up the calls on its streams and ends the connection."""
-        for stream in self._streams:
-            await stream.close()
-        await self._channel.close()
 
 
 def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:

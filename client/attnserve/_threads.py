@@ -13,28 +13,24 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._call import EncodedCall
-from attnserve._config import SERVICE, Settings
+from attnserve._config import SERVICE
 from attnserve._credentials import Bearer
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
-    DeadlineExceededError,
-    ProtocolError,
     status_from_rpc_error,
     unreadable,
 )
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
-from attnserve._retry import NO_RETRIES, RetryPolicy
+from attnserve._retry import RetryPolicy
 from attnserve._tracing import CallSpan
-from attnserve._wire import Buffer
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -253,216 +249,6 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
     """Delivers outcomes. Without a lock: whoever waits may do anything next."""
     for call, outcome in outcomes:
         call.owner.settle(outcome)
-
-
-class _UnaryCall:
-    """One call that travels by itself, through all its attempts."""
-
-    __slots__ = (
-        "attempts",
-        "connection",
-        "deadline",
-        "future",
-        "metadata",
-        "path",
-        "pieces",
-        "policy",
-        "route",
-        "rpc",
-        "timer",
-    )
-
-    def __init__(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        deadline: float,
-        policy: RetryPolicy,
-        route: Callable[[], Connection],
-    ) -> None:
-        self.future: Final = future
-        self.metadata: Final = () if future.span is None else future.span.metadata
-        self.path: Final = path
-        self.pieces: Final = pieces
-        self.deadline: Final = deadline
-        self.policy: Final = policy
-        self.route: Final = route
-        self.connection: Connection | None = None
-        self.attempts = 0
-        self.rpc: Any = None
-        self.timer: threading.Timer | None = None
-
-
-class UnaryTransport:
-    """Calls that each travel by themselves, and find their server anew with every attempt."""
-
-    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
-        self._bearer = bearer
-        self._policy = policy
-        self._lock = threading.Lock()
-        self._calls: set[_UnaryCall] = set()
-        self._closed = False
-
-    def submit(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        timeout: float | None,
-        route: Callable[[], Connection],
-        *,
-        repeatable: bool = True,
-    ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
-
-        `route` gives the connection for an attempt.
-        """
-        deadline = inf if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            if self._closed:
-                raise ClientClosedError()
-            policy = self._policy if repeatable else NO_RETRIES
-            call = _UnaryCall(future, path, pieces, deadline, policy, route)
-            future.withdraw = partial(self._withdraw, call)
-            self._calls.add(call)
-        self._send(call)
-
-    def close(self) -> None:
-        """Gives up all calls."""
-        with self._lock:
-            self._closed = True
-            calls = list(self._calls)
-        for call in calls:
-            self._finish(call, ClientClosedError())
-
-    def _send(self, call: _UnaryCall) -> None:
-        try:
-            self._begin(call)
-        except AttnServeError as error:
-            self._finish(call, error)
-        except Exception as error:  # in the thread of a timer nobody else would hear of it
-            self._finish(call, ProtocolError(unreadable(error)))
-
-    def _begin(self, call: _UnaryCall) -> None:
-        remaining = None if call.deadline == inf else call.deadline - time.monotonic()
-        if remaining is not None and remaining <= 0:
-            self._finish(call, DeadlineExceededError("no reply within the timeout"))
-            return
-        connection = call.route()
-        with self._lock:
-            if call not in self._calls:
-                return
-            metadata = self._bearer.metadata + call.metadata
-            method = connection.method(call.path)
-            connection.unary.add(call)
-            call.connection = connection
-            call.rpc = method.future(b"".join(call.pieces), timeout=remaining, metadata=metadata)
-        call.rpc.add_done_callback(partial(self._done, call))
-
-    def _done(self, call: _UnaryCall, rpc: Any) -> None:
-        try:
-            self._take(call, rpc)
-        except Exception as error:  # which gRPC would only log
-            self._finish(call, ProtocolError(unreadable(error)))
-
-    def _take(self, call: _UnaryCall, rpc: Any) -> None:
-        now = time.monotonic()
-        assert call.connection is not None  # it made the attempt
-        replica = call.connection.replica
-        call.connection.unary.discard(call)
-        if rpc.code() is grpc.StatusCode.OK:
-            replica.worked(now)
-            self._finish(call, rpc.result())
-            return
-        if rpc.code() is grpc.StatusCode.UNAVAILABLE:
-            replica.failed(now)
-        call.attempts += 1
-        verdict = call.policy.after(status_from_rpc_error(rpc), call.attempts, now, call.deadline)
-        if isinstance(verdict, AttnServeError):
-            self._finish(call, verdict)
-            return
-        with self._lock:
-            if call in self._calls:
-                call.timer = threading.Timer(verdict, self._send, (call,))
-                call.timer.daemon = True
-                call.timer.start()
-
-    def _withdraw(self, call: _UnaryCall) -> bool:
-        with self._lock:
-            if call not in self._calls:
-                return False
-            self._calls.remove(call)
-        self._stop(call)
-        return True
-
-    def _finish(self, call: _UnaryCall, outcome: bytes | AttnServeError) -> None:
-        if self._withdraw(call):
-            call.future.settle(outcome)
-
-    def _stop(self, call: _UnaryCall) -> None:
-        if call.timer is not None:
-            call.timer.cancel()
-        if call.rpc is not None:
-            call.rpc.cancel()
-        if call.connection is not None:
-            call.connection.unary.discard(call)
-
-
-class Connection:
-    """The channel to one server and the streams on it."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        credentials: grpc.ChannelCredentials | None,
-        bearer: Bearer,
-        replica: Replica,
-        others: Callable[[Connection], bool],
-        move: Callable[[Call[StreamFuture]], object],
-    ) -> None:
-        self.replica: Final = replica
-        """The server."""
-        self.unary: Final[set[object]] = set()
-        """The calls by themselves that it has not answered."""
-        address = replica.address
-        options = settings.channel_options(address)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=options)
-        self._methods: dict[str, Any] = {}
-        self._streams = [
-            StreamTransport(self._channel, RetryPolicy(settings.retries), bearer, replica, partial(others, self), move)
-            for _ in range(settings.streams if settings.transport == "stream" else 0)
-        ]
-
-    @property
-    def in_flight(self) -> int:
-        """How many calls the server has not answered."""
-        return sum(map(len, self._streams)) + len(self.unary)
-
-    def stream(self) -> StreamTransport:
-        """What a call travels on."""
-        return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
-
-    def method(self, path: str) -> Any:
-        """A unary method."""
-        method = self._methods.get(path)
-        if method is None:
-            method = self._methods[path] = self._channel.unary_unary(path, None, None)
-        return method
-
-    def leave(self) -> None:
-        """Has calls on streams made elsewhere, as far as they have not been sent."""
-        for stream in self._streams:
-            stream.leave()
-
-    def close(self) -> None:
-        """Gives up the calls on its streams and ends the connection."""
-        for stream in self._streams:
-            stream.close()
-        self._channel.close()
 
 
 def later(delay: float, function: Callable[[], object]) -> threading.Timer:
