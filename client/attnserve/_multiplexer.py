@@ -129,6 +129,11 @@ class Multiplexer(Generic[T]):
         return len(self._calls)
 
     @property
+    def opened_so_far(self) -> int:
+        """How many streams there have been."""
+        return self._last_stream
+
+    @property
     def wants_stream(self) -> bool:
         """Whether there is something to send and no stream to send it on."""
         return not self._stream and bool(self._ready)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import calls
 import grpc
 import messages
+import numpy as np
 
+from attnserve import Client
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2, tensor_pb2
 from attnserve_server.stream_life import StreamLife
@@ -46,6 +48,16 @@ def test_old_streams_are_asked_to_leave_and_end_in_good_order(start_server: Call
         created = create(shape.SerializeToString(), timeout=calls.PATIENCE_S)
         cache = caches_pb2.CacheServiceCreateResponse.FromString(created).cache
         assert (info.address, cache.address) == (ADDRESS, ADDRESS)
+
+
+def test_the_sdk_goes_from_stream_to_stream_and_sends_nothing_twice(start_server: Callable[..., Server]) -> None:
+    server = start_server("--max-connection-age=200ms")
+    query = np.ones((2, 4, 8), np.float32)
+    with Client(server.address, retries=0) as client:  # so that a call that was not read would fail
+        streams = client._servers.connection().stream()._multiplexer
+        while streams.opened_so_far < 4:
+            for future in [client.submit(query, query, query) for _ in range(8)]:
+                assert future.result(timeout=calls.PATIENCE_S).output.shape == query.shape
 
 
 def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
