@@ -87,19 +87,18 @@ def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Cha
     flops_before = metric("flops_total")
     cancelled_before = metric("cancelled_requests_total", reason="cancelled")
     busy = calls.Stream(channel)
-    busy.send(calls.call(1, calls.long_running(2048)), calls.call(2, calls.long_running(2048)))
-    calls.until(lambda: metric("queue_requests") == 1, "one of two runs")
+    busy.send(calls.call(1, calls.long_running(2048)))
+    calls.until(lambda: metric("in_flight_requests") == 1 and metric("queue_requests") == 0, "it runs")
     with ExitStack() as stack:
         leave = WAYS[how](server, channel, stack, how)
         calls.until(lambda: metric("queue_requests") >= QUEUED, "calls wait")
         leave()
-        calls.until(lambda: metric("queue_requests") <= 1, "what nobody waits for has left the queue")
-        assert metric("in_flight_requests") >= 1, "and the device is still busy"
-        assert [reply.error.code for reply in busy.replies(2)] == [0, 0]
+        calls.until(lambda: metric("queue_requests") == 0, "what nobody waits for has left the queue")
+        assert [reply.error.code for reply in busy.replies(1)] == [0]
         busy.vanish()
         calls.until_nothing_is_in_flight(server.http_address)
     long, each = (messages.read(calls.long_running(length)).flops for length in (2048, 1024))
-    assert metric("flops_total") - flops_before < 2 * long + QUEUED * each / 2, "at most half was computed"
+    assert metric("flops_total") - flops_before < long + QUEUED * each / 2, "at most half was computed"
     assert metric("cancelled_requests_total", reason="cancelled") - cancelled_before >= QUEUED / 2
 
 
