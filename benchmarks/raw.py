@@ -1,7 +1,9 @@
 """Load generators for encoded messages: gRPC streams and unary calls, and HTTP. All are of the same design.
 
 Requests were encoded before; what the arrivals say is sent, nothing is decoded but what tells which request a reply
-answers, and each reply is reported to the meter. They return when that says stop, and raise what goes wrong.
+answers, and each reply is reported to the meter. They return when that says stop, and raise what goes wrong. What is in
+flight then is waited for: the next measurement finds the server idle, and Triton dies now and then of streams that are
+cancelled.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ async def stream(
             ready.set()
 
         async def write() -> None:
-            while True:
+            while going or due:
                 await ready.wait()
                 ready.clear()
                 while due:
@@ -57,19 +59,24 @@ async def stream(
                         if size >= joined_bytes:
                             break
                     await rpc.write(b"".join(pieces))
+            await rpc.done_writing()
 
+        going = True
         writer = asyncio.create_task(write())
         arrivals.begin(send)
         try:
-            going = True
-            while going:
-                message = await rpc.read()
-                if not isinstance(message, bytes):
-                    raise RuntimeError(f"the stream ended: {await rpc.code()} {await rpc.details()}")
+            while isinstance(message := await rpc.read(), bytes):
                 for call_id, reply in unframe(message):
-                    going = meter.replied(*sent.pop(call_id), reply) and going
-                    if (following := arrivals.answered()) is not None:
+                    if not meter.replied(*sent.pop(call_id), reply) and going:
+                        going = False
+                        arrivals.end()
+                        due.clear()
+                        ready.set()
+                    if going and (following := arrivals.answered()) is not None:
                         send(*following)
+            if going:
+                raise RuntimeError(f"the stream ended: {await rpc.code()} {await rpc.details()}")
+            await writer
         finally:
             arrivals.end()
             writer.cancel()
@@ -122,19 +129,22 @@ async def calls(ask: Callable[[int], Awaitable[Reply]], arrivals: Arrivals, mete
                 reply = await ask(due[0])
                 if not meter.replied(*due, reply) and not over.done():
                     over.set_result(None)
-                due = arrivals.answered()
+                due = None if over.done() else arrivals.answered()
         except Exception as error:
             if not over.done():
                 over.set_exception(error)
 
     def send(number: int, at: float) -> None:
-        task = asyncio.create_task(call(number, at))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        if not over.done():
+            task = asyncio.create_task(call(number, at))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     arrivals.begin(send)
     try:
         await over
+        arrivals.end()
+        await asyncio.gather(*tasks)
     finally:
         arrivals.end()
         left = list(tasks)
