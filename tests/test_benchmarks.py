@@ -105,7 +105,8 @@ def test_all_workloads_are_measured_and_their_file_has_all_fields(run: Run) -> N
         for each in workload["open"]:
             assert list(each["figures"]) == list(OPEN_FIGURES)
             figures = {name: figure["median"] for name, figure in each["figures"].items()}
-            assert 0 < figures["goodput_per_second"] <= figures["offered_per_second"]
+            # A machine that is busy enough answers none in time.
+            assert 0 <= figures["goodput_per_second"] <= figures["offered_per_second"] > 0
             assert figures["p50_us"] <= figures["p99_us"] <= figures["p999_us"]
         assert list(workload["ways"]) == WAYS
         for way, figures in workload["ways"].items():
