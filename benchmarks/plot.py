@@ -47,7 +47,7 @@ def server(way: str) -> str:
 def _bars(axes: Axes, results: Sequence[WorkloadResult]) -> None:
     """For each workload, the service and the best way of calling each peer, over torch in process."""
     names = ["attnserve", *dict.fromkeys(server(way) for each in results for way in each.peer_ways())]
-    width = 0.8 / len(names)
+    width, lowest = 0.8 / len(names), 1.0
     for place, name in enumerate(names):
         positions, heights = [], []
         for index, result in enumerate(results):
@@ -55,11 +55,15 @@ def _bars(axes: Axes, results: Sequence[WorkloadResult]) -> None:
             if ways:
                 positions.append(index + (place - (len(names) - 1) / 2) * width)
                 heights.append(max(result.ratio(way, IN_PROCESS) for way in ways))
+        lowest = min([lowest, *heights])
         bars = axes.bar(positions, heights, width * 0.92, color=COLOURS.get(name), label=NAMES.get(name, name))
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     axes.set_xticks(range(len(results)), [each.name for each in results])
     # A step against a cache and one that is sent with its history are two orders of magnitude apart.
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_ylim(bottom=lowest / 2)
     axes.set_xlim(-0.6, len(results) - 0.4)
     axes.set_ylabel("throughput, torch in process = 1")
     axes.set_title(
