@@ -105,8 +105,11 @@ class Admission:
             raise self._has_its_share("bytes", self._max_bytes, own)
         if own.flops > SHARE * (self._max_flops - everybody.flops):
             raise self._has_its_share("flops", self._max_flops, own)
-        if everybody.waiting and self._max_queue_time < inf:
-            self._check_queue(own)
+        if everybody.waiting >= ALWAYS_WAIT:
+            if self._max_queue_time < inf:
+                self._check_queue(own)
+        elif everybody.waiting <= ALWAYS_WAIT // 4:
+            self._stands = False
 
     def _check_queue(self, own: Usage) -> None:
         """Raises Overloaded if the caller would wait too long: all that waits, or its own requests at the pace of one
