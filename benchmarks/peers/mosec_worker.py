@@ -50,9 +50,9 @@ class AttentionWorker(_Bytes):
         query, key, value = tensors
         return Attention(query, key, value, mask, bool(flags & 1), None if math.isnan(scale) else scale)
 
-    def forward(self, data: list[Attention]) -> list[torch.Tensor]:
-        """A batch."""
-        return attend(data)
+    def forward(self, data: list[Attention] | Attention) -> list[torch.Tensor] | torch.Tensor:
+        """A batch; or one alone, where batches are of one."""
+        return attend(data) if isinstance(data, list) else attend([data])[0]
 
 
 class LayerWorker(_Bytes):
@@ -66,9 +66,9 @@ class LayerWorker(_Bytes):
         """A view of the body."""
         return torch.frombuffer(data, dtype=torch.float32).view(-1, HEADS * HEAD_DIM)
 
-    def forward(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A batch."""
-        return self._layer(data)
+    def forward(self, data: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor] | torch.Tensor:
+        """A batch; or one alone, where batches are of one."""
+        return self._layer(data) if isinstance(data, list) else self._layer([data])[0]
 
 
 def main() -> None:
