@@ -33,7 +33,7 @@ Allocate = Callable[[int], torch.Tensor]
 
 ALIGNMENT: Final = 64
 """Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
-LOOKED_AT: Final = 1 << 20
+LOOKED_AT: Final = 4 << 20
 """Up to so many bytes, whether inputs are finite is seen here, all at once; kernels look at larger ones, on threads."""
 
 
