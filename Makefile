@@ -35,14 +35,14 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m pytest --quiet tests/server/test_config.py -k documents
+	$(BIN)/python -m pytest --quiet tests/server/test_config.py -k document
 
 format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev ## write the table of settings into the documents, and the rules of Prometheus for Kubernetes
-	$(BIN)/python -m attnserve_server.config README.md docs/configuration.md
+	$(BIN)/python -m attnserve_server.config docs/configuration.md
 	$(BIN)/python scripts/prometheus_rule.py
 
 bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with peers that are there
