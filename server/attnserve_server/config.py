@@ -450,7 +450,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     for item in settings():
         text = f"{item.metadata['help']} Default: {_kind(item).show(item.default)}"
-        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"))
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(item) is _TRUTH else {}
+        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
     return parser
 
 

@@ -55,6 +55,15 @@ def test_names_of_flags_and_variables() -> None:
     assert configuration.variable("http_listen") == "ATTNSERVE_HTTP_LISTEN"
 
 
+def test_flag_of_a_truth_value_by_itself_is_true() -> None:
+    loaded = Config.load(
+        ["--insecure", "--reflection=false", "--layer-administration"], {"ATTNSERVE_INSECURE": "false"}
+    )
+    assert (loaded.insecure, loaded.reflection, loaded.layer_administration) == (True, False, True)
+    with pytest.raises(UsageError, match="--max-requests: expected one argument"):
+        Config.load(["--max-requests"], {})
+
+
 def test_values_have_their_units() -> None:
     argv = ["--max-bytes=3GiB", "--max-wait", "1500us", "--drain-grace=1m", "--max-flops=2e13", "--reflection=off"]
     loaded = Config.load(argv, {})
