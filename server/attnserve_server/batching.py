@@ -148,6 +148,8 @@ class BatchQueue(Generic[E]):
             heapq.heapify(waiting)
             if not waiting:
                 del self._groups[group]
+        if not dropped:
+            return dropped
         for entry in dropped:
             self._forget(entry)
         self._first = [(waiting[0][0], waiting[0][1], group) for group, waiting in self._groups.items()]

@@ -54,6 +54,7 @@ class CacheService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
 
     def _create(self, caller: Caller, request: pb.CacheServiceCreateRequest) -> pb.CacheServiceCreateResponse:
+        self._attention.check_open()  # a server that ends would take the cache with it
         shape = CacheShape(
             request.num_kv_heads,
             request.head_dim,

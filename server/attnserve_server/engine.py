@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
 from attnserve_server.computation import compute
+from attnserve_server.delivery import Delivery
+from attnserve_server.entry import Entry
 from attnserve_server.errors import (
     Cancelled,
-    ComputationFailed,
     DeadlineExceeded,
     DeadlineUnreachable,
     DeviceFailed,
@@ -33,71 +34,17 @@ from attnserve_server.errors import (
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.turns import Turns
-from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+from attnserve_server.work import BatchResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
-    from attnserve_server.tracing import Trace, Tracing
+    from attnserve_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a request that ran: its result, its phases (encode still holds only the fetching), its batch."""
-
-    result: RequestResult
-    phases: Phases
-    batch_size: int
-
-
-Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
-Part: TypeAlias = tuple[list["Entry"], BatchResult | RequestError]
+Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
 """What came of some entries of a batch."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
-
-    `caller` tells callers apart (`Caller.share`); `trace` is there if the request is recorded. Times are of
-    `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was cancelled before
-    it ran. If it fails with an outcome, it is called once more, with an error.
-    """
-
-    request: Work
-    reply: Reply
-    arrival: float
-    deadline: float
-    decode: float
-    caller: Hashable = None
-    trace: Trace | None = None
-    cancelled: bool = field(default=False, init=False)
-    answered: bool = field(default=False, init=False)
-    cost: int = field(init=False)
-    """What it costs to run, in FLOPs."""
-    size: int = field(init=False)
-    """The bytes that it may take until its reply has left."""
-
-    def __post_init__(self) -> None:
-        request = self.request
-        self.cost = request.cost
-        self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes
-
-    @property
-    def group(self) -> Hashable:
-        """Equal for entries that one batch can hold."""
-        return self.request.group
-
-    @property
-    def received_bytes(self) -> int:
-        """What it holds in memory."""
-        return self.request.received_bytes
-
-    @property
-    def priority(self) -> int:
-        """Higher goes first."""
-        return self.request.priority
 
 
 @dataclass(slots=True)
@@ -127,7 +74,7 @@ class Engine:
         self._admission = admission
         self._metrics = metrics
         self._max_wait = max_wait
-        self._tracing = tracing
+        self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._turns: Turns[Entry] = Turns()
@@ -140,8 +87,7 @@ class Engine:
         self._busy_seconds = 0.0
         self._next_step: asyncio.Handle | None = None
         self._waits = False
-        self._opened = False
-        self._draining = False
+        self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
         self._idle = asyncio.Event()
         self._idle.set()
         self.failure: str | None = None
@@ -149,26 +95,28 @@ class Engine:
         self.failed = asyncio.Event()
         """Set when there is a failure."""
 
+    def check_open(self) -> None:
+        """Raises Starting, Draining or DeviceFailed if nothing is taken at the moment."""
+        if self._closed is None:
+            return
+        if self._closed is not Starting:
+            self._metrics.rejected("draining" if self._closed is Draining else "failed")
+        raise self._closed
+
     def check(self, caller: Hashable, size: int) -> None:
-        """Raises Overloaded if a request of so many bytes would be refused, whatever it asks for: refusing must cost
-        less than reading.
+        """Raises what `check_open` does, or Overloaded, if a request of so many bytes would be refused, whatever it
+        asks for: refusing must cost less than reading.
         """
+        self.check_open()
         self._admission.check(caller, size)
 
     def submit(self, entry: Entry) -> None:
-        """Admits and queues a request. Raises Overloaded, InvalidRequest (too large for the server),
-        DeadlineUnreachable, Draining, or DeviceFailed.
+        """Admits and queues a request. Raises what `check_open` does, Overloaded, InvalidRequest (too large for the
+        server), or DeadlineUnreachable.
 
         The caller of `submit` calls `release` when the reply has left.
         """
-        if not self._opened:
-            raise Starting
-        if self.failure is not None:
-            self._metrics.rejected("failed")
-            raise DeviceFailed
-        if self._draining:
-            self._metrics.rejected("draining")
-            raise Draining
+        self.check_open()
         if entry.deadline < inf:
             self._check_deadline(entry)
         self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)
@@ -190,11 +138,12 @@ class Engine:
         """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
         run already: those go on.
         """
+        some = False
         for entry in entries:
-            entry.cancelled = True
+            some = entry.cancelled = True
             if entry.request.needs:
                 self._cancelled.append(entry)
-        if self._drop_due is None:
+        if some and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
     def _check_deadline(self, entry: Entry) -> None:
@@ -222,7 +171,8 @@ class Engine:
 
     async def drain(self, grace: float) -> bool:
         """Refuses new requests and waits until all replies have left, at most `grace` seconds; whether they have."""
-        self._draining = True
+        if self.failure is None:
+            self._closed = Draining
         if self._idle.is_set():
             return True
         try:
@@ -263,7 +213,8 @@ class Engine:
 
     def open(self) -> None:
         """Lets requests in: the device is ready."""
-        self._opened = True
+        if self._closed is Starting:
+            self._closed = None
 
     def close(self) -> None:
         """Ends the worker thread. What it runs is not waited for: see `stuck`."""
@@ -273,7 +224,7 @@ class Engine:
         """Gives up the device, for good. Everybody who waits for it is told to go elsewhere, whatever else is wrong."""
         if self.failure is not None:
             return
-        self.failure = why
+        self.failure, self._closed = why, DeviceFailed
         logger.critical("%s; requests are told to go elsewhere", why)
         batches = [] if self._running is None else [self._running]
         while self._queue.requests:
@@ -281,7 +232,7 @@ class Engine:
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
         for entry in dict.fromkeys([*waiting, *self._turns.everyone()]):
             if not entry.answered:
-                self._reply(entry, DeviceFailed())
+                self._delivery.reply(entry, DeviceFailed())
         self.failed.set()
 
     def _schedule(self) -> None:
@@ -307,9 +258,13 @@ class Engine:
         self._next_step = None
         try:
             self._run_next()
-        except Exception:  # a bug, which must not leave those waiting whom it did not reach
-            logger.exception("the engine failed")
-            self.fail("the engine failed")
+        except Exception as bug:
+            self._fail_by(bug)
+
+    def _fail_by(self, bug: Exception) -> None:
+        """Gives up, so that a bug leaves nobody waiting whom it did not reach."""
+        logger.error("the engine failed", exc_info=bug)
+        self.fail("the engine failed")
 
     def _run_next(self) -> None:
         if self.failure is not None:
@@ -339,7 +294,7 @@ class Engine:
             self._admission.computed(entry.caller, entry.cost)
             self._metrics.cancelled(reason)
             self._leave(entry)
-            self._reply(entry, error())
+            self._delivery.reply(entry, error())
 
     def _drop_cancelled(self) -> None:
         """Replies to what has been cancelled and not run yet."""
@@ -347,8 +302,11 @@ class Engine:
         cancelled, self._cancelled = self._cancelled, []
         if self.failure is not None:  # everybody has been told
             return
-        for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
-            self._drop(entries, "cancelled", Cancelled)
+        try:
+            for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
+                self._drop(entries, "cancelled", Cancelled)
+        except Exception as bug:
+            self._fail_by(bug)
         if self._queue.requests:  # whose turn has come
             self._schedule()
 
@@ -368,7 +326,7 @@ class Engine:
                 self._admission.computed(entry.caller, entry.cost)
                 batch.cost -= entry.cost
                 self._leave(entry)
-                self._reply(entry, error_for_caller(error))
+                self._delivery.reply(entry, error_for_caller(error))
             else:
                 able.append(entry)
         batch.entries = able
@@ -395,10 +353,9 @@ class Engine:
             return
         try:
             self._hand_over(batch, begin, parts)
-        except Exception:  # a bug, which must not leave those waiting whom it did not reach
-            logger.exception("the engine failed")
+        except Exception as bug:
             self._running = batch
-            self.fail("the engine failed")
+            self._fail_by(bug)
 
     def _hand_over(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
         if isinstance(parts[0][1], DeviceFailed):
@@ -421,28 +378,4 @@ class Engine:
         if self._queue.requests:
             self._schedule()
         for entries, outcome in parts:
-            if self._tracing is not None:
-                self._tracing.batch(entries, begin, outcome)
-            if isinstance(outcome, RequestError):
-                for entry in entries:
-                    self._reply(entry, outcome)
-                continue
-            flops = sum(entry.request.flops for entry in entries)
-            tokens = sum(entry.request.query_tokens for entry in entries)
-            self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
-            if (layer := entries[0].request.layer) is not None:
-                self._metrics.layer_batch(layer, len(entries), tokens, flops)
-            for entry, result in zip(entries, outcome.results, strict=True):
-                queue = max(0.0, begin - entry.arrival - entry.decode)
-                phases = Phases(entry.decode, queue, outcome.staging, outcome.compute, outcome.fetch)
-                self._reply(entry, Outcome(result, phases, len(entries)))
-
-    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
-        """Hands an outcome to its caller; a failure there is that caller's alone."""
-        entry.answered = True
-        try:
-            entry.reply(entry, outcome)
-        except Exception:
-            logger.exception("a reply failed")
-            if isinstance(outcome, Outcome):
-                self._reply(entry, ComputationFailed("the reply could not be encoded"))
+            self._delivery.deliver(entries, begin, outcome)

@@ -30,7 +30,8 @@ from attnserve_server.callers import Callers
 from attnserve_server.config import Config, ListenError, Source, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
-from attnserve_server.engine import Engine, Entry
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry
 from attnserve_server.errors import OutOfMemory
 from attnserve_server.grants import GrantsFile
 from attnserve_server.health import Health

@@ -19,7 +19,8 @@ from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.callers import Caller, Role
-from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Overloaded, RequestError, TooManyStreams, error_for_caller
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Context, Rpcs
@@ -76,6 +77,10 @@ class AttentionService:
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def check_open(self) -> None:
+        """Raises what a request would be refused with, whatever it asks for, because the server starts or ends."""
+        self._engine.check_open()
 
     def end_streams(self) -> None:
         """Ends every stream when what is in flight on it has been answered."""

@@ -22,7 +22,8 @@ from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.callers import Caller, Callers
 from attnserve_server.calls import Call, read_message
-from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import (
     CallerChanged,
     Cancelled,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, Span, SpanContext, Tracer
 
-    from attnserve_server.engine import Entry
+    from attnserve_server.entry import Entry
     from attnserve_server.metrics import Metrics
     from attnserve_server.work import BatchResult, Phases
 

@@ -34,7 +34,8 @@ from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.metrics import Metrics

@@ -19,7 +19,8 @@ from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.devices import open_device
 from attnserve_server.devices.cuda import CudaDevice
-from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import ComputationFailed, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS
 from attnserve_server.metrics import Metrics

@@ -22,7 +22,8 @@ from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine, Entry, Outcome
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import (
     Cancelled,
     ComputationFailed,
@@ -32,6 +33,7 @@ from attnserve_server.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
+    Starting,
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import Request, read_request
@@ -481,11 +483,39 @@ async def test_drain_refuses_what_comes_and_waits_for_what_is_there() -> None:
     with pytest.raises(Draining) as caught:
         bench.submit(messages.random_attend(2))
     assert caught.value.code.name == "UNAVAILABLE"
-    assert bench.count("attnserve_rejected_requests_total", reason="draining") == 1
+    with pytest.raises(Draining):
+        bench.engine.check("me", 1)
+    assert bench.count("attnserve_rejected_requests_total", reason="draining") == 2
     assert not drained.done()
     device.may_run.set()
     assert await drained
     assert all(isinstance(outcome, Outcome) for outcome in await bench.outcomes([first, queued]))
+
+
+async def test_nothing_is_taken_before_the_device_is_ready() -> None:
+    admission, metrics = Admission(1000, 10**12, 10**15), Metrics("0", "0", "cpu")
+    engine = Engine(CpuDevice(1, INLINE), BatchQueue(10**12, 64, 0.1, admission.pace), admission, metrics)
+    with pytest.raises(Starting) as caught:
+        engine.check("me", 1)
+    assert caught.value.code.name == "UNAVAILABLE"
+    engine.open()
+    engine.check("me", 1)
+    assert await engine.drain(PATIENCE_S)
+    engine.open()
+    with pytest.raises(Draining):
+        engine.check("me", 1)
+
+
+async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    looks: list[None] = []
+    monkeypatch.setattr(bench.queue, "drop_cancelled", lambda: looks.append(None) or [])
+    first = await hold(bench, device)
+    bench.engine.cancel([])
+    device.may_run.set()
+    await bench.outcomes([first])
+    assert not looks
 
 
 async def test_drain_ends_with_its_grace() -> None:

@@ -18,7 +18,7 @@ from test_engine import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_ri
 from attnserve_server.computation import Blame
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.failures import is_out_of_memory
-from attnserve_server.engine import Outcome
+from attnserve_server.entry import Outcome
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
 from attnserve_server.request import Request
 from attnserve_server.watchdog import Watchdog
@@ -156,6 +156,21 @@ async def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Mon
     for entry in entries:
         assert isinstance(await bench.outcome(entry), DeviceFailed)
     assert bench.engine.failure == "the engine failed"
+
+
+async def test_a_bug_met_by_who_leaves_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    monkeypatch.setattr(bench.queue, "drop_cancelled", fail)
+    runs = await hold(bench, device)
+    gone, waits = bench.submit(messages.random_attend(1)), bench.submit(messages.random_attend(2))
+    bench.engine.cancel([gone])
+    for entry in (runs, waits):
+        assert isinstance(await bench.outcome(entry), DeviceFailed)
+    device.may_run.set()
 
 
 async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

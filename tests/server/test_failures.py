@@ -20,7 +20,8 @@ from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.callers import Caller, Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine, Entry
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry
 from attnserve_server.errors import Cancelled
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import read_request

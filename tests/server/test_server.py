@@ -20,6 +20,8 @@ from google.rpc import code_pb2
 
 from attnserve import AttnServeError, Client
 from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import caches_pb2_grpc, tensor_pb2
+from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -64,6 +66,11 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             calls.unary(channel, "Attend", request.SerializeToString())
         error: Any = caught.value
         assert error.code() == grpc.StatusCode.UNAVAILABLE
+        cache = CacheServiceCreateRequest(num_kv_heads=1, head_dim=8, dtype=tensor_pb2.DATA_TYPE_FLOAT32)
+        with pytest.raises(grpc.RpcError) as caught:
+            caches_pb2_grpc.CacheServiceStub(channel).Create(cache)
+        refused: Any = caught.value
+        assert refused.code() == grpc.StatusCode.UNAVAILABLE, "a cache would go with the server"
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {0: 0, 1: 0, 2: 0, 3: 0, 9: code_pb2.UNAVAILABLE}
     assert server.process.wait(calls.PATIENCE_S) == 0

@@ -203,7 +203,7 @@ def test_a_batch_that_fails_is_an_error_with_the_name_of_its_kind() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import StatusCode
 
-    from attnserve_server.engine import Entry
+    from attnserve_server.entry import Entry
     from attnserve_server.metrics import Metrics
 
     exporter = InMemorySpanExporter()
