@@ -158,9 +158,12 @@ class Multiplexer(Generic[T]):
             self.wakeup = call.deadline
 
     def cancel(self, call: Call[T]) -> bool:
-        """Forgets a call for which nobody waits. False if it already has its outcome."""
-        if self._calls.pop(call.id, None) is None:
+        """Forgets a call for which nobody waits. False if it already has its outcome, or is made elsewhere by now: what
+        has its id here may then be another call.
+        """
+        if self._calls.get(call.id) is not call:
             return False
+        del self._calls[call.id]
         self._retract(call)
         return True
 

@@ -54,8 +54,9 @@ class CallFuture(Future[T], Generic[R, T]):
         if not super().cancel():
             return False
         self.client = None
-        if self.span is not None:
-            self.span.end(CancelledError())
+        span, self.span = self.span, None  # who cancels once more ends it no more
+        if span is not None:
+            span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, bool
         if withdraw():
             self.set_running_or_notify_cancel()  # for who waits for several futures

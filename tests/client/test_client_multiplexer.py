@@ -174,6 +174,23 @@ def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer
     assert not sent.cancel
 
 
+def test_a_call_made_elsewhere_by_now_takes_no_other_with_it(multiplexer: Multiplexer[Any]) -> None:
+    """Its id is the other server's then, and another call's here."""
+    elsewhere: Multiplexer[Any] = Multiplexer(POLICY)
+    leaving, stays = call("a"), call("b")
+    multiplexer.add(leaving)
+    multiplexer.leave()
+    assert multiplexer.take_leaving() == [leaving]
+    multiplexer.add(stays)
+    elsewhere.add(call("c"))
+    elsewhere.add(leaving)
+    assert leaving.id == stays.id
+    assert not multiplexer.cancel(leaving)
+    assert (len(multiplexer), len(elsewhere)) == (1, 2)
+    assert multiplexer.cancel(stays)
+    assert elsewhere.cancel(leaving)
+
+
 def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
     first, second, third = call("a"), call("b"), call("c")
     multiplexer.add(first)

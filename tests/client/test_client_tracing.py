@@ -107,7 +107,7 @@ def test_without_tracing_nothing_travels(listener: tuple[str, list[str]]) -> Non
 
 
 def test_errors_and_cancellations_are_told(
-    server: Any, exporter: InMemorySpanExporter, provider: TracerProvider
+    server: Any, exporter: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Client(server.address, tracing=provider) as client, pytest.raises(InvalidRequestError):
         client.attend(array(), array(), np.ones((1, 3), np.float32))
@@ -118,7 +118,10 @@ def test_errors_and_cancellations_are_told(
         return (message for message in messages if not message)
 
     with peer(silent) as address, Client(address, tracing=provider) as client:
-        assert client.submit(array(), array(), array()).cancel()
+        future = client.submit(array(), array(), array())
+        assert future.cancel()
+        assert future.cancel(), "as often as one likes"
+        assert not caplog.records, "a span ends once"
     refused, unreachable, cancelled = exporter.get_finished_spans()
     for span, code, error_type in (
         (refused, 3, "InvalidRequestError"),
