@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from attnserve_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
+
+TRIAL_PAUSE: Final = 9
+"""What should be too late by the measured rate is tried, on an idle device, so many times as long after the last trial
+as that took: a tenth of the device's time at most goes into what may be for nobody."""
 
 
 Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
@@ -81,6 +85,8 @@ class Engine:
         self._running: Batch[Entry] | None = None
         self._batch_begin = 0.0
         self._batch_end = 0.0
+        self._trying = False
+        self._next_trial = 0.0
         self._last: Ran | None = None
         self._drop_due: asyncio.Handle | None = None
         self._cancelled: list[Entry] = []
@@ -148,15 +154,21 @@ class Engine:
 
     def _check_deadline(self, entry: Entry) -> None:
         """Raises DeadlineUnreachable if what is due before an entry, and the entry itself, should take longer than its
-        caller waits. What nothing is before is computed in any case: nothing else would mend a rate that is wrong.
+        caller waits. What nothing is before is computed now and then all the same: nothing else would mend a rate that
+        is wrong.
         """
-        if self._running is None and not self._queue.requests:
-            return
         now = entry.arrival + entry.decode
         least = self._admission.pace.least_seconds(entry.cost)
+        left = entry.deadline - now
+        if self._running is None and not self._queue.requests:
+            if least <= left:
+                return
+            if now >= self._next_trial:
+                self._trying, self._next_trial = True, now + TRIAL_PAUSE * least
+                return
+            raise DeadlineUnreachable(least, left)
         if self._running is not None:
             least += max(0.0, self._batch_end - now)
-        left = entry.deadline - now
         if least + self._queue.seconds <= left:  # most often, and without looking at all that waits
             return
         least += self._queue.seconds_before(entry.caller, entry.priority)
@@ -314,7 +326,10 @@ class Engine:
         """Takes notice of how long the last batch took, with what the loop did before the next one could begin."""
         if self._last is not None:
             last, self._last = self._last, None
-            self._admission.pace.learn(last.cost, last.requests, last.largest, now - last.begin)
+            seconds = now - last.begin
+            self._admission.pace.learn(last.cost, last.requests, last.largest, seconds)
+            if self._trying:
+                self._trying, self._next_trial = False, now + TRIAL_PAUSE * seconds
 
     def _begin(self, batch: Batch[Entry]) -> None:
         """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""

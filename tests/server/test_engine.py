@@ -431,14 +431,32 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert device.batches[1] == [urgent.request]
 
 
-async def test_on_an_idle_device_a_deadline_is_not_judged_by_the_rate() -> None:
-    """What runs corrects a rate that is wrong; were it refused, nothing would."""
+async def test_an_idle_device_tries_now_and_then_what_its_rate_says_is_too_late() -> None:
+    """What runs corrects a rate that is wrong; were it always refused, nothing would."""
     bench = Bench(HeldDevice(INLINE))
     message = messages.random_attend(0)
     taught(bench, message, 1000.0)
     (outcome,) = await bench.outcomes([bench.submit(message, deadline=perf_counter() + PATIENCE_S)])
     assert isinstance(outcome, Outcome)
     assert bench.admission.pace.seconds(messages.read(message).cost, 1) < 1000.0
+
+
+async def test_an_idle_device_does_not_spend_itself_on_what_will_be_too_late() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    message = messages.random_attend(0)
+    taught(bench, message, 1000.0)
+    device.may_run.clear()
+    tried = bench.submit(message, deadline=perf_counter() + PATIENCE_S)
+    await device.until_entered()
+    await asyncio.sleep(0.5)  # it takes so long at the least, and what is like it is tried nine times as long after it
+    device.may_run.set()
+    assert isinstance(await bench.outcome(tried), Outcome)
+    taught(bench, message, 1000.0)
+    with pytest.raises(DeadlineUnreachable):
+        bench.submit(message, deadline=perf_counter() + PATIENCE_S)
+    patient = bench.submit(message, deadline=perf_counter() + 2000.0)
+    assert isinstance((await bench.outcomes([tried, patient]))[1], Outcome)
 
 
 async def test_a_caller_that_floods_delays_another_by_two_batches() -> None:
