@@ -110,7 +110,7 @@ class HttpServer:
         try:
             async with asyncio.timeout(2 * self._patience_s):
                 await self._converse(reader, writer)
-        except (TimeoutError, ConnectionError, ssl.SSLError) as error:
+        except OSError as error:  # of the network, of TLS, or the time being over
             logger.debug("an HTTP connection was given up: %s", error)
         except asyncio.CancelledError:
             return  # by `stop`; asyncio would log it as a failure

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -131,6 +133,28 @@ async def test_what_is_no_request(served: Served, raw: bytes, status: int) -> No
     assert answer is not None
     assert answer.status == status
     assert (await get(served.port, "/healthz")).status == 200
+
+
+async def test_a_peer_that_resets_the_connection_leaves_no_traceback(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", served.port))
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is resetting
+
+    gone = asyncio.Event()
+
+    def reset(writer: asyncio.StreamWriter) -> bool:
+        """In between the answer and its end."""
+        peer.close()
+        gone.set()
+        return True
+
+    monkeypatch.setattr(asyncio.StreamWriter, "can_write_eof", reset)
+    peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+    await asyncio.wait_for(gone.wait(), 60)
+    monkeypatch.undo()
+    assert (await get(served.port, "/healthz")).status == 200  # by now, what was due to be logged has been
+    assert caplog.records == []
 
 
 async def test_a_peer_that_says_nothing_and_leaves(served: Served) -> None:
