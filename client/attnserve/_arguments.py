@@ -105,6 +105,11 @@ def text(field: str, value: Any) -> str:
     """A name or a path, which is never empty."""
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{field}: expected what UTF-8 can say, found {value!r}", field=field) from None
     return value
 
 

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite
 from typing import Any, Final, Literal, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
@@ -30,6 +29,9 @@ from attnserve.v1 import caches_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
 _SERVICE: Final = "/attnserve.v1.CacheService/"
+
+_LONGEST_TTL: Final = 315_576_000_000
+"""Seconds: ten thousand years, which is what a protobuf Duration holds."""
 
 _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float32": tensor_pb2.DATA_TYPE_FLOAT32,
@@ -175,8 +177,9 @@ def _duration(ttl: float | None) -> Duration | None:
     if ttl is None:
         return None
     seconds = _arguments.number("ttl", ttl)
-    if not (seconds > 0 and isfinite(seconds)):
-        raise InvalidRequestError(f"ttl: expected seconds, more than 0, or None, found {ttl!r}", field="ttl")
+    if not 0 < seconds <= _LONGEST_TTL:
+        expected = f"seconds, more than 0 and at most {_LONGEST_TTL:g}, or None"
+        raise InvalidRequestError(f"ttl: expected {expected}, found {ttl!r}", field="ttl")
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9) or 1)
     return duration

@@ -26,6 +26,8 @@ from attnserve._version import __version__
 
 _METRICS_ADDRESS: Final = "127.0.0.1:8002"
 """Where a server has its metrics unless it is told otherwise."""
+_LONGEST: Final = 1e9
+"""Seconds: thirty years, and what the clocks of all systems can wait for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,9 +123,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, found {text}")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most {_LONGEST:g}, found {text!r}")
     return seconds
 
 

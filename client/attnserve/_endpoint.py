@@ -32,7 +32,7 @@ class Endpoint:
         if url.hostname is None or url.scheme not in ("", "http", "https"):
             raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
         self._host, self._port, self._timeout = url.hostname, url.port, timeout
-        self._path = f"{url.path.rstrip('/')}/metrics"
+        self._path = f"{url.path.rstrip('/').removesuffix('/metrics')}/metrics"
         if token is not None and not secure and not token.plaintext and not is_local(self._host):
             raise ValueError(f"token: {address} would get it unencrypted; use TLS, or allow a plaintext token")
         self._tls = (tls or TLS()) if secure else None
@@ -48,10 +48,13 @@ class Endpoint:
                 connection.request("GET", self._path, headers=dict(self._bearer.metadata))
                 answer = connection.getresponse()
                 text = answer.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             raise OSError(f"no metrics at {self.url}: {error}") from None
+        except http.client.HTTPException:  # its text is what has come, which need not be any
+            raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
         if answer.status != http.HTTPStatus.OK:
-            raise OSError(f"no metrics at {self.url}: {answer.status} {text[:_SAID].strip()}")
+            said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
+            raise OSError(f"no metrics at {self.url}: {answer.status} {said}")
         return text
 
     def _connection(self) -> http.client.HTTPConnection:

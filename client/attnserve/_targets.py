@@ -19,6 +19,7 @@ Address: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
 
 _DNS: Final = re.compile(r"dns:///(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d+)")
 _LISTS: Final = ("ipv4:", "ipv6:")
+_LAST_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,12 @@ def target_of(address: Address) -> Target:
         addresses = tuple(address)
         if not addresses or not all(isinstance(each, str) and each for each in addresses):
             raise ValueError(f"address: expected one at least, each host:port, found {address!r}")
+        for each in addresses:
+            _check_port(each)
         return Target(",".join(addresses), addresses)
     if not address:
         raise ValueError("address: expected host:port, unix:/path or dns:///name:port, found ''")
+    _check_port(address)
     if (named := _DNS.fullmatch(address)) is not None:
         host = named["host"].strip("[]")
         return Target(address, (), partial(look_up, host, int(named["port"])), host)
@@ -55,9 +59,19 @@ def target_of(address: Address) -> Target:
     return Target(address, (address,))
 
 
+def _check_port(address: str) -> None:
+    """ValueError if an address has a port that there cannot be: gRPC would take another one, modulo 65536."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and int(port) > _LAST_PORT and not address.startswith("unix:"):
+        raise ValueError(f"address: expected a port of at most {_LAST_PORT}, found {address!r}")
+
+
 def look_up(host: str, port: int) -> list[str]:
     """The addresses that a name has now, each with the port. OSError if there are none."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:  # a label that is empty, or too long
+        raise OSError(f"{host!r} is no name that can be looked up") from None
     return sorted({_joined(str(place[0]), port) for *_, place in found})
 
 

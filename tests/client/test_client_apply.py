@@ -145,6 +145,7 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"layer": ""}, "layer"),
         ({"layer": None}, "layer"),
         ({"layer": b"minilm"}, "layer"),
+        ({"layer": "\ud800"}, "layer"),
         ({"input": np.ones((2, 2), bool)}, "input"),
         ({"input": "ids"}, "input"),
         ({"input": [[1], [2, 3]]}, "input"),

@@ -251,6 +251,7 @@ def test_what_is_created(client: Any, keeper: Keeper, dtype: Any) -> None:
         ({"dtype": "int64"}, "dtype"),
         ({"ttl": 0}, "ttl"),
         ({"ttl": float("inf")}, "ttl"),
+        ({"ttl": 1e300}, "ttl"),
         ({"ttl": "long"}, "ttl"),
     ],
 )

@@ -316,7 +316,10 @@ def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) ->
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["dance"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"], ["top", "--interval", "1e300"]],
+)
 def test_the_command_refuses_what_makes_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         _cli.main(arguments)

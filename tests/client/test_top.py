@@ -169,6 +169,8 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith(f"attnserve: no metrics at http://{NOBODY}/metrics: ")
     assert _cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
     assert "404" in capsys.readouterr().err
+    assert _cli.main(["top", server.address, "--once"]) == 1  # the port of gRPC
+    assert capsys.readouterr().err.endswith("/metrics: what is there does not speak HTTP\n")
     assert _cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
 
