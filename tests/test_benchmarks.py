@@ -455,11 +455,10 @@ def test_peers_that_are_installed_answer_right(peer: Peer, name: str, tmp_path: 
 
 async def test_http_connections_read_replies_however_they_come_and_are_kept() -> None:
     bodies = [b"", b"short", bytes(range(256)) * 1000]
-    connections = 0
+    connections: list[asyncio.Task[Any] | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
+        connections.append(asyncio.current_task())
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 number = (await reader.readexactly(1))[0]
@@ -474,6 +473,7 @@ async def test_http_connections_read_replies_however_they_come_and_are_kept() ->
                     await writer.drain()
                     await asyncio.sleep(0)
         writer.close()
+        await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
@@ -488,8 +488,9 @@ async def test_http_connections_read_replies_however_they_come_and_are_kept() ->
     await raw.http(f"{host}:{port}", requests, ClosedLoop(range(len(bodies)), 2), Collected())
     assert all(body == bodies[number] for number, body in found)
     assert {number for number, _ in found} == {0, 1, 2}
-    assert connections == 2
+    assert len(connections) == 2
     with pytest.raises(RuntimeError, match="503"):
         await raw.http(f"{host}:{port}", [bytes([len(bodies)])], ClosedLoop([0], 1), Collected())
+    await asyncio.gather(*filter(None, connections))
     server.close()
     await server.wait_closed()

@@ -13,6 +13,11 @@ from typing import Final
 FIRST_FLOP_SECONDS: Final = 2e-11
 """Before anything is known: a processor of 50 GFLOP/s."""
 FIRST_REQUEST_SECONDS: Final = 2e-4
+FLOP_SECONDS: Final = (1e-18, 1e-3)
+"""Nothing is faster or slower, whatever clocks say."""
+REQUEST_SECONDS: Final = (1e-9, 1e3)
+CLOCK_SECONDS: Final = 1e-9
+"""Less is not measured."""
 LEARNING: Final = 0.2
 """The part of an error that one batch corrects; the first one corrects all of it, the second half, and so on."""
 LARGEST_ERROR: Final = 2.0
@@ -54,10 +59,11 @@ class Pace:
 
     def learn(self, flops: float, requests: int, largest: float, seconds: float) -> None:
         """Takes notice of a batch: its FLOPs, its requests, the FLOPs of the largest of them, and how long it took."""
+        if seconds <= 0 or flops + requests <= 0:
+            return
+        seconds = max(seconds, CLOCK_SECONDS)
         by_flops, by_requests = flops * self._flop_seconds, requests * self._request_seconds
         expected = by_flops + by_requests
-        if seconds <= 0 or expected <= 0:
-            return
         self._batches += 1
         gain = max(LEARNING, 1 / self._batches)
         error = log(seconds / expected)
@@ -65,6 +71,10 @@ class Pace:
             error = max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
         self.request_flops += gain * (flops / requests - self.request_flops)
         step = gain * error * expected / (by_flops * by_flops + by_requests * by_requests)
-        self._flop_seconds *= exp(step * by_flops)
-        self._request_seconds *= exp(step * by_requests)
+        self._flop_seconds = _within(FLOP_SECONDS, self._flop_seconds * exp(step * by_flops))
+        self._request_seconds = _within(REQUEST_SECONDS, self._request_seconds * exp(step * by_requests))
         self._largest = max(largest, self._largest * FORGETTING)
+
+
+def _within(bounds: tuple[float, float], value: float) -> float:
+    return min(max(value, bounds[0]), bounds[1])
