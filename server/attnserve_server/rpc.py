@@ -16,6 +16,7 @@ from grpc import aio
 
 from attnserve_server.callers import Caller, Callers, Role
 from attnserve_server.errors import Malformed, Overloaded, RequestError, error_for_caller
+from attnserve_server.metrics import Metrics
 from attnserve_server.refusals import Refusals, request_id_of
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
@@ -26,9 +27,10 @@ M = TypeVar("M", bound=Message)
 class Rpcs:
     """What the services of one server have in common: who calls, and what becomes of errors."""
 
-    def __init__(self, callers: Callers, refusals: Refusals | None = None) -> None:
+    def __init__(self, callers: Callers, metrics: Metrics, refusals: Refusals | None = None) -> None:
         self.callers = callers
         self.refusals = Refusals() if refusals is None else refusals
+        self._metrics = metrics
 
     def answering(
         self,
@@ -57,7 +59,11 @@ class Rpcs:
         return grpc.unary_unary_rpc_method_handler(handle)
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
-        """Ends an RPC with an error."""
+        """Ends an RPC with an error, which is counted if there was no room."""
+        if error.rejection is not None:
+            self._metrics.rejected(error.rejection)
+            if caller is not None:
+                self._metrics.usage.of(caller.name).rejected += 1
         self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
         await abort(context, error)
 

@@ -150,7 +150,7 @@ class Server:
         callers = Callers(
             GrantsFile(Path(config.callers)) if config.callers else None, certificates=bool(config.tls_client_ca)
         )
-        rpcs = Rpcs(callers)
+        rpcs = Rpcs(callers, self.metrics)
         self._refusals = rpcs.refusals
         # A grace of 0 would end a stream before its caller can leave it.
         stream_life = (

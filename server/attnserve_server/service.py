@@ -21,7 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.callers import Caller, Role
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry, Outcome
-from attnserve_server.errors import Overloaded, RequestError, TooManyStreams, error_for_caller
+from attnserve_server.errors import RequestError, TooManyStreams, error_for_caller
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Context, Rpcs
 from attnserve_server.stream import CallStream
@@ -104,10 +104,6 @@ class AttentionService:
             reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
-            if error.rejection is not None:
-                self._metrics.rejected(error.rejection)
-                if caller is not None:
-                    self._metrics.usage.of(caller.name).rejected += 1
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
             if trace is not None:
                 trace.finish(error.code.name, perf_counter())
@@ -193,10 +189,7 @@ class AttentionService:
                 retirement = self._stream_life.begin(stream)
             await stream.serve()
         except Exception as raised:
-            error = error_for_caller(raised)
-            if isinstance(error, Overloaded):
-                self._metrics.rejected(error.bound)
-            await self._rpcs.refuse(context, "stream", error, caller)
+            await self._rpcs.refuse(context, "stream", error_for_caller(raised), caller)
         finally:
             if stream is not None and caller is not None:
                 self._streams.discard(stream)

@@ -132,6 +132,8 @@ def test_as_many_caches_as_there_may_be(start_server: StartServer) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 ask()
             assert overloaded(caught.value, "OVERLOADED")[1] > 0
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="caches") == 2
+        assert calls.metric(server.http_address, "attnserve_caller_rejected_requests_total", caller="anonymous") == 2
         caller.delete(one)
         short = caller.create(ttl=0.05)
 

@@ -624,7 +624,8 @@ async def test_metrics_of_batches() -> None:
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
     bench = Bench(CpuDevice(1, INLINE))
-    service = AttentionService(bench.engine, bench.metrics, Rpcs(Callers()), {}, 64, 64, pb.ServerInfoResponse)
+    rpcs = Rpcs(Callers(), bench.metrics)
+    service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(anybody("here"), lambda _, *part: read_request(*part), message, perf_counter(), None)

@@ -61,9 +61,8 @@ async def engine() -> AsyncIterator[Engine]:
 async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that reads Attend as it should, and fails at Apply."""
     readers = {"attend": read_attention, "apply": read_badly}
-    service = AttentionService(
-        engine, Metrics("0", "0", "cpu"), Rpcs(Callers()), readers, 64, 64, pb.ServerInfoResponse
-    )
+    metrics = Metrics("0", "0", "cpu")
+    service = AttentionService(engine, metrics, Rpcs(Callers(), metrics), readers, 64, 64, pb.ServerInfoResponse)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
