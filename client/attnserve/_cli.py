@@ -18,7 +18,7 @@ from attnserve import _bench
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
-from attnserve._connection import add_flags, tls_of, token_of
+from attnserve._connection_flags import add_flags, tls_of, token_of
 from attnserve._errors import AttnServeError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer

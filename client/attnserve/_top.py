@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from attnserve._connection import tls_of, token_of
+from attnserve._connection_flags import tls_of, token_of
 from attnserve._endpoint import Endpoint
 from attnserve._reading import Reading
 from attnserve._top_figures import Figures, figures, without_nan
