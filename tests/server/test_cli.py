@@ -45,7 +45,8 @@ def test_help_names_every_setting() -> None:
     done = run("--help")
     assert done.returncode == 0
     for item in settings():
-        assert f"--{item.name.replace('_', '-')} VALUE" in done.stdout
+        value = "[VALUE]" if isinstance(item.default, bool) else "VALUE"
+        assert f"--{item.name.replace('_', '-')} {value}" in done.stdout
     assert done.stderr == ""
 
 
