@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from attnserve import _cache_requests, _plans
 from attnserve._arguments import ArrayLike, ArrayT, Names
 from attnserve._attend import AttendOptions
 from attnserve._cache_requests import AppendLayout, CacheInfo, CachePool
-from attnserve._errors import AttnServeError, NotFoundError
+from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
 from attnserve._plans import CacheState
 from attnserve._result import AttentionResult
 from attnserve._rpc import Ask, AskLater
@@ -23,6 +23,9 @@ from attnserve._servers import Servers
 if TYPE_CHECKING:
     from attnserve._async_client import AsyncClient
     from attnserve._client import Client
+
+_OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
+"""How a server fails that others need not wait for."""
 
 
 class Cache(CacheState):
@@ -180,6 +183,11 @@ class AsyncCache(CacheState):
             await self.delete()
 
 
+def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
+    """What to say where several servers were asked and none did it: that one is out of reach, if one is."""
+    return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])
+
+
 class Caches:
     """The caller's caches, on all servers that the client knows of: `Client.caches`.
 
@@ -199,22 +207,34 @@ class Caches:
         return CachePool.together([self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
 
     def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name."""
+        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        another error if a server that might have it is out of reach.
+        """
         return self.find(name, timeout)[0]
 
     def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
         """What one cache is, and the address of its server, if the client knows several."""
-        *others, last = self._homes
-        for home in others:
-            with suppress(NotFoundError):
+        failures: list[AttnServeError] = []
+        for home in self._homes:
+            try:
                 return self._ask(_cache_requests.get(name), timeout, home), home
-        return self._ask(_cache_requests.get(name), timeout, last), last
+            except (NotFoundError, *_OUT_OF_REACH) as error:
+                failures.append(error)
+        raise _in_vain(failures)
 
     def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name or several. Names that are not there are ignored."""
+        """Deletes caches, by one name or several. Names that are not there are ignored; a server that is out of reach
+        is an error, once all others have been asked.
+        """
         rpc = _cache_requests.delete(names)
+        failures: list[AttnServeError] = []
         for home in self._homes:
-            self._ask(rpc, timeout, home)
+            try:
+                self._ask(rpc, timeout, home)
+            except _OUT_OF_REACH as error:
+                failures.append(error)
+        if failures:
+            raise _in_vain(failures)
 
     @property
     def _homes(self) -> Sequence[str | None]:
@@ -237,22 +257,34 @@ class AsyncCaches:
         return CachePool.together([await self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name."""
+        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        another error if a server that might have it is out of reach.
+        """
         return (await self.find(name, timeout))[0]
 
     async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
         """What one cache is, and the address of its server, as `Caches.find` says."""
-        *others, last = self._homes
-        for home in others:
-            with suppress(NotFoundError):
+        failures: list[AttnServeError] = []
+        for home in self._homes:
+            try:
                 return await self._ask(_cache_requests.get(name), timeout, home), home
-        return await self._ask(_cache_requests.get(name), timeout, last), last
+            except (NotFoundError, *_OUT_OF_REACH) as error:
+                failures.append(error)
+        raise _in_vain(failures)
 
     async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name or several. Names that are not there are ignored."""
+        """Deletes caches, by one name or several. Names that are not there are ignored; a server that is out of reach
+        is an error, once all others have been asked.
+        """
         rpc = _cache_requests.delete(names)
+        failures: list[AttnServeError] = []
         for home in self._homes:
-            await self._ask(rpc, timeout, home)
+            try:
+                await self._ask(rpc, timeout, home)
+            except _OUT_OF_REACH as error:
+                failures.append(error)
+        if failures:
+            raise _in_vain(failures)
 
     @property
     def _homes(self) -> Sequence[str | None]:

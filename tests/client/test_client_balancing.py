@@ -14,7 +14,7 @@ import calls
 import numpy as np
 import pytest
 
-from attnserve import AsyncClient, Client, NotFoundError
+from attnserve import AsyncClient, Client, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -179,3 +179,34 @@ async def test_a_name_with_an_address_where_nobody_is(server: Server) -> None:
             client.attend(*arrays())
     async with AsyncClient(target) as in_tasks_too:
         await asyncio.gather(*(in_tasks_too.attend(*arrays()) for _ in range(20)))
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody is, and nobody else can be."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
+    """Not in whatever order they are asked; and what is not found may be where nobody answers."""
+    with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:
+        made = [alone.create_cache(2, 8) for _ in range(2)]
+        assert client.caches.get(made[0].name).name == made[0].name
+        assert client.open_cache(made[0].name).append(*arrays()[1:]) == 4
+        with pytest.raises(UnavailableError):
+            client.caches.get("none of that name")
+        with pytest.raises(UnavailableError):
+            client.caches.delete(made[0].name)
+        with pytest.raises(NotFoundError):
+            alone.caches.get(made[0].name)
+        async with AsyncClient([nobody, server.address], retries=0) as in_tasks_too:
+            opened = await in_tasks_too.open_cache(made[1].name)
+            assert (await in_tasks_too.caches.get(opened.name)).name == opened.name
+            with pytest.raises(UnavailableError):
+                await in_tasks_too.caches.get("none of that name")
+            with pytest.raises(UnavailableError):
+                await in_tasks_too.caches.delete(opened.name)
+        with pytest.raises(NotFoundError):
+            alone.caches.get(made[1].name)
