@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from attnserve._client import Client
-from attnserve._result import AttentionResult
+from attnserve._result import AttentionResult, Timings
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _Submit: TypeAlias = Callable[[], "Future[AttentionResult[Array]]"]
@@ -166,12 +166,41 @@ def _last_row(query: Array, key: Array, value: Array) -> Array:
     return np.asarray(np.einsum("hs,hsd->hd", weights / weights.sum(axis=-1, keepdims=True), value))
 
 
-_Answers: TypeAlias = "queue.SimpleQueue[tuple[float, float, Future[AttentionResult[Array]]]]"
-"""When each was due, when it was answered, and what with."""
+class _Answer(NamedTuple):
+    """What is kept of an answer: not its arrays, which would soon be gigabytes."""
+
+    due: float
+    at: float
+    timings: Timings
+    batch_size: int
+
+    @property
+    def latency(self) -> float:
+        return self.at - self.due
+
+
+_Answers: TypeAlias = "queue.SimpleQueue[_Answer | BaseException]"
+"""Answers as they come, and errors."""
 
 
 def _send(submit: _Submit, due: float, answers: _Answers) -> None:
-    submit().add_done_callback(lambda future: answers.put((due, time.perf_counter(), future)))
+    def take(future: Future[AttentionResult[Array]]) -> None:
+        at, error = time.perf_counter(), future.exception()
+        if error is not None:
+            answers.put(error)
+            return
+        result = future.result()
+        answers.put(_Answer(due, at, result.timings, result.batch_size))
+
+    submit().add_done_callback(take)
+
+
+def _next(answers: _Answers) -> _Answer:
+    """The next answer. Raises it if it is an error."""
+    answer = answers.get()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
@@ -180,20 +209,18 @@ def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
     for _ in range(LOADS[name].in_flight):
         _send(submit, time.perf_counter(), answers)
     begin, cpu = time.perf_counter() + WARM_UP * seconds, time.process_time()
-    counted: list[tuple[float, AttentionResult[Array]]] = []
-    last = begin
+    counted: list[_Answer] = []
     for in_flight in itertools.repeat(LOADS[name].in_flight):
-        due, last, future = answers.get()
-        result = future.result()
-        if last < begin:
+        answer = _next(answers)
+        if answer.at < begin:
             cpu = time.process_time()
         else:
-            counted.append((last - due, result))
-        if last >= begin + seconds:
+            counted.append(answer)
+        if answer.at >= begin + seconds:
             used = time.process_time() - cpu
             for _ in range(in_flight - 1):
-                answers.get()[2].result()
-            return _measured(name, None, counted, last - begin, used)
+                _next(answers)
+            return _measured(name, None, counted, answer.at - begin, used)
         _send(submit, time.perf_counter(), answers)
     raise AssertionError("a loop without an end ended")
 
@@ -211,20 +238,17 @@ def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float)
         if (left := due - time.perf_counter()) > 0:
             time.sleep(left)
         _send(submit, due, answers)
-    done = [answers.get() for _ in times]
+    done = [_next(answers) for _ in times]
     used = (time.process_time() - cpu) * seconds / (seconds + warm)
-    counted = [(at - due, future.result()) for due, at, future in done if due >= begin + warm]
+    counted = [answer for answer in done if answer.due >= begin + warm]
     if not counted:
         raise WrongAnswerError(f"load {name}: nothing was due within {seconds:g} s at {rate:.1f} a second")
-    last = max(at for _, at, _ in done)
+    last = max(answer.at for answer in done)
     return _measured(name, share, counted, last - begin - warm, used)
 
 
-def _measured(
-    name: str, share: float | None, counted: Sequence[tuple[float, AttentionResult[Array]]], seconds: float, cpu: float
-) -> Measured:
-    p50, p99, p999 = np.percentile([latency for latency, _ in counted], (50, 99, 99.9)).tolist()
-    timings = [result.timings for _, result in counted]
+def _measured(name: str, share: float | None, counted: Sequence[_Answer], seconds: float, cpu: float) -> Measured:
+    p50, p99, p999 = np.percentile([answer.latency for answer in counted], (50, 99, 99.9)).tolist()
     return Measured(
         load=name,
         share=share,
@@ -234,9 +258,9 @@ def _measured(
         p50=p50,
         p99=p99,
         p999=p999,
-        queue=float(np.median([each.queue for each in timings])),
-        compute=float(np.median([each.compute for each in timings])),
-        batch_size=float(np.mean([result.batch_size for _, result in counted])),
+        queue=float(np.median([answer.timings.queue for answer in counted])),
+        compute=float(np.median([answer.timings.compute for answer in counted])),
+        batch_size=float(np.mean([answer.batch_size for answer in counted])),
         client_cpu=cpu / len(counted),
     )
 
