@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 
 import prometheus_client
@@ -33,6 +35,20 @@ def surroundings() -> Iterator[str]:
     yield f"usable_cpus: {usable_cpus()}"
 
 
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """While nothing has begun, being told to stop ends the process with status 0. By default the first process of a
+    container would not hear of it, and be killed when its grace is over.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: os._exit(0)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server, or the command `layers` or `token`, and returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -45,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs.configure(config.log_level, config.log_format)
         # When each counter was created is no news: the process collector tells when all of them were.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        for line in (*surroundings(), *config.describe()):
-            print(line, flush=True)
-        # Only now, because it loads torch: --help and a wrong setting answer at once.
-        from attnserve_server.serving import run
-
+        with _ending_at_once():
+            for line in (*surroundings(), *config.describe()):
+                print(line, flush=True)
+            # Only now, because it loads torch: --help and a wrong setting answer at once.
+            from attnserve_server.serving import run
         run(config)
     except StartError as error:
         print(f"attnserve-server: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -73,6 +74,21 @@ def test_version() -> None:
 def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict[str, str], line: str) -> None:
     done = run(*argv, **environ)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_told_to_stop_while_it_starts_it_ends_well() -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # as for a container's first process
+    code += "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--cache-bytes", "1MiB")
+    command = [sys.executable, "-c", code, *flags]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("attnserve: ")  # torch is still to be loaded, which takes a second
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_the_parts_without_torch_stay_without_it() -> None:
