@@ -9,15 +9,13 @@ given files, it writes the table between the markers in them.
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
 
-from attnserve_server import __version__, units
+from attnserve_server import __version__, kinds, units
 
 Source: TypeAlias = Literal["flag", "environment", "default", "code"]
 """Where a value came from; `code` is whoever built the `Config` directly."""
@@ -54,19 +52,6 @@ class ListenError(StartError):
         self.name, self.address, self.reason = name, address, reason
 
 
-class Kind(NamedTuple):
-    """What values of a setting look like: in words, as a check, from text and as text.
-
-    Private ones are not for callers: paths and addresses of the server's own surroundings.
-    """
-
-    expected: str
-    valid: Callable[[Any], bool]
-    parse: Callable[[str], Any]
-    show: Callable[[Any], str]
-    private: bool = False
-
-
 class Effective(NamedTuple):
     """A setting, its value as it would be written, or None where that is not for callers, and where it came from."""
 
@@ -75,70 +60,7 @@ class Effective(NamedTuple):
     source: Source
 
 
-def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int | None) -> Kind:
-    bounds = f"of at least {show(least)}" + (f" and at most {show(most)}" if most is not None else "")
-    return Kind(
-        f"{words} {bounds}",
-        lambda value: type(value) is int and least <= value and (most is None or value <= most),
-        parse,
-        show,
-    )
-
-
-def _size(least: int = 1, most: int | None = None) -> Kind:
-    return _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
-
-
-def _count(least: int = 1, most: int | None = None) -> Kind:
-    return _whole("a number", units.parse_count, str, least, most)
-
-
-def _flops(least: int = 1) -> Kind:
-    return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
-
-
-def _is_duration(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-
-
-def _words(*choices: str) -> Kind:
-    return Kind(" or ".join(choices), lambda value: value in choices, str, str)
-
-
-def _matches(expected: str, valid: Callable[[str], object], *, private: bool = False) -> Kind:
-    def check(value: object) -> bool:
-        try:
-            return isinstance(value, str) and valid(value) is not None
-        except ValueError:
-            return False
-
-    return Kind(expected, check, str, str, private)
-
-
-_DURATION: Final = Kind("a duration (such as 200ms or 2s)", _is_duration, units.parse_duration, units.format_duration)
-_TRUTH: Final = Kind(
-    "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
-)
-_TCP: Final = _matches("host:port (port 0 is a free one)", units.parse_address, private=True)
-_TCP_OR_UNIX: Final = _matches(
-    "host:port (port 0 is a free one) or unix:/path",
-    lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
-    private=True,
-)
-_TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str, private=True)
-_RATIO: Final = Kind(
-    "a number from 0 to 1",
-    lambda value: type(value) in (int, float) and 0 <= value <= 1,
-    float,
-    lambda value: f"{value:g}",
-)
-_ENDPOINT: Final = _matches(
-    "nothing, or http://host:port or https://host:port", re.compile(r"(https?://[^\s/@]+)?").fullmatch, private=True
-)
-_DEVICE: Final = _matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
-
-
-def _setting(kind: Kind, default: object, help: str) -> Any:
+def _setting(kind: kinds.Kind, default: object, help: str) -> Any:
     return field(default=default, metadata={"kind": kind, "help": help})
 
 
@@ -147,190 +69,198 @@ class Config:
     """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
 
     listen: str = _setting(
-        _TCP_OR_UNIX, "127.0.0.1:8001", "Where gRPC is served: host:port or unix:/path. Port 0 is a free one."
+        kinds.TCP_OR_UNIX, "127.0.0.1:8001", "Where gRPC is served: host:port or unix:/path. Port 0 is a free one."
     )
     http_listen: str = _setting(
-        _TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
+        kinds.TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
     )
     tls_certificate: str = _setting(
-        _TEXT,
+        kinds.TEXT,
         "",
         "The server's certificate chain, a PEM file, with which gRPC is served over TLS; read again when it changes.",
     )
-    tls_key: str = _setting(_TEXT, "", "The private key of that certificate, a PEM file.")
+    tls_key: str = _setting(kinds.TEXT, "", "The private key of that certificate, a PEM file.")
     tls_client_ca: str = _setting(
-        _TEXT,
+        kinds.TEXT,
         "",
         "The authorities whose certificates callers must have (mutual TLS), a PEM file. Default: they need none.",
     )
     callers: str = _setting(
-        _TEXT,
+        kinds.TEXT,
         "",
         "The file that says who may do what (docs/security.md): hashes of tokens, names of certificates, roles; read "
         "again when it changes. Default: who reaches the server may use it.",
     )
     insecure: bool = _setting(
-        _TRUTH,
+        kinds.TRUTH,
         False,
         "Whether gRPC may be served beyond this machine with neither `tls_certificate` nor `callers`: to anybody.",
     )
     http_tls: bool = _setting(
-        _TRUTH, False, "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS."
+        kinds.TRUTH,
+        False,
+        "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS.",
     )
     device: str = _setting(
-        _DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
+        kinds.DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
     )
     threads: int = _setting(
-        _count(0, 1024),
+        kinds.count(0, 1024),
         0,
         "Threads that compute, on a CPU. 0 is as many as the process has processors, by its affinity and its control "
         "groups' quota.",
     )
     max_message_bytes: int = _setting(
         # gRPC takes this bound as a signed 32-bit number.
-        _size(1024, 2**31 - 1),
+        kinds.size(1024, 2**31 - 1),
         256 * 2**20,
         "The longest message received, and the longest reply. One message of a stream may carry several requests.",
     )
     # The SDK puts at most 1024 calls into a message.
-    max_message_calls: int = _setting(_count(1024), 4096, "The most calls in one message of a stream.")
+    max_message_calls: int = _setting(kinds.count(1024), 4096, "The most calls in one message of a stream.")
     max_requests: int = _setting(
-        _count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
+        kinds.count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
     )
     max_bytes: int = _setting(
-        _size(), 2 * 2**30, "The most bytes of requests and their replies in flight; it bounds the server's memory."
+        kinds.size(),
+        2 * 2**30,
+        "The most bytes of requests and their replies in flight; it bounds the server's memory.",
     )
     # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
     # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
     # into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach max_bytes
     # long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so that this bounds long ones.
     max_flops: int = _setting(
-        _flops(),
+        kinds.flops(),
         2 * 10**13,
         "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
         "device's speed it is the longest wait: lower it where callers wait less.",
     )
     max_request_flops: int = _setting(
-        _flops(0),
+        kinds.flops(0),
         0,
         "The most floating-point operations of one request. Those of slow kernels count for more: for softcaps, scores "
         "to return and learned scores 8 times, for additive ones 80 times. 0: on a CPU 5e11 for each thread, some "
         "10 s, and on CUDA as many as max_flops.",
     )
-    max_rank: int = _setting(_count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
-    max_elements: int = _setting(_flops(), 2**31 - 1, "The most elements of a tensor.")
+    max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
+    max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
     max_sequences: int = _setting(
-        _count(),
+        kinds.count(),
         2**14,
         "The most sequences of a request in which each has a length, an offset or a cache of its own: it costs "
         "microseconds to look at one, in which nobody else is served.",
     )
     max_caller_streams: int = _setting(
-        _count(),
+        kinds.count(),
         1024,
         "The most streams that one caller may have open. Callers without a name count by their connection.",
     )
     # Long enough for what a caller sends at once, and short enough for whoever waits for the reply.
     max_queue_time: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         1.0,
         "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. While "
         "requests must be refused, no caller adds to a queue of 16 requests and two batches. 0 is no bound.",
     )
     max_batch_flops: int = _setting(
-        _flops(),
+        kinds.flops(),
         4 * 10**9,
         "The floating-point operations of one batch. One request may have more, and then runs alone.",
     )
-    max_batch_requests: int = _setting(_count(), 64, "The most requests in one batch.")
+    max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         0.0,
         "How long an idle device waits for company before it runs a batch. 0 is best nearly always: batches form "
         "while the device is busy.",
     )
     inline_flops: int = _setting(
-        _flops(0),
+        kinds.flops(0),
         10**7,
         "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
         "thread costs more than they do.",
     )
     priority_aging: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         0.1,
         "One level of priority is worth this much of the device's time: a request that has waited for so much more "
         "work runs first.",
     )
     stuck_after: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         60.0,
         "How long a batch may be computed, beyond 10 s for each 1e9 operations of it, before the device counts as "
         "stuck and the server ends, so that it is started again. 0: for ever.",
     )
     drain_delay: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         0.0,
         "How long, when told to stop, the server is not ready yet accepts requests, so that load balancers see it.",
     )
     drain_grace: float = _setting(
-        _DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
+        kinds.DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
     )
     max_connection_age: float = _setting(
-        _DURATION,
+        kinds.DURATION,
         0.0,
         "When a caller is asked to connect again, so that it finds servers that are new; its calls go on. 0: never; "
         "some minutes are right for several replicas.",
     )
     advertise_address: str = _setting(
-        _matches("nothing, or host:port", lambda text: units.parse_address(text) if text else ""),
+        kinds.matches("nothing, or host:port", lambda text: units.parse_address(text) if text else ""),
         "",
         "Where callers reach this very server, past all balancers, as host:port. It comes with each cache, which is "
         "nowhere else.",
     )
     cache_bytes: int = _setting(
-        _size(0),
+        kinds.size(0),
         0,
         "The pool of resident key/value caches, taken at the start. 0: 512 MiB on a CPU, half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
-        _size(4096, 2**30),
+        kinds.size(4096, 2**30),
         512 * 2**10,
         "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
     )
-    max_caches: int = _setting(_count(), 10_000, "The most caches open.")
+    max_caches: int = _setting(kinds.count(), 10_000, "The most caches open.")
     max_cache_layers: int = _setting(
-        _count(), 256, "The most layers of a cache: each takes 150 bytes outside the pool, before it has a token."
+        kinds.count(), 256, "The most layers of a cache: each takes 150 bytes outside the pool, before it has a token."
     )
-    max_layers: int = _setting(_count(), 1024, "The most layers loaded.")
+    max_layers: int = _setting(kinds.count(), 1024, "The most layers loaded.")
     layers: str = _setting(
-        _TEXT,
+        kinds.TEXT,
         "",
         "A file of layer definitions (docs/layers.md), whose layers are loaded before the server is ready.",
     )
     model_directory: str = _setting(
-        _TEXT,
+        kinds.TEXT,
         "",
         "The directory of definitions and weights, which nothing that is loaded leaves. Default: that of `layers`; "
         "without either, no layers can be loaded.",
     )
     layer_administration: bool = _setting(
-        _TRUTH, True, "Whether layers can be loaded and unloaded by callers, while the server runs."
+        kinds.TRUTH, True, "Whether layers can be loaded and unloaded by callers, while the server runs."
     )
-    reflection: bool = _setting(_TRUTH, True, "Whether gRPC reflection describes the service to tools.")
+    reflection: bool = _setting(kinds.TRUTH, True, "Whether gRPC reflection describes the service to tools.")
     tracing_endpoint: str = _setting(
-        _ENDPOINT,
+        kinds.ENDPOINT,
         "",
         "Where spans are sent, over OTLP with gRPC: http://host:port or https://host:port. Default: where "
         "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else nothing is traced.",
     )
     tracing_sample: float = _setting(
-        _RATIO,
+        kinds.RATIO,
         0.01,
         "The share of requests that are traced, from 0 to 1. Of requests with a trace of their caller's, those are "
         "whose caller's is recorded.",
     )
-    log_level: str = _setting(_words("debug", "info", "warning", "error"), "info", "The least severe log line written.")
-    log_format: str = _setting(_words("text", "json"), "text", "Log lines for people (text) or for machines (json).")
+    log_level: str = _setting(
+        kinds.words("debug", "info", "warning", "error"), "info", "The least severe log line written."
+    )
+    log_format: str = _setting(
+        kinds.words("text", "json"), "text", "Log lines for people (text) or for machines (json)."
+    )
     _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -428,8 +358,8 @@ def variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def _kind(item: Field[Any]) -> Kind:
-    kind: Kind = item.metadata["kind"]
+def _kind(item: Field[Any]) -> kinds.Kind:
+    kind: kinds.Kind = item.metadata["kind"]
     return kind
 
 
@@ -450,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     for item in settings():
         text = f"{item.metadata['help']} Default: {_kind(item).show(item.default)}"
-        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(item) is _TRUTH else {}
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(item) is kinds.TRUTH else {}
         parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
     return parser
 
