@@ -127,14 +127,14 @@ class UnaryTransport:
             self._finish(call, DeadlineExceededError("no reply within the timeout"))
             return
         connection = call.route()
+        method, metadata = connection.method(call.path), self._bearer.metadata + call.metadata
+        message = b"".join(call.pieces)
         with self._lock:
             if call not in self._calls:
                 return
-            metadata = self._bearer.metadata + call.metadata
-            method = connection.method(call.path)
             connection.unary.add(call)
             call.connection = connection
-            call.rpc = method.future(b"".join(call.pieces), timeout=remaining, metadata=metadata)
+            call.rpc = method.future(message, timeout=remaining, metadata=metadata)
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _UnaryCall, rpc: Any) -> None:
