@@ -9,6 +9,7 @@ import http.client
 import os
 import ssl
 from contextlib import closing
+from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -16,6 +17,9 @@ from attnserve._credentials import TLS, Bearer, Token, is_local
 
 _SAID: Final = 200
 """So many characters of a refusal are passed on."""
+_PIECE: Final = 64 * 1024
+_LARGEST: Final = 64 * 1024 * 1024
+"""More bytes than metrics have."""
 
 
 class Endpoint:
@@ -47,7 +51,7 @@ class Endpoint:
             with closing(self._connection()) as connection:
                 connection.request("GET", self._path, headers=dict(self._bearer.metadata))
                 answer = connection.getresponse()
-                text = answer.read().decode(errors="replace")
+                text = self._read(answer).decode(errors="replace")
         except OSError as error:
             raise OSError(f"no metrics at {self.url}: {error}") from None
         except http.client.HTTPException:  # its text is what has come, which need not be any
@@ -56,6 +60,17 @@ class Endpoint:
             said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
             raise OSError(f"no metrics at {self.url}: {answer.status} {said}")
         return text
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        """All that comes, within the timeout, which a socket has for each piece only. OSError if that is no page."""
+        page, until = bytearray(), monotonic() + self._timeout
+        while piece := answer.read1(_PIECE):
+            page += piece
+            if monotonic() > until or len(page) > _LARGEST:
+                raise OSError(f"the page has no end, after {len(page)} bytes")
+        if answer.length:
+            raise OSError(f"the page ends {answer.length} bytes too soon")
+        return bytes(page)
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls is None or self._context is None:

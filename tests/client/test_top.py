@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -9,8 +10,10 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +176,35 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.endswith("/metrics: what is there does not speak HTTP\n")
     assert _cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", "the page has no end"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n", "bytes too soon"),
+        (b"HTTP/1.1 500 \x1b[31m\r\nContent-Length: 12\r\n\r\n\x1b]0;title\x07\r\n", "500 ]0;title\n"),
+    ],
+    ids=["endless", "cut off", "escape sequences"],
+)
+def test_a_port_that_has_something_else(head: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says goes on as long as somebody reads, if it should never end."""
+
+    def speak(listening: socket.socket) -> None:
+        peer, _ = listening.accept()
+        with peer, contextlib.suppress(OSError):
+            peer.recv(65536)
+            peer.sendall(head)
+            while "no end" in said:
+                peer.sendall(b"attnserve_x 1\n")
+                time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        speaking = threading.Thread(target=speak, args=(listening,))
+        speaking.start()
+        assert _cli.main(["top", "127.0.0.1:{1}".format(*listening.getsockname()), "--once", "--timeout", "1"]) == 1
+        speaking.join()
+    assert said in capsys.readouterr().err
 
 
 def test_a_server_with_tls_tells_those_who_have_a_token(
