@@ -23,6 +23,7 @@ import numpy as np
 
 from attnserve._client import Client
 from attnserve._result import AttentionResult, Timings
+from attnserve._table import table
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _Submit: TypeAlias = Callable[[], "Future[AttentionResult[Array]]"]
@@ -281,10 +282,7 @@ def _text(found: Sequence[Measured]) -> str:
                 f"{each.batch_size:.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) if place < 2 else cell.rjust(width) for place, (cell, width) in enumerate(columns))
-        for columns in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
     loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
-    return "\n".join([*lines, "", *loads, "Times are in µs; an open loop's count from when a request was due."])
+    return "\n".join(
+        [table(rows, words=2), "", *loads, "Times are in µs; an open loop's count from when a request was due."]
+    )

@@ -22,6 +22,7 @@ from attnserve._connection_flags import add_flags, tls_of, token_of
 from attnserve._errors import AttnServeError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
+from attnserve._table import table
 from attnserve._version import __version__
 
 _METRICS_ADDRESS: Final = "127.0.0.1:8002"
@@ -218,20 +219,7 @@ def _layer_table(layers: Sequence[Layer]) -> str:
         "heads",
         "blocks",
     )
-    return _table([titles, *map(_layer_row, layers)], words=3)
-
-
-def _table(rows: Sequence[tuple[str, ...]], words: int) -> str:
-    """Rows, the titles first: so many columns of names and words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return table([titles, *map(_layer_row, layers)], words=3)
 
 
 def _layer_row(layer: Layer) -> tuple[str, ...]:
@@ -257,7 +245,7 @@ def _pool_text(pool: CachePool) -> str:
     if not pool.caches:
         return f"no caches are open; {room}"
     titles = ("name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
-    return f"{_table([titles, *map(_cache_row, pool.caches)], words=2)}\n{room}"
+    return f"{table([titles, *map(_cache_row, pool.caches)], words=2)}\n{room}"
 
 
 def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
