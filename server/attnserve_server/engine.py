@@ -239,8 +239,11 @@ class Engine:
         self.failure, self._closed = why, DeviceFailed
         logger.critical("%s; requests are told to go elsewhere", why)
         batches = [] if self._running is None else [self._running]
-        while self._queue.requests:
-            batches.append(self._queue.pop(perf_counter()))
+        try:
+            while self._queue.requests:
+                batches.append(self._queue.pop(perf_counter()))
+        except Exception:  # those whom it holds learn it by the end of the process
+            logger.exception("the queue is broken")
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
         for entry in dict.fromkeys([*waiting, *self._turns.everyone()]):
             if not entry.answered:

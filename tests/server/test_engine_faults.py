@@ -173,6 +173,23 @@ async def test_a_bug_met_by_who_leaves_leaves_nobody_waiting(monkeypatch: pytest
     device.may_run.set()
 
 
+async def test_a_queue_that_is_broken_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs already is told; the others by the end of the process, which waits for nothing else."""
+
+    def fail(now: float) -> None:
+        raise KeyError("a bug")
+
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    runs = await hold(bench, device)
+    bench.submit(messages.random_attend(1))
+    monkeypatch.setattr(bench.queue, "pop", fail)
+    bench.engine.fail("the device is lost")
+    assert isinstance(await bench.outcome(runs), DeviceFailed)
+    assert bench.engine.failed.is_set()
+    device.may_run.set()
+
+
 async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
