@@ -27,6 +27,8 @@ from attnserve._version import __version__
 
 _METRICS_ADDRESS: Final = "127.0.0.1:8002"
 """Where a server has its metrics unless it is told otherwise."""
+_INTERRUPTED: Final = 130
+"""What shells say of a command that ended by ctrl-c."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, and what the clocks of all systems can wait for."""
 
@@ -34,7 +36,14 @@ _LONGEST: Final = 1e9
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parsed = _parser().parse_args(arguments)
-    status: int = parsed.run(parsed)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails as it ends
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return status
 
 

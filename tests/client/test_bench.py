@@ -44,6 +44,17 @@ def test_a_table_says_what_the_loads_are(server: Server, capsys: pytest.CaptureF
     assert "µs" in note
 
 
+def test_an_interrupt_ends_it_quietly(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_bench, "_closed", interrupted)
+    assert _cli.main(["bench", server.address, "--loads", "S1"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
     before = {cache.name for cache in client.caches.list()}
     assert _cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,6 +309,16 @@ def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: 
     assert re.search(rf"^--max-requests +{info.limits.max_requests} \(default\)$", text, re.MULTILINE)
     assert re.search(r"^--listen +not told to callers \(flag\)$", text, re.MULTILINE)
     assert len(printed["settings"]) == len(info.settings) > 10
+
+
+def test_the_command_is_cut_short(server: Any) -> None:
+    """By `head`, say, which closes its end."""
+    nobody_reads, out = os.pipe()
+    os.close(nobody_reads)
+    command = [sys.executable, "-m", "attnserve._cli", "info", server.address]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(out)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
