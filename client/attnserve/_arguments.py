@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from attnserve import _arrays
 from attnserve._arrays import Array
 from attnserve._errors import InvalidRequestError
+from attnserve._targets import check_port
 from attnserve.v1 import attention_pb2 as pb
 
 ArrayT = TypeVar("ArrayT")
@@ -111,6 +112,15 @@ def text(field: str, value: Any) -> str:
         except UnicodeEncodeError:
             raise InvalidRequestError(f"{field}: expected what UTF-8 can say, found {value!r}", field=field) from None
     return value
+
+
+def address(field: str, value: Any) -> str:
+    """Where one server is."""
+    try:
+        check_port(text(field, value))
+    except ValueError as error:
+        raise InvalidRequestError(str(error), field=field) from None
+    return str(value)
 
 
 def names(field: str, values: Names) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from attnserve import _cache_requests, _plans
+from attnserve import _arguments, _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendOptions, encode_attend
@@ -183,6 +183,7 @@ class AsyncClient:
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
         """A cache that was made elsewhere, by its name, as `Client.open_cache` finds it."""
         if address is not None:
+            address = _arguments.address("address", address)
             return AsyncCache(self, await self._ask(_cache_requests.get(name), timeout, address), address)
         info, home = await self.caches.find(name, timeout)
         return AsyncCache(self, info, home or info.address)

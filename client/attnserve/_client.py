@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
-from attnserve import _cache_requests, _plans
+from attnserve import _arguments, _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendOptions, encode_attend
@@ -291,6 +291,7 @@ class Client:
         knows of.
         """
         if address is not None:
+            address = _arguments.address("address", address)
             return Cache(self, self._ask(_cache_requests.get(name), timeout, address), address)
         info, home = self.caches.find(name, timeout)
         return Cache(self, info, home or info.address)

@@ -45,11 +45,11 @@ def target_of(address: Address) -> Target:
         if not addresses or not all(isinstance(each, str) and each for each in addresses):
             raise ValueError(f"address: expected one at least, each host:port, found {address!r}")
         for each in addresses:
-            _check_port(each)
+            check_port(each)
         return Target(",".join(addresses), addresses)
     if not address:
         raise ValueError("address: expected host:port, unix:/path or dns:///name:port, found ''")
-    _check_port(address)
+    check_port(address)
     if (named := _DNS.fullmatch(address)) is not None:
         host = named["host"].strip("[]")
         return Target(address, (), partial(look_up, host, int(named["port"])), host)
@@ -59,7 +59,7 @@ def target_of(address: Address) -> Target:
     return Target(address, (address,))
 
 
-def _check_port(address: str) -> None:
+def check_port(address: str) -> None:
     """ValueError if an address has a port that there cannot be: gRPC would take another one, modulo 65536."""
     port = address.rpartition(":")[2]
     if port.isdecimal() and int(port) > _LAST_PORT and not address.startswith("unix:"):

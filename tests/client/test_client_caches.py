@@ -298,6 +298,9 @@ def test_a_cache_of_another_client(address: str) -> None:
         cache = one.create_cache(H, D)
         with pytest.raises(InvalidRequestError, match="of this client"):
             other.attend(QUERY, caches=[cache])
+        for nowhere in ("", "127.0.0.1:65536", "\ud800:1"):
+            with pytest.raises(InvalidRequestError, match="address: expected"):
+                other.open_cache(cache.name, address=nowhere)
         opened = other.open_cache(cache.name)
         opened.append(*part(0, 3))
         with pytest.raises(FailedPreconditionError) as caught:
