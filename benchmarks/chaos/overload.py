@@ -21,6 +21,7 @@ from google.rpc.status_pb2 import Status
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from attnserve.v1 import attention_pb2 as pb
 from benchmarks.chaos import encoder
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.victim import Victim
@@ -40,7 +41,8 @@ CALLERS: Final = 4
 IN_FLIGHT: Final = 16
 """Of the closed loop by which the capacity is found: more gives no more."""
 MOST_MINUTES: Final = 1.0
-APPLY: Final = "/attnserve.v1.AttentionService/Apply"
+STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
+REFUSED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PATIENCE_S: Final = 60.0
 
 
@@ -68,22 +70,61 @@ class Answers:
         return self.tokens / self.seconds
 
 
+class Stream:
+    """One caller: calls on one stream, as the SDK makes them."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(STREAM)()
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._waiting: dict[int, asyncio.Future[pb.AttendStreamReply]] = {}
+        self._numbers = count(1)
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+
+    async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
+        """The reply to one call."""
+        number = next(self._numbers)
+        self._waiting[number] = reply = asyncio.get_running_loop().create_future()
+        calls = [pb.AttendStreamCall(id=number, apply=request)]
+        self._unsent.put_nowait(pb.AttendStreamRequest(calls=calls).SerializeToString())
+        answer: pb.AttendStreamReply = await reply
+        return answer
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while True:
+            await self._call.write(await self._unsent.get())
+
+    async def _read(self) -> None:
+        while isinstance(message := await self._call.read(), bytes):
+            for reply in pb.AttendStreamResponse.FromString(message).replies:
+                self._waiting.pop(reply.id).set_result(reply)
+
+
 class Load:
-    """Requests of all lengths by unary calls, from several callers in turn."""
+    """Requests of all lengths, from several callers in turn, each on a stream."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._stack = AsyncExitStack()
-        self._calls: list[aio.UnaryUnaryMultiCallable[bytes, bytes]] = []
-        self._requests = [(length, encoder.request(length, seed)) for seed, length in enumerate(LENGTHS)]
+        self._streams: list[Stream] = []
+        self._requests = [
+            (length, pb.ApplyRequest.FromString(encoder.request(length, seed))) for seed, length in enumerate(LENGTHS)
+        ]
         self._random = np.random.default_rng(0)
         self._numbers = count()
 
     async def __aenter__(self) -> Load:
         for _ in range(CALLERS):
-            options = [("grpc.use_local_subchannel_pool", 1)]
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
             channel = await self._stack.enter_async_context(aio.insecure_channel(self._address, options))
-            self._calls.append(channel.unary_unary(APPLY))
+            self._streams.append(stream := Stream(channel))
+            self._stack.push_async_callback(stream.close)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -92,15 +133,13 @@ class Load:
     async def ask(self, answers: Answers, due: float, until: float) -> None:
         """Makes one call. What is computed counts if it is by then; times are from when the call was due."""
         length, request = self._requests[self._random.integers(len(self._requests))]
-        call = self._calls[next(self._numbers) % CALLERS]
-        try:
-            await call(request)
-        except aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and (delay := _delay(error)) is not None:
+        reply = await self._streams[next(self._numbers) % CALLERS].ask(request)
+        if reply.HasField("error"):
+            if reply.error.code == REFUSED and (delay := _delay(reply.error)) is not None:
                 answers.refused.append(perf_counter() - due)
                 answers.delays.append(delay)
             else:
-                answers.failed.append(error.code().name)
+                answers.failed.append(reply.error.message)
             return
         if (now := perf_counter()) <= until:
             answers.computed.append(now - due)
@@ -130,14 +169,12 @@ class Load:
         return answers
 
 
-def _delay(error: aio.AioRpcError) -> float | None:
+def _delay(status: Status) -> float | None:
     """After how many seconds to come back, as the error says."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            for detail in Status.FromString(value).details:
-                info = RetryInfo()
-                if detail.Unpack(info):
-                    return float(info.retry_delay.seconds + info.retry_delay.nanos * 1e-9)
+    for detail in status.details:
+        info = RetryInfo()
+        if detail.Unpack(info):
+            return float(info.retry_delay.seconds + info.retry_delay.nanos * 1e-9)
     return None
 
 
@@ -181,16 +218,16 @@ SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 async def _measure(victim: Victim, seconds: float) -> list[Figure]:
     async with Load(victim.address) as load:
         await load.closed(IN_FLIGHT, seconds / 6)  # until it knows its rate
-        full = [await load.closed(IN_FLIGHT, seconds / 6)]
-        steady = await load.open(0.9 * full[0].requests_per_second, seconds / 2)
-        alone = float(np.median((await load.closed(1, seconds / 12)).computed))
         before = psutil.Process(victim.process.pid).memory_info().rss
-        with watched(victim) as watch:
+        with watched(victim) as watch:  # all the time, because to watch costs both loads alike
+            full = [await load.closed(IN_FLIGHT, seconds / 6)]
+            steady = await load.open(0.9 * full[0].requests_per_second, seconds / 2)
+            alone = float(np.median((await load.closed(1, seconds / 12)).computed))
             flood = await load.open(TIMES * full[0].requests_per_second, seconds)
-        await asyncio.sleep(1.0)
-        waiting = victim.metric("attnserve_in_flight_requests")
-        after = float(np.median((await load.closed(1, seconds / 12)).computed))
-        full.append(await load.closed(IN_FLIGHT, seconds / 6))  # before and after: machines drift
+            await asyncio.sleep(1.0)
+            waiting = victim.metric("attnserve_in_flight_requests")
+            after = float(np.median((await load.closed(1, seconds / 12)).computed))
+            full.append(await load.closed(IN_FLIGHT, seconds / 6))  # before and after: machines drift
     requests, tokens = (
         float(np.mean(each))
         for each in ([one.requests_per_second for one in full], [one.tokens_per_second for one in full])
