@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter
@@ -66,6 +66,21 @@ class Tally:
 
 
 @contextmanager
+def running(threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[None]:
+    """Has threads run while the block does, and stops them. Raises TimeoutError if one of them hangs."""
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    if hanging := [thread.name for thread in threads if thread.is_alive()]:
+        raise TimeoutError(f"{hanging[0]} hangs")
+
+
+@contextmanager
 def in_threads(client: Client, callers: int, tally: Tally, pause: float = PAUSE_S) -> Iterator[None]:
     """So many callers of a client, each a thread, while the block runs; they rest `pause` seconds between questions."""
     stop = threading.Event()
@@ -81,16 +96,8 @@ def in_threads(client: Client, callers: int, tally: Tally, pause: float = PAUSE_
                 tally.take(question, result.output, begin)
 
     threads = [threading.Thread(target=ask, name=f"caller-{number}") for number in range(callers)]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(threads, stop):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError("a caller hangs")
 
 
 @contextmanager

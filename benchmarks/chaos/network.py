@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from attnserve import AttnServeError, Cache, Client
-from benchmarks.chaos.callers import PATIENCE_S, Tally, in_tasks, in_threads
+from benchmarks.chaos.callers import Tally, in_tasks, in_threads, running
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.proxy import FAULTS, Proxy
 from benchmarks.chaos.questions import TOLERANCE, Array, exact
@@ -116,17 +116,9 @@ def _decoding(decoders: Sequence[_Decoder]) -> Iterator[None]:
         while not stop.is_set():
             decoder.step(random)
 
-    threads = [threading.Thread(target=decode, args=each) for each in enumerate(decoders)]
-    for thread in threads:
-        thread.start()
-    try:
+    threads = [threading.Thread(target=decode, args=each, name=f"decoder-{each[0]}") for each in enumerate(decoders)]
+    with running(threads, stop):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError("a decoder hangs")
 
 
 def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
