@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from occupied import PRIORITY_DECIDES
 
 from attnserve import Client
 
@@ -104,7 +105,7 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests share; it must outlive them all and end well."""
-    server = Server((), tmp_path_factory.mktemp("server") / "stderr")
+    server = Server(PRIORITY_DECIDES, tmp_path_factory.mktemp("server") / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"
     assert server.stop() == 0, server.stderr()
@@ -152,7 +153,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def layer_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests of layers share: it holds those of `models`."""
-    flags = ("--layers", str(models.directory / "layers.toml"))
+    # However many requests wait while it is occupied, and however slow the machine is: none is refused.
+    flags = ("--layers", str(models.directory / "layers.toml"), *PRIORITY_DECIDES, "--max-queue-time", "0")
     server = Server(flags, tmp_path_factory.mktemp("layer-server") / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"

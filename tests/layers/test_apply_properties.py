@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from bits import assert_same_bits, assert_same_results
 from checkpoints import CHECKPOINTS, DTYPES, PLAIN, VOCABULARY
 from conftest import Server
 from numpy.typing import NDArray
+from occupied import Occupied
 
 from attnserve import Client, LayerResult, _dtypes
 
@@ -122,8 +121,9 @@ def test_many_callers_at_once(layer_client: Client, layer_server: Server, seed: 
             own = order[caller::callers]
             return [(n, client.submit_apply(asked[n][0], asked[n][1], **asked[n][2])) for n in own]
 
-        with occupied(layer_client), ThreadPoolExecutor(callers) as pool:
+        with Occupied(layer_server) as device, ThreadPoolExecutor(callers) as pool:
             futures = [each for part in pool.map(call, range(callers)) for each in part]
+            device.until_waiting(len(asked))
         sizes = []
         for n, future in futures:
             result = future.result()
@@ -131,16 +131,6 @@ def test_many_callers_at_once(layer_client: Client, layer_server: Server, seed: 
             sizes.append(result.batch_size)
     assert max(sizes) >= 3
     assert sum(size > 1 for size in sizes) > len(sizes) // 2
-
-
-@contextmanager
-def occupied(client: Client) -> Iterator[None]:
-    """Keeps the device busy, so that what is asked for meanwhile waits and shares batches."""
-    x = np.random.default_rng(0).standard_normal((8, 1024, 64)).astype(np.float32)
-    # With its softcap it is written out in float64: about half a second of a CPU.
-    future = client.submit(x, x, x, softcap=1.0, priority=8)
-    yield
-    future.result()
 
 
 def test_a_request_for_many_sequences_is_as_each_alone(layer_client: Client) -> None:

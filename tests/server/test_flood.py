@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import calls
@@ -92,8 +92,8 @@ def test_a_flood_is_refused_with_a_delay_and_another_caller_gets_through(server:
         calls.unary(other, "Attend", request.SerializeToString())
 
 
-def test_low_priority_is_served_beside_a_flood_of_high_priority(server: Server) -> None:
-    low = messages.random_attend(2, priority=-1)
+def test_low_priority_is_served_beside_a_flood_of_high_priority(start_server: Callable[..., Server]) -> None:
+    server, low = start_server(), messages.random_attend(2, priority=-1)
     with flooded(server, priority=1), grpc.insecure_channel(server.address, OPTIONS) as other:
         reply = calls.unary(other, "Attend", low.SerializeToString())
         calls.assert_answers(pb.AttendResponse.FromString(reply), low)

@@ -1,0 +1,92 @@
+"""A device that is busy for as long as a test wants, so that what is asked for meanwhile waits.
+
+In: a server that lets priority decide however long others wait (`PRIORITY_DECIDES`). Nothing here depends on how fast a
+machine is: the next request that occupies the device waits before the last one ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import calls
+import grpc
+import messages
+from google.rpc import code_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+PRIORITY_DECIDES = ("--priority-aging", "1h")
+"""What a server must be started with, to be occupied."""
+
+# Of some hundredths of a second each. They differ, so that no batch holds two.
+_REQUESTS = [
+    messages.random_attend(0, 512, heads=8, kv_heads=1, width=1, softcap=softcap, priority=8) for softcap in (1.0, 2.0)
+]
+
+
+class Occupied:
+    """While the block runs, a server computes requests that go before all others. What others ask for waits until the
+    block ends, and then shares what batches it can.
+    """
+
+    FLOPS = messages.read(_REQUESTS[0]).flops
+    """Those of each request that occupies the device."""
+
+    def __init__(self, server: Server) -> None:
+        self.computed = 0
+        """How many requests have occupied the device: all of them, once the block has ended."""
+        self._server = server
+        self._over = threading.Event()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._occupy)
+
+    def __enter__(self) -> Self:
+        calls.until_nothing_is_in_flight(self._server.http_address)
+        self._thread.start()
+        self.until_waiting(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._failed is not None and error is None:
+            raise self._failed
+
+    def until_waiting(self, count: int) -> None:
+        """Waits until so many requests of others do."""
+
+        def waiting() -> bool:
+            assert self._thread.is_alive(), f"the device is not occupied any more: {self._failed!r}"
+            in_queue = calls.metric(self._server.http_address, "attnserve_queue_requests")
+            return in_queue > count  # one of them is the next to occupy the device
+
+        calls.until(waiting, f"{count} requests wait")
+
+    def _occupy(self) -> None:
+        """Has one request run and another wait, until the block ends or the server takes no more."""
+        numbered = ((number, _REQUESTS[number % 2]) for number in itertools.count(1))
+        try:
+            with grpc.insecure_channel(self._server.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+                stream = calls.Stream(channel)
+                stream.send(*(calls.call(*next(numbered)) for _ in range(2)))
+                while not self._over.is_set() and self._goes_on(*stream.replies(1)):
+                    stream.send(calls.call(*next(numbered)))
+                stream.half_close()
+                for reply in stream.rest():
+                    self._goes_on(reply)
+        except BaseException as error:
+            self._failed = error
+
+    def _goes_on(self, reply: pb.AttendStreamReply) -> bool:
+        """Counts a reply; whether the server takes more."""
+        if reply.error.code == code_pb2.UNAVAILABLE:
+            return False
+        assert not reply.error.code, reply.error
+        self.computed += 1
+        return True
