@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from attnserve.v1 import attention_pb2 as pb
 
 PATIENCE_S = 60.0
+ANY_LENGTH = (("grpc.max_receive_message_length", -1),)
+"""What a channel is told, to read `large_reply`."""
 _SERVICE = "/attnserve.v1.AttentionService/"
 
 M = TypeVar("M", bound=Message)
@@ -123,6 +125,11 @@ def long_running(length: int = 1024) -> pb.AttendRequest:
     With its softcap it is written out in float64, and two of them are too much for one batch.
     """
     return messages.random_attend(0, length, heads=8, width=64, softcap=1.0)
+
+
+def large_reply() -> pb.AttendRequest:
+    """A request with a reply of 9 MB: it is in flight until its caller reads, of which gRPC does little by itself."""
+    return messages.random_attend(0, 1500, heads=1, width=1, return_scores=pb.SCORE_STAGE_RAW)
 
 
 def get(http_address: str, path: str) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from occupied import PRIORITY_DECIDES
+from occupied import PATIENT
 
 from attnserve import Client
 
@@ -105,7 +105,7 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests share; it must outlive them all and end well."""
-    server = Server(PRIORITY_DECIDES, tmp_path_factory.mktemp("server") / "stderr")
+    server = Server(PATIENT, tmp_path_factory.mktemp("server") / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"
     assert server.stop() == 0, server.stderr()
@@ -153,8 +153,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def layer_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests of layers share: it holds those of `models`."""
-    # However many requests wait while it is occupied, and however slow the machine is: none is refused.
-    flags = ("--layers", str(models.directory / "layers.toml"), *PRIORITY_DECIDES, "--max-queue-time", "0")
+    flags = ("--layers", str(models.directory / "layers.toml"), *PATIENT)
     server = Server(flags, tmp_path_factory.mktemp("layer-server") / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"

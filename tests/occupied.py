@@ -1,7 +1,7 @@
 """A device that is busy for as long as a test wants, so that what is asked for meanwhile waits.
 
-In: a server that lets priority decide however long others wait (`PRIORITY_DECIDES`). Nothing here depends on how fast a
-machine is: the next request that occupies the device waits before the last one ends.
+In: a server that is `PATIENT`. Nothing here depends on how fast a machine is: the next request that occupies the device
+waits before the last one ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attnserve.v1 import attention_pb2 as pb
 if TYPE_CHECKING:
     from conftest import Server
 
-PRIORITY_DECIDES = ("--priority-aging", "1h")
-"""What a server must be started with, to be occupied."""
+PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
+"""What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
 
 # Of some hundredths of a second each. They differ, so that no batch holds two.
 _REQUESTS = [

@@ -22,6 +22,7 @@ from cases import DTYPES, Case, Plan
 from conftest import Server
 from hypothesis import given
 from hypothesis import strategies as st
+from occupied import Occupied
 
 from attnserve import Client
 
@@ -66,21 +67,20 @@ SAME_KIND: dict[str, dict[str, Any]] = {
 }
 
 
-HEAVY = Plan(batch=1, query_length=900, key_length=900, head_dim=64, key_dim=64, value_dim=64).case(0)
-"""Occupies a server long enough for other requests to queue."""
-
 EVERY_KIND = list(product(SAME_KIND, sorted(DTYPES)))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), EVERY_KIND)
-def test_bits_do_not_depend_on_company_of_the_same_kind(client: Client, kind: str, dtype: str) -> None:
-    """Requests that share a kernel call, if any do: equal in all but their contents, queued behind a heavy one."""
-    plan = Plan(dtype=dtype, **SAME_KIND[kind])
-    cases = [plan.case(seed) for seed in range(32)]
+@pytest.mark.parametrize("kind", SAME_KIND)
+def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: Client, kind: str) -> None:
+    """Requests that share a kernel call, if any do: equal in all but their contents, and all there at once."""
+    seeds = range(32)
+    cases = [Plan(dtype=dtype, **SAME_KIND[kind]).case(seed) for dtype in DTYPES for seed in seeds]
     alone = [case.attend(client, return_lse=True) for case in cases]
-    HEAVY.submit(client)
-    together = [future.result() for future in [case.submit(client, return_lse=True) for case in cases]]
-    assert max(result.batch_size for result in together) > 1, "no request had company, so this showed nothing"
+    with Occupied(server) as device:
+        futures = [case.submit(client, return_lse=True) for case in cases]
+        device.until_waiting(len(cases))
+    together = [future.result() for future in futures]
+    assert {result.batch_size for result in together} == {len(seeds)}
     for result, expected in zip(together, alone, strict=True):
         assert_same_results(result, expected)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import calls
@@ -21,6 +21,14 @@ OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_
 IN_FLIGHT = 200
 
 pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that bounds how long requests wait, as that which other tests share does not."""
+    server = Server((), tmp_path_factory.mktemp("flooded") / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
 
 
 class Flood:
@@ -92,8 +100,8 @@ def test_a_flood_is_refused_with_a_delay_and_another_caller_gets_through(server:
         calls.unary(other, "Attend", request.SerializeToString())
 
 
-def test_low_priority_is_served_beside_a_flood_of_high_priority(start_server: Callable[..., Server]) -> None:
-    server, low = start_server(), messages.random_attend(2, priority=-1)
+def test_low_priority_is_served_beside_a_flood_of_high_priority(server: Server) -> None:
+    low = messages.random_attend(2, priority=-1)
     with flooded(server, priority=1), grpc.insecure_channel(server.address, OPTIONS) as other:
         reply = calls.unary(other, "Attend", low.SerializeToString())
         calls.assert_answers(pb.AttendResponse.FromString(reply), low)

@@ -13,20 +13,21 @@ import grpc
 import messages
 import pytest
 from conftest import Server
+from occupied import Occupied
 
 from attnserve.v1 import attention_pb2 as pb
 
 QUEUED = 6
-"""Calls that wait behind one that runs; each takes long enough for them all to be given up meanwhile."""
+"""Calls that wait while the device is busy."""
 
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
 DEAD_CALLER = """
 import sys
-import calls, grpc
+import calls, grpc, messages
 channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.use_local_subchannel_pool", 1)])
 stream = calls.Stream(channel)
-stream.send(*(calls.call(number, calls.long_running()) for number in range(int(sys.argv[2]))))
+stream.send(*(calls.call(number, messages.random_attend(number)) for number in range(int(sys.argv[2]))))
 stream.rest()
 """
 
@@ -42,7 +43,7 @@ Leave = Callable[[], object]
 
 def on_a_stream(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
     stream = calls.Stream(channel)
-    stream.send(*(calls.call(number, calls.long_running()) for number in range(1, QUEUED + 1)))
+    stream.send(*(calls.call(number, messages.random_attend(number)) for number in range(1, QUEUED + 1)))
     if how == "stream closed":
         return stream.vanish
     stack.callback(stream.vanish)
@@ -50,7 +51,7 @@ def on_a_stream(server: Server, channel: grpc.Channel, stack: ExitStack, how: st
 
 
 def by_themselves(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
-    request = calls.long_running().SerializeToString()
+    request = messages.random_attend(0).SerializeToString()
     futures = [calls.unary_future(channel, "Attend", request) for _ in range(QUEUED)]
     return lambda: [future.cancel() for future in futures]
 
@@ -78,28 +79,24 @@ WAYS = {
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", WAYS)
 def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Channel, how: str) -> None:
-    """The device is busy for others while calls wait, and their callers leave: the FLOPs are saved."""
+    """The device is busy for others while calls wait, and their callers leave: no FLOP is spent on them."""
 
     def metric(name: str, **labels: str) -> float:
         return calls.metric(server.http_address, f"attnserve_{name}", **labels)
 
+    def cancelled() -> float:
+        return metric("cancelled_requests_total", reason="cancelled")
+
     calls.until_nothing_is_in_flight(server.http_address)
-    flops_before = metric("flops_total")
-    cancelled_before = metric("cancelled_requests_total", reason="cancelled")
-    busy = calls.Stream(channel)
-    busy.send(calls.call(1, calls.long_running(2048)))
-    calls.until(lambda: metric("in_flight_requests") == 1 and metric("queue_requests") == 0, "it runs")
+    flops_before, cancelled_before = metric("flops_total"), cancelled()
     with ExitStack() as stack:
-        leave = WAYS[how](server, channel, stack, how)
-        calls.until(lambda: metric("queue_requests") >= QUEUED, "calls wait")
-        leave()
-        calls.until(lambda: metric("queue_requests") == 0, "what nobody waits for has left the queue")
-        assert [reply.error.code for reply in busy.replies(1)] == [0]
-        busy.vanish()
+        with Occupied(server) as device:
+            leave = WAYS[how](server, channel, stack, how)
+            device.until_waiting(QUEUED)
+            leave()
+            calls.until(lambda: cancelled() == cancelled_before + QUEUED, "they have left the queue")
         calls.until_nothing_is_in_flight(server.http_address)
-    long, each = (messages.read(calls.long_running(length)).flops for length in (2048, 1024))
-    assert metric("flops_total") - flops_before < long + QUEUED * each / 2, "at most half was computed"
-    assert metric("cancelled_requests_total", reason="cancelled") - cancelled_before >= QUEUED / 2
+    assert metric("flops_total") - flops_before == device.computed * device.FLOPS
 
 
 @pytest.mark.timeout(180)

@@ -17,6 +17,7 @@ import messages
 import numpy as np
 import pytest
 from google.rpc import code_pb2
+from occupied import PATIENT, Occupied
 
 from attnserve import AttnServeError, Client
 from attnserve.v1 import attention_pb2 as pb
@@ -29,39 +30,45 @@ if TYPE_CHECKING:
 
 def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) -> None:
     """While it drains a server is alive, not ready, and still takes requests until its delay is over."""
-    server = start_server("--drain-delay", "500ms", "--drain-grace", "30s")
+    server = start_server("--drain-delay", "3s", "--drain-grace", "30s", *PATIENT)
     assert calls.get(server.http_address, "/readyz")[0] == 200
-    requests = {number: messages.random_attend(number) for number in range(3, 12)}
+    requests = {number: messages.random_attend(number) for number in range(10)}
+    *early, late = ([calls.call(number, request)] for number, request in requests.items())
     with grpc.insecure_channel(server.address) as channel:
         stream = calls.Stream(channel)
-        stream.send(*(calls.call(number, calls.long_running()) for number in range(3)))
-        stream.send(*(calls.call(number, request) for number, request in requests.items()))
-        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 12, "all are there")
-        server.process.send_signal(signal.SIGTERM)
-        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
-        assert calls.get(server.http_address, "/healthz")[0] == 200
-        late = messages.random_attend(99)
-        stream.send(calls.call(99, late))
+        with Occupied(server) as device:
+            for each in early:
+                stream.send(*each)
+            device.until_waiting(len(early))
+            server.process.send_signal(signal.SIGTERM)
+            calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+            assert calls.get(server.http_address, "/healthz")[0] == 200
+            stream.send(*late)
+            device.until_waiting(len(requests))
         replies = {reply.id: reply for reply in stream.rest()}  # the server ends the stream, and ends it well
-    assert replies.keys() == {0, 1, 2, 99, *requests}
+    assert replies.keys() == requests.keys()
     assert all(reply.error.code == 0 for reply in replies.values())
-    for number, request in (requests | {99: late}).items():
+    for number, request in requests.items():
         calls.assert_answers(replies[number].attend, request)
     assert server.process.wait(calls.PATIENCE_S) == 0
     assert "Traceback" not in server.stderr()
 
 
 def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Server]) -> None:
-    """The device is busy, and the delay is over: calls on a stream and unary ones are told to go elsewhere."""
+    """A reply has not left, and the delay is over: calls on a stream and unary ones are told to go elsewhere."""
     server = start_server()
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
         stream = calls.Stream(channel)
-        stream.send(*(calls.call(number, calls.long_running()) for number in range(4)))
-        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 4, "all are there")
+        stream.send(calls.call(1, calls.large_reply()))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is there")
         server.process.send_signal(signal.SIGTERM)
         calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
         request = messages.random_attend(0)
         stream.send(calls.call(9, request))
+        calls.until(
+            lambda: calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="draining") == 1,
+            "the call is refused",
+        )
         with pytest.raises(grpc.RpcError) as caught:
             calls.unary(channel, "Attend", request.SerializeToString())
         error: Any = caught.value
@@ -72,7 +79,7 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
         refused: Any = caught.value
         assert refused.code() == grpc.StatusCode.UNAVAILABLE, "a cache would go with the server"
         replies = {reply.id: reply.error.code for reply in stream.rest()}
-    assert replies == {0: 0, 1: 0, 2: 0, 3: 0, 9: code_pb2.UNAVAILABLE}
+    assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
     assert server.process.wait(calls.PATIENCE_S) == 0
 
 
@@ -84,7 +91,7 @@ def test_an_idle_stream_does_not_keep_a_server_from_ending(start_server: Callabl
         assert len(stream.replies(1)) == 1
         server.process.send_signal(signal.SIGTERM)
         assert stream.rest() == []
-        assert server.process.wait(30) == 0
+        assert server.process.wait(calls.PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
@@ -184,9 +191,9 @@ def test_what_is_still_computed_when_the_grace_is_over_is_cut_off(start_server: 
         calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is admitted")
         calls.until(lambda: calls.metric(server.http_address, "attnserve_queue_requests") == 0, "it is computed")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 3
+        assert server.process.wait(calls.PATIENCE_S) == 3
         with pytest.raises(AttnServeError):
-            future.result(20)
+            future.result(calls.PATIENCE_S)
 
 
 def test_one_who_does_not_read_leaves_room_for_others(start_server: Callable[..., Server]) -> None:

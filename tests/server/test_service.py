@@ -12,6 +12,7 @@ import messages
 import numpy as np
 import pytest
 from google.rpc import code_pb2, error_details_pb2
+from occupied import Occupied
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
@@ -110,23 +111,19 @@ def test_a_caller_that_gives_up_leaves_nothing_behind(server: Server, channel: g
         return calls.metric(server.http_address, "attnserve_requests_total", operation="attend", code="CANCELLED")
 
     before = cancelled()
-    call = calls.unary_future(channel, "Attend", calls.long_running(1500).SerializeToString())
-    calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") > 0, "it is there")
-    call.cancel()
-    calls.until(lambda: cancelled() == before + 1, "it is cancelled")
+    with Occupied(server) as device:
+        call = calls.unary_future(channel, "Attend", messages.random_attend(0).SerializeToString())
+        device.until_waiting(1)
+        call.cancel()
+        calls.until(lambda: cancelled() == before + 1, "it is cancelled")
     calls.until_nothing_is_in_flight(server.http_address)
 
 
 def test_a_deadline_that_passes_in_the_queue(server: Server, channel: grpc.Channel) -> None:
-    stream = calls.Stream(channel)
-    stream.send(calls.call(1, calls.long_running(1500)))
-    calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") > 0, "the device is busy")
-    with pytest.raises(grpc.RpcError) as caught:
+    with Occupied(server), pytest.raises(grpc.RpcError) as caught:
         attend(channel, messages.random_attend(0), timeout=0.02)
     error: Any = caught.value
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert [reply.error.code for reply in stream.replies(1)] == [0]
-    stream.half_close()
     calls.until_nothing_is_in_flight(server.http_address)
 
 
@@ -141,14 +138,14 @@ def assert_tells_when_to_retry(status: Any) -> float:
 
 def test_a_full_server_says_when_to_come_back(start_server: Callable[..., Server]) -> None:
     server = start_server("--max-requests", "2")
-    with grpc.insecure_channel(server.address) as channel:
-        stream = calls.Stream(channel)
-        request = messages.random_attend(0)
-        stream.send(calls.call(1, calls.long_running(1500)), *(calls.call(number, request) for number in (2, 3, 4)))
-        refused = stream.replies(2)  # while the device is busy
-        assert {reply.id for reply in refused} == {3, 4}
-        for reply in refused:
-            assert_tells_when_to_retry(reply.error)
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
+        unread, large = calls.Stream(channel), calls.large_reply()
+        unread.send(calls.call(1, large), calls.call(2, large))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 2, "it is full")
+        stream, request = calls.Stream(channel), messages.random_attend(0)
+        stream.send(calls.call(3, request))
+        (refused,) = stream.replies(1)
+        assert_tells_when_to_retry(refused.error)
 
         with pytest.raises(grpc.RpcError) as caught:
             attend(channel, request)
@@ -158,9 +155,10 @@ def test_a_full_server_says_when_to_come_back(start_server: Callable[..., Server
         pushback = int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"])
         assert pushback == pytest.approx(delay * 1000, abs=1)
 
-        done = {reply.id: reply for reply in stream.replies(2)}
-        calls.assert_answers(done[2].attend, request)
-        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="requests") == 3
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="requests") == 2
+        unread.half_close()
+        assert {reply.id: reply.error.code for reply in unread.rest()} == {1: 0, 2: 0}
+        calls.until_nothing_is_in_flight(server.http_address)
         stream.send(calls.call(3, request))
         calls.assert_answers(stream.replies(1)[0].attend, request)
         stream.half_close()
