@@ -129,8 +129,8 @@ class Admission:
         if (self.pace.seconds(own.flops, own.waiting) + request) * callers < longest:
             return
         if callers > 1 and own.waiting:
-            raise self._has_its_share("queue_time", longest, own)
-        raise self._full("queue_time", longest)
+            raise self._has_its_share("queue_time", _rounded(longest), own)
+        raise self._full("queue_time", _rounded(longest))
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0) -> None:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
@@ -183,4 +183,9 @@ class Admission:
     def _delay(self, usage: Usage, callers: int = 1) -> float:
         """Seconds until half of that should be computed, for one of so many callers."""
         seconds = self.pace.seconds(usage.flops, usage.waiting) * callers
-        return min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY)
+        return _rounded(min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY))
+
+
+def _rounded(seconds: float) -> float:
+    """Two digits of a time that is told: it is an estimate, and what is the same for many is put into words once."""
+    return float(f"{seconds:.2g}")

@@ -25,6 +25,8 @@ Messages speak of the request alone: no stack traces, no paths, nothing of other
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import ClassVar
 
 import grpc
@@ -71,14 +73,30 @@ class RequestError(Exception):
 
     def details(self) -> list[Message]:
         """The google.rpc details that travel with the status."""
-        return [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
+        return [_error_info(self.reason, self.metadata)]
 
     def status(self) -> status_pb2.Status:
         """The google.rpc.Status of this error."""
-        status = status_pb2.Status(code=self.code.value[0], message=self.message)
-        for detail in self.details():
-            status.details.add().Pack(detail)
-        return status
+        return _status(self.code, self.message, self.details())
+
+    def encoded_status(self) -> bytes:
+        """That, as it travels."""
+        return self.status().SerializeToString()
+
+    def encoded_status(self) -> bytes:
+        """The same, serialised."""
+        return self.status().SerializeToString()
+
+
+def _error_info(reason: str, metadata: Mapping[str, str]) -> Message:
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+
+
+def _status(code: grpc.StatusCode, message: str, details: Iterable[Message]) -> status_pb2.Status:
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
 
 
 class InvalidRequest(RequestError):
@@ -153,9 +171,23 @@ class Overloaded(RequestError):
 
     def details(self) -> list[Message]:
         """ErrorInfo, and RetryInfo with the delay after which there should be room."""
-        delay = Duration()
-        delay.FromNanoseconds(round(self.retry_delay * 1e9))
-        return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]
+        return _overload_details(self.reason, self.metadata, self.retry_delay)
+
+    def encoded_status(self) -> bytes:
+        """As of every error, but looked up: what refuses costs those who are computed for, and many are told the same."""
+        return _encoded_overload(self.message, self.reason, self.retry_delay, tuple(self.metadata.items()))
+
+
+def _overload_details(reason: str, metadata: Mapping[str, str], retry_delay: float) -> list[Message]:
+    delay = Duration()
+    delay.FromNanoseconds(round(retry_delay * 1e9))
+    return [_error_info(reason, metadata), error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+@lru_cache(256)
+def _encoded_overload(message: str, reason: str, retry_delay: float, metadata: tuple[tuple[str, str], ...]) -> bytes:
+    details = _overload_details(reason, dict(metadata), retry_delay)
+    return _status(Overloaded.code, message, details).SerializeToString()
 
 
 class ShareExceeded(Overloaded):

@@ -78,7 +78,7 @@ def parsed(message_type: type[M], data: bytes) -> M:
 
 async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends an RPC with an error's status and details."""
-    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.status().SerializeToString())]
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.encoded_status())]
     if isinstance(error, Overloaded):
         metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_delay * 1000)))))
     await context.abort(error.code, error.message, tuple(metadata))

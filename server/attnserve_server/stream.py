@@ -260,7 +260,7 @@ class CallStream:
         if trace is not None:
             trace.finish(error.code.name, perf_counter())
         self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
-        status = error.status().SerializeToString()
+        status = error.encoded_status()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
         self._send(Unsent(pieces, size, entry))
 
