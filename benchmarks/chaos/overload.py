@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.chaos import encoder
 from benchmarks.chaos.outcome import Figure, exactly
+from benchmarks.chaos.processors import apart
 from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
@@ -58,6 +59,8 @@ class Answers:
     delays: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    processor_seconds: float = 0.0
+    """What the server has used of its processors meanwhile."""
 
     @property
     def requests_per_second(self) -> float:
@@ -114,8 +117,9 @@ class Stream:
 class Load:
     """Requests of all lengths, from several callers in turn, each on a stream."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, victim: Victim) -> None:
+        self._address = victim.address
+        self._process = psutil.Process(victim.process.pid)
         self._stack = AsyncExitStack()
         self._streams: list[Stream] = []
         self._requests = [
@@ -156,26 +160,34 @@ class Load:
 
     async def closed(self, in_flight: int, seconds: float) -> Answers:
         """So many calls at a time, for some seconds."""
-        answers = Answers(seconds=seconds)
         until = perf_counter() + seconds
 
         async def caller() -> None:
             while (now := perf_counter()) < until:
                 await self.ask(answers, now, until)
 
-        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        with self._measured(seconds) as answers:
+            await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
 
     async def open(self, rate: float, seconds: float) -> Answers:
         """So many calls a second, at random times (a Poisson process), whatever becomes of them."""
-        answers = Answers(seconds=seconds)
         due = perf_counter()
         until = due + seconds
-        async with asyncio.TaskGroup() as calls:
-            while (due := due + self._random.exponential(1 / rate)) < until:
-                await asyncio.sleep(max(0.0, due - perf_counter()))
-                calls.create_task(self.ask(answers, due, until))
+        with self._measured(seconds) as answers:
+            async with asyncio.TaskGroup() as calls:
+                while (due := due + self._random.exponential(1 / rate)) < until:
+                    await asyncio.sleep(max(0.0, due - perf_counter()))
+                    calls.create_task(self.ask(answers, due, until))
         return answers
+
+    @contextmanager
+    def _measured(self, seconds: float) -> Iterator[Answers]:
+        """What is seen while the block runs."""
+        answers, before = Answers(seconds=seconds), self._process.cpu_times()
+        yield answers
+        after = self._process.cpu_times()
+        answers.processor_seconds = after.user + after.system - before.user - before.system
 
 
 def _delay(status: Status) -> float | None:
@@ -225,7 +237,7 @@ SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 
 
 async def _measure(victim: Victim, seconds: float) -> list[Figure]:
-    async with Load(victim.address) as load:
+    async with Load(victim) as load:
         await load.closed(IN_FLIGHT, seconds / 6)  # until it knows its rate
         before = psutil.Process(victim.process.pid).memory_info().rss
         with watched(victim) as watch:  # all the time, because to watch costs both loads alike
@@ -237,9 +249,13 @@ async def _measure(victim: Victim, seconds: float) -> list[Figure]:
             waiting = victim.metric("attnserve_in_flight_requests")
             after = await load.closed(1, seconds / 12)
             full.append(await load.closed(IN_FLIGHT, seconds / 6))  # before and after: machines drift
-    requests, tokens = (
+    requests, tokens, work = (
         float(np.mean(each))
-        for each in ([one.requests_per_second for one in full], [one.tokens_per_second for one in full])
+        for each in (
+            [one.requests_per_second for one in full],
+            [one.tokens_per_second for one in full],
+            [one.tokens / one.processor_seconds for one in full],
+        )
     )
     offered = len(flood.computed) + len(flood.refused) + len(flood.failed)
     p99 = [float(np.percentile(answers.computed, 99)) for answers in (steady, flood)]
@@ -248,6 +264,9 @@ async def _measure(victim: Victim, seconds: float) -> list[Figure]:
         Figure("offered", offered / seconds, "requests/s"),
         Figure("goodput, in requests", flood.requests_per_second / requests, "of capacity", 0.9),
         Figure("goodput, in tokens", flood.tokens_per_second / tokens, "of capacity", 0.9),
+        Figure(
+            "of the server's processor time, refusing", 100 - 100 * flood.tokens / flood.processor_seconds / work, "%"
+        ),
         Figure("p99 at 90 % load", p99[0] * 1e3, "ms"),
         Figure("p99 of what was accepted", p99[1] * 1e3, "ms"),
         Figure("that, to that at 90 % load", p99[1] / p99[0], at_most=3.0),
@@ -274,5 +293,11 @@ def run(minutes: float) -> list[Figure]:
     """Does it, for a minute of overload at most."""
     with tempfile.TemporaryDirectory(prefix="attnserve-overload-") as directory:
         layers = encoder.write(Path(directory))
-        with Victim("--layers", str(layers), "--cache-bytes", "1MiB", "--log-level", "error") as victim:
-            return asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES)))
+        victim = Victim("--layers", str(layers), "--cache-bytes", "1MiB", "--log-level", "error")
+        with apart(victim) as (of_server, of_callers):
+            figures = asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES)))
+        return [
+            Figure("processors of the server", of_server),
+            Figure("processors of the callers, others if there are", of_callers),
+            *figures,
+        ]
