@@ -37,16 +37,21 @@ def surroundings() -> Iterator[str]:
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """While nothing has begun, being told to stop ends the process with status 0. By default the first process of a
-    container would not hear of it, and be killed when its grace is over.
+    """Until it serves, being told to stop ends the process with status 0, whatever it loads. By default the first
+    process of a container would not hear of it, and be killed when its grace is over.
     """
+
+    def end(*_: object) -> None:
+        os._exit(0)
+
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: os._exit(0)) for number in numbers]
+    before = [signal.signal(number, end) for number in numbers]
     try:
         yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+            if signal.getsignal(number) is end:  # it has not served
+                signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
             # Only now, because it loads torch: --help and a wrong setting answer at once.
             from attnserve_server.serving import run
-        run(config)
+
+            run(config)
     except StartError as error:
         print(f"attnserve-server: {error}", file=sys.stderr)
         return error.exit_status

@@ -68,33 +68,36 @@ class Grants:
 class GrantsFile:
     """The grants of a file, as it is now. What cannot be read leaves those that were."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file. Raises GrantsError."""
+    def __init__(self, path: Path, *, certificates: bool = True) -> None:
+        """Reads the file, which may speak of certificates if callers are asked for any. Raises GrantsError."""
         self._path = path
+        self._certificates = certificates
         self._watched = WatchedFiles([path], LOOK_INTERVAL_S)
         self._watched.changed()
-        self._grants = _read(path)
+        self._grants = self._read()
 
     @property
     def current(self) -> Grants:
         """The grants; another object once they have changed."""
         if self._watched.changed():
             try:
-                self._grants = _read(self._path)
+                self._grants = self._read()
             except GrantsError as error:
                 logger.error("the callers stay as they were", extra={"error": error})
             else:
                 logger.info("the callers have been read again")
         return self._grants
 
-
-def _read(path: Path) -> Grants:
-    try:
-        return parse(path.read_text("utf-8"))
-    except OSError as error:
-        raise GrantsError(f"callers: {path}: {error.strerror}") from None
-    except ValueError as error:  # of TOML and of Unicode, too
-        raise GrantsError(f"callers: {path}: {error}") from None
+    def _read(self) -> Grants:
+        try:
+            grants = parse(self._path.read_text("utf-8"))
+            if grants.certificates and not self._certificates:
+                raise ValueError("certificates: nobody is asked for one; expected tls_client_ca to be set too")
+        except OSError as error:
+            raise GrantsError(f"callers: {self._path}: {error.strerror}") from None
+        except ValueError as error:  # of TOML and of Unicode, too
+            raise GrantsError(f"callers: {self._path}: {error}") from None
+        return grants
 
 
 def parse(text: str) -> Grants:

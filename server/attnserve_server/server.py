@@ -147,9 +147,9 @@ class Server:
             "apply": partial(read_apply, self.caches, self.registry, limits=self._limits),
         }
         tls = _tls(config)
-        callers = Callers(
-            GrantsFile(Path(config.callers)) if config.callers else None, certificates=bool(config.tls_client_ca)
-        )
+        certificates = bool(config.tls_client_ca)
+        grants = GrantsFile(Path(config.callers), certificates=certificates) if config.callers else None
+        callers = Callers(grants, certificates=certificates)
         rpcs = Rpcs(callers, self.metrics)
         self._refusals = rpcs.refusals
         # A grace of 0 would end a stream before its caller can leave it.

@@ -24,7 +24,10 @@ CUT_OFF = 3
 
 
 def run(config: Config, open_device: OpenDevice = configured_device) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start."""
+    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start.
+
+    Until it serves, signals do what they did before: there is nothing to drain, and loading cannot be interrupted.
+    """
     status = asyncio.run(_serve(config, open_device))
     if status:
         logging.shutdown()
@@ -35,11 +38,11 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
 async def _serve(config: Config, open_device: OpenDevice) -> int:
     """Serves; the exit status."""
     stopping = asyncio.Event()
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = Server(config, open_device)
     try:
         grpc_address, http_address = await server.start()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         device = server.device
         print(
             f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)

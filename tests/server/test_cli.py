@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import calls
 import numpy as np
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -76,19 +78,46 @@ def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
-def test_told_to_stop_while_it_starts_it_ends_well() -> None:
-    code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # as for a container's first process
+@contextmanager
+def first_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A server that is started as the first process of a container is: nothing listens to SIGTERM."""
+    code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code += "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--cache-bytes", "1MiB")
-    command = [sys.executable, "-c", code, *flags]
+    addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
+    command = [sys.executable, "-c", code, *addresses, "--device", "cpu", "--cache-bytes", "1MiB", *flags]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
+    with first_process() as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("attnserve: ")  # torch is still to be loaded, which takes a second
         process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> None:
+    """They are in a file that never ends."""
+    endless = tmp_path / "layers.toml"
+    os.mkfifo(endless)
+    ends: list[int] = []
+
+    def is_read() -> bool:
         try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+            ends.append(os.open(endless, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:  # nobody reads it yet
+            return False
+        return True
+
+    with first_process("--layers", str(endless)) as process:
+        calls.until(is_read, "it loads")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    os.close(ends[0])
 
 
 def test_the_parts_without_torch_stay_without_it() -> None:

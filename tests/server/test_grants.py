@@ -97,6 +97,24 @@ def test_a_token_in_the_place_of_its_hash_is_not_shown(secret: str, tmp_path: Pa
     assert secret not in str(caught.value)
 
 
+def test_certificates_that_nobody_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "callers.toml"
+    file.write_text('[[certificates]]\nname = "ann"\nroles = ["use"]\n')
+    GrantsFile(file, certificates=True)
+    with pytest.raises(GrantsError, match="certificates: nobody is asked for one; expected tls_client_ca"):
+        GrantsFile(file, certificates=False)
+
+
+def test_a_server_that_asks_for_no_certificates_does_not_grant_them_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "callers.toml"
+    file.write_text('[[certificates]]\nname = "ann"\nroles = ["use"]\n')
+    flags = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--cache-bytes", "1MiB"]
+    assert main([*flags, "--callers", str(file)]) == 2
+    assert "certificates: nobody is asked for one" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(GrantsError, match="No such file"):
         GrantsFile(tmp_path / "none")
