@@ -81,14 +81,11 @@ class RequestError(Exception):
 
     def encoded_status(self) -> bytes:
         """That, as it travels."""
-        return self.status().SerializeToString()
-
-    def encoded_status(self) -> bytes:
-        """The same, serialised."""
-        return self.status().SerializeToString()
+        encoded: bytes = self.status().SerializeToString()
+        return encoded
 
 
-def _error_info(reason: str, metadata: Mapping[str, str]) -> Message:
+def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
 
 
@@ -174,7 +171,9 @@ class Overloaded(RequestError):
         return _overload_details(self.reason, self.metadata, self.retry_delay)
 
     def encoded_status(self) -> bytes:
-        """As of every error, but looked up: what refuses costs those who are computed for, and many are told the same."""
+        """As of every error, but looked up: many are told the same, and what that costs is taken from those whose
+        requests are computed.
+        """
         return _encoded_overload(self.message, self.reason, self.retry_delay, tuple(self.metadata.items()))
 
 
@@ -187,7 +186,8 @@ def _overload_details(reason: str, metadata: Mapping[str, str], retry_delay: flo
 @lru_cache(256)
 def _encoded_overload(message: str, reason: str, retry_delay: float, metadata: tuple[tuple[str, str], ...]) -> bytes:
     details = _overload_details(reason, dict(metadata), retry_delay)
-    return _status(Overloaded.code, message, details).SerializeToString()
+    encoded: bytes = _status(Overloaded.code, message, details).SerializeToString()
+    return encoded
 
 
 class ShareExceeded(Overloaded):

@@ -1,0 +1,30 @@
+"""Errors on their way to callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from google.rpc.status_pb2 import Status
+
+from attnserve_server.caches.errors import CacheFull
+from attnserve_server.errors import InvalidRequest, Overloaded, RequestError, ShareExceeded, TooManyStreams
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Overloaded("requests", 16, 0.25),
+        lambda: Overloaded("requests", 16, 0.5),
+        lambda: Overloaded("bytes", 16, 0.25),
+        lambda: ShareExceeded("requests", 16, 0.25),
+        lambda: TooManyStreams(3),
+        lambda: CacheFull(100, 10, 0.25),
+        lambda: CacheFull(100, 11, 0.25),
+        lambda: InvalidRequest("query", "a tensor", "nothing"),
+    ],
+)
+def test_what_travels_is_the_status_however_often_it_is_told(make: Callable[[], RequestError]) -> None:
+    for _ in range(2):
+        error = make()
+        assert Status.FromString(error.encoded_status()) == error.status()
