@@ -65,7 +65,7 @@ def layer_of(architecture: Architecture, parameters: Parameters, device: CpuDevi
     specification = LayerSpecification(
         name="layer", kind=kind, architecture=architecture, dtype=dtype, file="layer.safetensors", parameters={}
     )
-    return build_layer(specification, parameters, device)
+    return build_layer(specification, dict(parameters), device)
 
 
 def random_rows(rows: int, width: int, seed: int, dtype: Dtype = "float32") -> torch.Tensor:

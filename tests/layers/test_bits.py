@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.layers import product
 from attnserve_server.layers.layer import Layer, LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import (
@@ -146,6 +147,21 @@ def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[t
     architecture = ARCHITECTURES[name]
     requests = [random_request(architecture, dtype, lengths, seed) for lengths, seed in drawn]
     assert_company_changes_nothing(layers_of(architecture, devices, dtype), requests)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@settings(max_examples=max(4, settings().max_examples // 24))
+@given(drawn=REQUESTS)
+def test_random_company_where_no_weight_is_packed(
+    devices: Devices, name: str, drawn: list[tuple[list[int], int]]
+) -> None:
+    """As on processors for which oneDNN's products are not taken."""
+    architecture = ARCHITECTURES[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product, "packs", lambda dtype: False)
+        layers = layers_of(architecture, devices, "float32")
+    requests = [random_request(architecture, "float32", lengths, seed) for lengths, seed in drawn]
+    assert_company_changes_nothing(layers, requests)
 
 
 @EVERY_DTYPE

@@ -5,7 +5,7 @@ Inputs attend to a context, or to themselves; requests of both sorts may come in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class AttentionLayer:
         self,
         specification: LayerSpecification,
         architecture: Attention | LearnedScore,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: MutableMapping[str, torch.Tensor],
         compute: Compute,
     ) -> None:
         self.specification = specification
@@ -37,7 +37,7 @@ class AttentionLayer:
         self._dtype = getattr(torch, specification.dtype)
         self._attention: MultiHead | LearnedScoreHead
         if isinstance(architecture, Attention):
-            self._attention = MultiHead(architecture, parameters, "", self._dtype)
+            self._attention = MultiHead(architecture, parameters, "", self._dtype, own=False)
         else:
             self._attention = LearnedScoreHead(architecture, parameters)
 

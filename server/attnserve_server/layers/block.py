@@ -5,7 +5,7 @@ All functions here are of rows: each row that comes out follows from the same ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,7 @@ class Step:
     @property
     def enter_flops(self) -> int:
         """What `enter` costs for one row."""
-        return self.attention.query_flops + (0 if self.crossed else self.attention.context_flops)
+        return self.attention.query_flops if self.crossed else self.attention.project_flops
 
     @property
     def leave_flops(self) -> int:
@@ -71,8 +71,10 @@ class Step:
         return residual.behind(rows, self.feed_forward(residual.before(rows)))
 
 
-def build_steps(block: Block, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype) -> list[Step]:
-    """The steps of the block whose parameters' names begin with `prefix`."""
+def build_steps(
+    block: Block, parameters: MutableMapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
+) -> list[Step]:
+    """The steps of the block whose parameters' names begin with `prefix`, those that are weights taken out of all."""
 
     def residual(part: str) -> Residual:
         return Residual(build_norm(block.norm, parameters, f"{prefix}{part}.norm."), block.pre_norm)
@@ -83,7 +85,7 @@ def build_steps(block: Block, parameters: Mapping[str, torch.Tensor], prefix: st
     feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.")
     return [
         Step(
-            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype),
+            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, own=part == "self"),
             residual=residual(part),
             crossed=part == "cross",
             feed_forward=feed_forward if place == len(attentions) else None,

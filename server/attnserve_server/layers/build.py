@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 import torch
 
@@ -13,10 +13,13 @@ from attnserve_server.layers.specification import LayerSpecification, Transforme
 from attnserve_server.layers.transformer import TransformerLayer
 
 
-def build_layer(specification: LayerSpecification, parameters: Mapping[str, torch.Tensor], compute: Compute) -> Layer:
+def build_layer(
+    specification: LayerSpecification, parameters: MutableMapping[str, torch.Tensor], compute: Compute
+) -> Layer:
     """The layer that a specification describes, of parameters by their canonical names, in its dtype on the device.
 
-    It keeps what it needs of the parameters, some of them joined: whoever holds the others may let go of them.
+    Weights are taken out of the parameters one after the other: many are kept in another form, in which no more than a
+    few at a time are there twice.
     """
     architecture = specification.architecture
     with torch.inference_mode():

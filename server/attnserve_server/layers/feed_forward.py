@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 
 import torch
@@ -21,16 +21,16 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class FeedForwardRows:
-    """A feed-forward part with its parameters.
+    """A feed-forward part with its parameters, which are taken out of all.
 
     The units that fill up the hidden ones to whole vectors are 0 and weigh nothing.
     """
 
-    def __init__(self, specification: FeedForward, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(self, specification: FeedForward, parameters: MutableMapping[str, torch.Tensor], prefix: str) -> None:
         names = ("gate", "up") if specification.gated else ("up",)
         self._up = Projection.of(
-            [parameters[f"{prefix}{name}.weight"] for name in names],
-            [parameters.get(f"{prefix}{name}.bias") for name in names],
+            [parameters.pop(f"{prefix}{name}.weight") for name in names],
+            [parameters.pop(f"{prefix}{name}.bias", None) for name in names],
         )
         self._gated = specification.gated
         self._activation = ACTIVATIONS[specification.activation]

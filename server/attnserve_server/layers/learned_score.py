@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 import torch
 
@@ -18,7 +18,7 @@ from attnserve_server.layers.specification import LearnedScore
 class LearnedScoreHead:
     """The head with its parameters. The kernel applies those of the score; values are projected here."""
 
-    def __init__(self, specification: LearnedScore, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, specification: LearnedScore, parameters: MutableMapping[str, torch.Tensor]) -> None:
         # Kept as the kernel computes with them: it would convert them again for every sequence.
         wide = {
             name: values.to(math.exact_dtype(values))
@@ -39,7 +39,7 @@ class LearnedScoreHead:
         )
         self._value = None
         if specification.value:
-            self._value = Projection.of([parameters["value.weight"]], [parameters.get("value.bias")])
+            self._value = Projection.of([parameters.pop("value.weight")], [parameters.pop("value.bias", None)])
 
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None

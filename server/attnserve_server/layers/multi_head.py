@@ -1,12 +1,11 @@
 """Multi-head attention with its weights: from rows to the heads' queries, keys and values, and from heads to rows.
 
-Where inputs and contexts have one width, queries, keys and values of the same rows are one product of matrices; keys
-and values always are.
+Where keys are always of the same rows as queries, all three are one product of matrices; keys and values always are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 import torch
 
@@ -22,22 +21,38 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class MultiHead:
-    """Attention's projections. `project`, `project_queries`, `project_contexts` and `finish` are functions of rows."""
+    """Attention's projections, whose parameters are taken out of all. `project`, `project_apart`, `project_queries`,
+    `project_contexts` and `finish` are functions of rows.
+
+    `own`: keys are always of the same rows as queries. `project` is for these, the other three for all others.
+    """
 
     def __init__(
-        self, specification: Attention, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
+        self,
+        specification: Attention,
+        parameters: MutableMapping[str, torch.Tensor],
+        prefix: str,
+        dtype: torch.dtype,
+        *,
+        own: bool,
     ) -> None:
         self._specification = specification
         maps = [
-            (parameters[f"{prefix}{name}.weight"], parameters.get(f"{prefix}{name}.bias"))
+            (parameters.pop(f"{prefix}{name}.weight"), parameters.pop(f"{prefix}{name}.bias", None))
             for name in ("query", "key", "value")
         ]
         weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
-        if specification.inputs == specification.contexts:
+        device = weights[0].device
+        if own:
             self._all = Projection.of(weights, biases)
-            self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
+            self.project_flops = self._all.row_flops
+            """What `project` costs for a row; or what `project_apart` does."""
         else:
+            # Apart, because a weight is packed for one product, and is not to be there twice.
             self._query, self._context = Projection.of(weights[:1], biases[:1]), Projection.of(weights[1:], biases[1:])
+            self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
+            """What projecting one row costs."""
+            self.project_flops = self.query_flops + self.context_flops
         self._output = Linear.of(parameters, f"{prefix}output") if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -46,20 +61,8 @@ class MultiHead:
             scale=width**-0.5 if specification.scale is None else specification.scale,
             pair_flops=2 * heads * (width + value_width),
             softcap=specification.softcap,
-            alibi_slopes=torch.tensor(specification.alibi, dtype=wide, device=weights[0].device)
-            if specification.alibi
-            else None,
+            alibi_slopes=torch.tensor(specification.alibi, dtype=wide, device=device) if specification.alibi else None,
         )
-
-    @property
-    def query_flops(self) -> int:
-        """What projecting one input costs."""
-        return self._query.row_flops
-
-    @property
-    def context_flops(self) -> int:
-        """What projecting one context costs."""
-        return self._context.row_flops
 
     @property
     def finish_flops(self) -> int:
@@ -72,6 +75,10 @@ class MultiHead:
         self._rotate(projected, self._all.columns[0], rotations[:1])
         self._rotate(projected, self._all.columns[1], rotations[-1:])
         return projected
+
+    def project_apart(self, rows: torch.Tensor, *rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `project_queries` and `project_contexts` make of the same rows."""
+        return self.project_queries(rows, *rotations[:1]), self.project_contexts(rows, *rotations[-1:])
 
     def project_queries(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
         """Queries, for `heads`."""
@@ -110,7 +117,9 @@ class MultiHead:
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
     ) -> Heads:
-        """The heads of a batch; inputs stand at their offsets, contexts, even if they are the inputs, begin at 0."""
+        """The heads of a batch whose keys may be of others: inputs stand at their offsets; contexts, even if they are
+        the inputs, begin at 0.
+        """
         rotations: tuple[torch.Tensor, ...] = ()
         key_rotations: tuple[torch.Tensor, ...] = ()
         if self.rotation is not None:
@@ -119,8 +128,8 @@ class MultiHead:
             key_rotations = (self.rotation.of(packing.positions([0] * len(packing.lengths), device)),)
             rotations = (self.rotation.of(batch.positions(device)),)
         if contexts is None:
-            flops = len(inputs) * (self.query_flops + self.context_flops)
-            return self.heads(compute.rows(self.project, inputs, *rotations, *key_rotations, flops=flops))
+            flops = len(inputs) * self.project_flops
+            return self.heads(*compute.rows(self.project_apart, inputs, *rotations, *key_rotations, flops=flops))
         queries = compute.rows(self.project_queries, inputs, *rotations, flops=len(inputs) * self.query_flops)
         keys = compute.rows(self.project_contexts, contexts, *key_rotations, flops=len(contexts) * self.context_flops)
         return self.heads(queries, keys)

@@ -7,10 +7,12 @@ already: of rows that begin anywhere in memory, some would be multiplied in anot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
+
+from attnserve_server.layers.product import product_of
 
 WIDTH = 16
 """Rows as wide as a multiple of this many elements are aligned alike, and so are outputs that begin at one."""
@@ -23,7 +25,10 @@ class Projection:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, columns: Sequence[slice]) -> None:
-        self._weight, self._bias, self.columns = weight, bias, columns
+        self.columns = columns
+        self.row_flops = 2 * weight.numel()
+        """What one row costs."""
+        self._product = product_of(weight, bias)
 
     @staticmethod
     def of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Projection:
@@ -40,55 +45,28 @@ class Projection:
         ]
         return Projection(weight, _joined(there), columns)
 
-    @property
-    def width(self) -> int:
-        """The columns of all outputs."""
-        return len(self._weight)
-
-    @property
-    def row_flops(self) -> int:
-        """What one row costs."""
-        return 2 * self._weight.numel()
-
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, inputs] to [n, width]."""
-        return apply_linear(rows, self._weight, self._bias)
-
-    def part(self, first: int, stop: int) -> Projection:
-        """Some of the maps, in the same memory."""
-        begin, end = self.columns[first].start, _whole(self.columns[stop - 1].stop)
-        columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:stop]]
-        return Projection(self._weight[begin:end], None if self._bias is None else self._bias[begin:end], columns)
+        """[n, inputs] to [n, all columns]."""
+        return self._product(_widened(rows))
 
 
 class Linear:
     """One map."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = _widened(weight), bias
+        weight = _widened(weight)
+        self.row_flops = 2 * weight.numel()
+        """What one row costs."""
+        self._product = product_of(weight, bias)
 
     @staticmethod
-    def of(parameters: Mapping[str, torch.Tensor], name: str) -> Linear:
-        """The map of the parameters `name`.weight and `name`.bias, if there is one."""
-        return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
-
-    @property
-    def row_flops(self) -> int:
-        """What one row costs."""
-        return 2 * self._weight.numel()
+    def of(parameters: MutableMapping[str, torch.Tensor], name: str) -> Linear:
+        """The map of the parameters `name`.weight and `name`.bias, if there is one, which are taken out of all."""
+        return Linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, inputs] to [n, outputs]."""
-        return apply_linear(rows, self._weight, self._bias)
-
-
-def apply_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype. `weight` has been widened."""
-    rows = _widened(rows)
-    if rows.dtype == torch.float16 and rows.device.type == "cpu":
-        # Without instructions for float16 (AVX512-FP16), torch's product takes four times as long as float32's.
-        return linear(rows.float(), weight.float(), None if bias is None else bias.float()).to(rows.dtype)
-    return linear(rows, weight, bias)
+        return self._product(_widened(rows))
 
 
 def _whole(width: int) -> int:

@@ -7,7 +7,7 @@ is a list of attentions, and the device is given one row function from each to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +34,7 @@ class TransformerLayer:
         self,
         specification: LayerSpecification,
         architecture: Transformer,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: MutableMapping[str, torch.Tensor],
         compute: Compute,
     ) -> None:
         self.specification = specification

@@ -1,0 +1,156 @@
+"""Products of rows with one weight, whichever library computes them: what they give, and what they may depend on."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import random_layers as make
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.layers import product
+from attnserve_server.layers.product import packs, product_of
+from attnserve_server.layers.specification import Dtype, Embedding, Norm, Transformer
+
+PATHS: dict[str, Callable[[torch.dtype], bool]] = {"as chosen here": packs, "torch's own": lambda dtype: False}
+EVERY_PATH = pytest.mark.parametrize("path", PATHS)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", make.DTYPES)
+PACKED = pytest.mark.skipif(not packs(torch.float32), reason="no weight is packed on this machine")
+
+FEW = settings(max_examples=max(12, settings().max_examples // 6))
+WIDTHS = st.sampled_from([16, 48, 208, 384, 640, 1536])
+OUTPUTS = st.sampled_from([1, 5, 16, 77, 128, 384, 1100])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[CpuDevice]:
+    """With torch's threads as the server has them."""
+    with make.cpu_devices() as opened:
+        yield opened[1]
+
+
+def made(path: str, weight: torch.Tensor, bias: torch.Tensor | None) -> product.Product:
+    """A product on one of the paths."""
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(product, "packs", PATHS[path])
+        return product_of(weight, bias)
+
+
+def weight_and_bias(outputs: int, inputs: int, dtype: Dtype, biased: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = (make.random_rows(outputs, inputs, 1).double() / inputs**0.5).to(make.torch_dtype(dtype))
+    return weight, make.random_rows(1, outputs, 2, dtype)[0] if biased else None
+
+
+@EVERY_PATH
+@EVERY_DTYPE
+@FEW
+@given(outputs=OUTPUTS, inputs=WIDTHS, biased=st.booleans(), blocks=st.integers(0, 8))
+def test_it_is_the_product(path: str, dtype: Dtype, outputs: int, inputs: int, biased: bool, blocks: int) -> None:
+    weight, bias = weight_and_bias(outputs, inputs, dtype, biased)
+    rows = make.random_rows(blocks * ROWS, inputs, 3, dtype)
+    with torch.inference_mode():
+        found = made(path, weight, bias)(rows)
+    exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert found.dtype == rows.dtype
+    assert found.is_contiguous()
+    bound = {"float64": 1e-13, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]
+    np.testing.assert_allclose(found.double().numpy(), exact.numpy(), rtol=0, atol=bound)
+
+
+@EVERY_PATH
+@EVERY_DTYPE
+@FEW
+@given(
+    outputs=OUTPUTS,
+    inputs=WIDTHS,
+    biased=st.booleans(),
+    blocks=st.integers(1, MAX_ROWS // ROWS),
+    data=st.data(),
+)
+def test_a_rows_bits_do_not_depend_on_other_rows(
+    path: str, dtype: Dtype, outputs: int, inputs: int, biased: bool, blocks: int, data: st.DataObject
+) -> None:
+    """Any number of rows that the device hands over, and any place among them."""
+    multiply = made(path, *weight_and_bias(outputs, inputs, dtype, biased))
+    rows = make.random_rows(MAX_ROWS, inputs, 3, dtype)
+    first = data.draw(st.integers(0, MAX_ROWS // ROWS - blocks)) * ROWS
+    own = slice(first, first + blocks * ROWS)
+    with torch.inference_mode():
+        everything, some, moved = multiply(rows), multiply(rows[own]), multiply(rows[own].flip(0))
+    np.testing.assert_array_equal(make.bits_of(some), make.bits_of(everything[own]))
+    np.testing.assert_array_equal(make.bits_of(moved.flip(0)), make.bits_of(some))
+
+
+@EVERY_PATH
+@EVERY_DTYPE
+def test_what_is_not_finite_stays_in_its_row(path: str, dtype: Dtype) -> None:
+    multiply = made(path, *weight_and_bias(96, 64, dtype, True))
+    rows = make.random_rows(48, 64, 0, dtype)
+    spoilt = rows.clone()
+    spoilt[17, 3], spoilt[20] = torch.inf, torch.nan
+    with torch.inference_mode():
+        clean, found = multiply(rows), multiply(spoilt)
+    assert not found[17].isfinite().any()
+    assert found[20].isnan().all()
+    others = [row for row in range(48) if row not in (17, 20)]
+    np.testing.assert_array_equal(make.bits_of(found[others]), make.bits_of(clean[others]))
+
+
+def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what oneDNN is known to compute faster: not without it, not on a processor that MKL knows how to use."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(product, "_is_amd", lambda: True)
+    fresh = packs.__wrapped__
+    assert [fresh(make.torch_dtype(dtype)) for dtype in make.DTYPES] == [True, False, False, True]
+    for module, name, answer in (
+        (product, "_is_amd", False),
+        (torch.backends.cpu, "get_cpu_capability", "AVX2"),
+        (torch.backends.mkldnn, "is_available", False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda answer=answer: answer)
+            assert not any(fresh(make.torch_dtype(dtype)) for dtype in make.DTYPES)
+
+
+@PACKED
+def test_a_packed_weight_is_there_once(device: CpuDevice) -> None:
+    """Nothing holds what it was packed from; tables of embeddings are looked up in, and stay."""
+    architecture = Transformer(
+        blocks=2,
+        block=make.block(32, 4, 48, crossed=True, pre_norm=True),
+        embedding=Embedding(width=32, vocabulary=50),
+        final_norm=Norm(kind="layer", width=32, epsilon=1e-5),
+    )
+    for architecture_, kept in ((architecture, ["embedding.token.weight"]), (make.attention(32, 4), [])):
+        parameters = make.random_parameters(architecture_)
+        weights = {name: weakref.ref(value) for name, value in parameters.items() if value.dim() == 2}
+        layer = make.layer_of(architecture_, parameters, device)
+        del parameters
+        assert [name for name, weight in weights.items() if weight() is not None] == kept
+        assert layer.specification.name
+
+
+@PACKED
+def test_no_thread_computes_but_the_one_that_asks() -> None:
+    """Even in a thread that torch has not computed in: oneDNN would start one for each processor."""
+    weight, _ = weight_and_bias(512, 512, "float32", False)
+    multiply = made("as chosen here", weight, None)
+    rows = make.random_rows(MAX_ROWS, 512, 0)
+
+    def started() -> int:
+        before = len(os.listdir("/proc/self/task"))
+        with torch.inference_mode():
+            multiply(rows)
+        return len(os.listdir("/proc/self/task")) - before
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(started).result() <= 0
