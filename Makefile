@@ -5,7 +5,7 @@ VENV ?= .venv
 # More arguments for pip, such as the address of a mirror.
 PIP_ARGS ?=
 # What pip installs first. By itself, because plain torch on Linux brings several GB of CUDA, which a machine without
-# a GPU can do without: give the index of the CPU builds here, as `torch==... --index-url ...`, for a small install.
+# a GPU can do without: give the index of the CPU builds here, as `torch --extra-index-url ...`, for a small install.
 TORCH_INSTALL ?= torch
 # Arguments for the program behind a target: `make serve ARGS="--device cpu"`, `make test ARGS="-k wire"`.
 ARGS ?=

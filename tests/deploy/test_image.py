@@ -22,7 +22,7 @@ from attnserve_server.config import Config
 from attnserve_server.units import parse_address
 
 DOCKERFILE = DEPLOY / "Dockerfile"
-EXTRAS = ("server", "tracing")
+EXTRAS = ("server", "tracing", "top")
 """What the image has unless it is built with others."""
 
 
