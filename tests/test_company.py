@@ -56,6 +56,7 @@ SAME_KIND: dict[str, dict[str, Any]] = {
     "one query, grouped": {"query_length": 1, "key_length": 20, "group": 4},
     "few queries": {"query_length": 3, "key_length": 17, "head_dim": 20, "key_dim": 20},
     "causal": {"query_length": 33, "key_length": 33, "causal": True},
+    "causal, in blocks": {"query_length": 70, "key_length": 70, "causal": True},
     "masked": {"mask_shape": (2, 1, 5, 7), "bias_shape": (5, 7)},
     "sinks": {"query_length": 3, "sinks": True},
     "alibi": {"alibi": True, "causal": "bottom_right", "query_length": 3, "group": 3},

@@ -267,6 +267,35 @@ def test_long_sequences(dtype: str) -> None:
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize(("length", "key_length"), [(63, 63), (64, 64), (97, 97), (97, 40), (250, 250), (513, 513)])
+def test_causal_lengths_that_are_computed_in_blocks(dtype: str, length: int, key_length: int) -> None:
+    """And those beside them; a sequence and a head have the bits that they have by themselves."""
+    plan = Plan(dtype=dtype, causal=True, group=2, query_length=length, key_length=key_length, head_dim=20, key_dim=20)
+    case = plan.case(11)
+    call = call_of(case, return_lse=True)
+    result = run(call)
+    accuracy.check(case, result)
+    assert_same_results(run(replace(call, finite=True)), result)
+    for part, of_part in ((call.sequences(1, 2), np.s_[1:]), (call.kv_heads(1, 2), np.s_[:, 2:])):
+        alone = run(part)
+        assert_same_bits(alone.output, result.output[of_part])
+        assert_same_bits(alone.lse, result.lse[of_part])
+
+
+@pytest.mark.parametrize("length", [9, 100])
+def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> None:
+    """The key is finite and its score is not: queries before it must not notice, nor other sequences."""
+    case = Plan(causal=True, query_length=length, key_length=length).case(12)
+    expected = run(call_of(case, return_lse=True))
+    case.key[1, :, -1] = 3e38
+    case.query[1, :, :] = abs(case.query[1, :, :]) + 3e2
+    result = run(call_of(case, return_lse=True))
+    assert np.isfinite(result.output[1, :, :-1]).all()
+    assert np.isnan(result.output[1, :, -1]).all()
+    assert_same_bits(result.output[0], expected.output[0])
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize(
     "options", [{}, {"group": 3}, {"causal": True}, {"alibi": True, "sinks": True}, {"softcap": 2.0}]

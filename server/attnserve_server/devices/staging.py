@@ -177,7 +177,7 @@ class Stager:
             return None
         shape = (1,) * (4 - len(spec.shape)) + spec.shape
         tensor = self._tensor(members, name)
-        tensor = tensor != 0 if dtype == torch.bool else in_range(tensor, dtype)
+        tensor = tensor.to(dtype) if dtype == torch.bool else in_range(tensor, dtype)
         if len(members) == 1:
             return tensor.view(shape)
         tensor = tensor.view(len(members), *shape).expand(-1, problem.batch, -1, -1, -1)
