@@ -37,7 +37,8 @@ class Problem:
 
     `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
-    the score by their paths. `group` is equal for problems that one batch can hold.
+    the score by their paths. `group` is equal for problems that differ in lengths and layouts only: ragged kernels
+    compute those together.
     """
 
     tensors: Mapping[str, TensorSpec]

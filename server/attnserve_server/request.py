@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
 
+KERNELS, WRITTEN_OUT = "attend, by kernels", "attend, written out"
+"""The groups of requests."""
+
 PER_SEQUENCE = ("query_lengths", "kv_lengths", "query_offset")
 """The tensors that give sequences something of their own."""
 
@@ -107,8 +110,10 @@ class Request(Independent):
 
     @property
     def group(self) -> Hashable:
-        """Equal for requests that one batch can hold."""
-        return self.problem.group
+        """Equal for requests that one batch can hold: any, whatever they ask for, since devices find what can share a
+        kernel call; but nobody waits for what is written out who need not.
+        """
+        return WRITTEN_OUT if self.problem.one_by_one else KERNELS
 
     @property
     def priority(self) -> int:

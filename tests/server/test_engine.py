@@ -154,7 +154,7 @@ def output(outcome: Outcome | RequestError, message: pb.AttendRequest) -> messag
 def assert_right(outcome: Outcome | RequestError, message: pb.AttendRequest) -> None:
     """The outcome is that of the message and of no other."""
     arrays = (messages.array(getattr(message, name)) for name in ("query", "key", "value"))
-    expected = oracle.attend(*arrays, causal=message.causal)
+    expected = oracle.attend(*arrays, causal=message.causal, softcap=message.softcap)
     np.testing.assert_allclose(output(outcome, message), expected.output, rtol=0, atol=2e-6)
 
 
@@ -261,7 +261,7 @@ async def test_what_cannot_run_together_runs_apart_and_answers_reach_their_calle
     bench = Bench(device, max_batch_requests=6)
     first = await hold(bench, device)
     batch = [
-        messages.random_attend(seed, 1 + seed % 4, kv_length=1 + seed % 3, heads=1 + seed % 2, causal=seed % 5 == 0)
+        messages.random_attend(seed, 1 + seed % 4, heads=1 + seed % 2, causal=seed % 3 == 0, softcap=seed % 5 // 4)
         for seed in range(48)
     ]
     entries = [bench.submit(message) for message in batch]
@@ -269,7 +269,7 @@ async def test_what_cannot_run_together_runs_apart_and_answers_reach_their_calle
     outcomes = await bench.outcomes([first, *entries])
     for outcome, message in zip(outcomes[1:], batch, strict=True):
         assert_right(outcome, message)
-    assert all(len({request.problem.group for request in batch}) == 1 for batch in device.batches)
+    assert all(len({request.group for request in batch}) == 1 for batch in device.batches)
     assert max(device.sizes) == 6
     assert len(device.sizes) < 20
 

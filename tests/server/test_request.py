@@ -175,6 +175,16 @@ def test_the_reply_bytes_of_packed_scores_are_those_of_the_longest_keys() -> Non
     assert request.reply_bytes == 7 * 4 * (8 + 3) * 4
 
 
+def test_requests_of_any_shape_and_options_can_be_one_batch_but_those_written_out_are_by_themselves() -> None:
+    plain = [{}, {"causal": True}, {"kv_heads": 2, "heads": 4}, {"mask": np.ones((3, 3), bool)}, {"dtype": np.float64}]
+    written_out = [{"softcap": 2.0}, {"return_scores": pb.SCORE_STAGE_RAW}]
+    (together,), (apart,) = (
+        {messages.read(messages.random_attend(0, 3, **fields)).group for fields in kinds}
+        for kinds in (plain, written_out)
+    )
+    assert together != apart
+
+
 def test_payloads_are_views_of_what_was_received() -> None:
     message = messages.random_attend(0, 3, kv_length=5)
     buffer = b"before" + message.SerializeToString() + b"behind"
