@@ -25,7 +25,7 @@ from attnserve import Client
 
 STARTUP_S = 90.0
 """How long a server may take from its start to its ready line: it imports torch, on machines that are busy."""
-SHUTDOWN_S = 30.0
+SHUTDOWN_S = 60.0
 """How long a server may take from SIGTERM to its end."""
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]

@@ -23,7 +23,7 @@ from attnserve.v1 import attention_pb2_grpc, tensor_pb2
 if TYPE_CHECKING:
     from conftest import Server
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 Floats = npt.NDArray[np.float32]
 
 

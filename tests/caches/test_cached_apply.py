@@ -24,7 +24,7 @@ from attnserve import Cache, Client, FailedPreconditionError, InvalidRequestErro
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TOKENS = 31
 CHUNKS = ([TOKENS], [22, 9], [1] * TOKENS, [3, 1, 1, 17, 5, 4])
 EVERY_DECODER = pytest.mark.parametrize("name", DECODERS)

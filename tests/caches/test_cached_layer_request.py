@@ -34,7 +34,7 @@ from attnserve_server.layers.cached_request import CachedLayerRequest, read_appl
 from attnserve_server.layers.registry import Registry
 from attnserve_server.metrics import Metrics
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 PAGES, PAGE_BYTES = 24, 4096
 BLOCKS = 2
 SHAPE = CacheShape(

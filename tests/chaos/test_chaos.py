@@ -15,8 +15,6 @@ from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_re
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def kept(name: str, minutes: float = 0.05) -> Outcome:
     """The outcome of an experiment, which must have kept its promise."""

@@ -11,6 +11,7 @@ import grpc
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import PATIENCE_S
 from google.rpc.status_pb2 import Status
 from peers import LAYER_VERSION, SERVICE, good, good_apply, good_unary, peer, replies
 
@@ -30,7 +31,6 @@ from attnserve.v1 import tensor_pb2
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.timeout(30)
 
 Apply: TypeAlias = Callable[..., list[Any]]
 Transport: TypeAlias = Literal["stream", "unary"]
@@ -185,7 +185,7 @@ def test_the_typed_options_are_the_arguments() -> None:
 
 def apply_in_threads(address: str, inputs: list[Any], *, transport: Transport = "stream", **options: Any) -> list[Any]:
     with Client(address, transport=transport) as client:
-        futures = [client.submit_apply("layer", input, timeout=10.0, **options) for input in inputs]
+        futures = [client.submit_apply("layer", input, timeout=PATIENCE_S, **options) for input in inputs]
         wait(futures)
         return [future.exception() or future.result() for future in futures]
 
@@ -193,7 +193,7 @@ def apply_in_threads(address: str, inputs: list[Any], *, transport: Transport = 
 def apply_in_tasks(address: str, inputs: list[Any], *, transport: Transport = "stream", **options: Any) -> list[Any]:
     async def run() -> list[Any]:
         async with AsyncClient(address, transport=transport) as client:
-            calls = [client.apply("layer", input, timeout=10.0, **options) for input in inputs]
+            calls = [client.apply("layer", input, timeout=PATIENCE_S, **options) for input in inputs]
             return list(await asyncio.gather(*calls, return_exceptions=True))
 
     return asyncio.run(run())
@@ -263,7 +263,7 @@ def test_attentions_and_layers_share_a_client(transport: Transport, address: str
             for number, array in enumerate(arrays)
         ]
         for number, (array, future) in enumerate(zip(arrays, futures, strict=True)):
-            result = future.result(timeout=10)
+            result = future.result(timeout=PATIENCE_S)
             assert isinstance(result, AttentionResult if number % 2 else LayerResult)
             np.testing.assert_array_equal(result.output, array)
         np.testing.assert_array_equal(client.apply("layer", arrays[3]).output, arrays[3])

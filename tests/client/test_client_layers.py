@@ -29,8 +29,6 @@ from attnserve import (
 from attnserve.v1 import layers_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
-pytestmark = pytest.mark.timeout(30)
-
 SERVICE = "attnserve.v1.LayerService"
 
 ENCODER = pb.Layer(

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import grpc
 import numpy as np
 import pytest
+from calls import PATIENCE_S
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from peers import good, good_unary, peer, replies
@@ -37,8 +38,6 @@ from attnserve._reply import Reply, decode_replies
 from attnserve._threads import CallFuture, StreamTransport
 from attnserve.v1 import attention_pb2 as pb
 
-pytestmark = pytest.mark.timeout(30)
-
 Attend: TypeAlias = Callable[..., list[AttentionResult[Any]]]
 Transport: TypeAlias = Literal["stream", "unary"]
 
@@ -47,14 +46,14 @@ def array(number: float, *shape: int) -> np.ndarray[Any, Any]:
     return np.full(shape or (2, 3), number, np.float32)
 
 
-def attend_in_threads(address: str, queries: list[Any], timeout: float | None = 10.0, **setup: Any) -> list[Any]:
+def attend_in_threads(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
     with Client(address, **setup) as client:
         futures = [client.submit(query, query, query, timeout=timeout) for query in queries]
         wait(futures)
         return [future.exception() or future.result() for future in futures]
 
 
-def attend_in_tasks(address: str, queries: list[Any], timeout: float | None = 10.0, **setup: Any) -> list[Any]:
+def attend_in_tasks(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
     async def run() -> list[Any]:
         async with AsyncClient(address, **setup) as client:
             calls = (client.attend(query, query, query, timeout=timeout) for query in queries)
@@ -116,7 +115,7 @@ def test_a_silent_peer(attend: Attend, transport: Transport) -> None:
         took = time.monotonic() - begin
         released.set()
     assert [type(result) for result in results] == [DeadlineExceededError] * 2
-    assert 0.3 <= took < 5
+    assert 0.3 <= took < PATIENCE_S
 
 
 def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transport) -> None:
@@ -153,7 +152,7 @@ def test_a_peer_that_is_no_server(attend: Attend, transport: Transport, says: by
         for connection in left:
             connection.close()
     assert isinstance(result, UnavailableError | DeadlineExceededError)
-    assert took < 20
+    assert took < PATIENCE_S
 
 
 def test_a_peer_that_does_not_read(attend: Attend) -> None:
@@ -467,7 +466,9 @@ def test_a_bad_call_fails_alone(attend: Attend) -> None:
 
 
 def test_a_message_that_is_too_long_fails_alone(attend: Attend) -> None:
-    """The whole stream ends at a message that is over the server's limit."""
+    """The whole stream ends at a message that is over the server's limit. Where it ends while it is written to, gRPC's
+    asyncio may call that an error of its own, for which there are retries.
+    """
 
     def limited(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         for message in messages:
@@ -476,7 +477,7 @@ def test_a_message_that_is_too_long_fails_alone(attend: Attend) -> None:
             yield from replies(message)
 
     with peer(limited) as address:
-        first, long, last = attend(address, [array(1), array(2, 700, 700), array(3)], retries=0)
+        first, long, last = attend(address, [array(1), array(2, 700, 700), array(3)], retries=8)
     assert (first.output[0, 0], last.output[0, 0]) == (1, 3)
     assert isinstance(long, InvalidRequestError)
     assert long.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -498,7 +499,7 @@ def test_nobody_there(attend: Attend, transport: Transport) -> None:
     begin = time.monotonic()
     (result,) = attend(address, [array(1)], transport=transport)
     assert isinstance(result, UnavailableError)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < PATIENCE_S
 
 
 def test_a_cancelled_future_has_the_peer_told() -> None:
@@ -518,11 +519,11 @@ def test_a_cancelled_future_has_the_peer_told() -> None:
 
     with peer(listening) as address, Client(address) as client:
         future = client.submit(array(1), array(1), array(1))
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE_S)
         assert future.cancel()
         assert future.cancel()
-        assert told.wait(10)
-        assert wait([future], timeout=10).done == {future}
+        assert told.wait(PATIENCE_S)
+        assert wait([future], timeout=PATIENCE_S).done == {future}
         with pytest.raises(CancelledError):
             future.result()
     assert len(cancelled) == 1
@@ -544,11 +545,11 @@ async def test_a_cancelled_task_has_the_peer_told() -> None:
     with peer(listening) as address:
         async with AsyncClient(address) as client:
             task = asyncio.create_task(client.attend(array(1), array(1), array(1)))
-            assert await asyncio.to_thread(arrived.wait, 10)
+            assert await asyncio.to_thread(arrived.wait, PATIENCE_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(told.wait, 10)
+            assert await asyncio.to_thread(told.wait, PATIENCE_S)
 
 
 def test_unary_calls_cancelled_by_the_server(attend: Attend) -> None:
@@ -607,9 +608,9 @@ def test_closing_ends_every_wait(silent: tuple[str, threading.Event], transport:
     address, arrived = silent
     client = Client(address, transport=transport, timeout=None)
     future = client.submit(array(1), array(1), array(1))
-    assert arrived.wait(10)
+    assert arrived.wait(PATIENCE_S)
     client.close()
-    assert isinstance(future.exception(timeout=10), ClientClosedError)
+    assert isinstance(future.exception(timeout=PATIENCE_S), ClientClosedError)
     with pytest.raises(ClientClosedError):
         client.attend(array(1), array(1), array(1))
     with pytest.raises(ClientClosedError):
@@ -621,7 +622,7 @@ async def test_closing_ends_every_await(silent: tuple[str, threading.Event], tra
     address, arrived = silent
     client = AsyncClient(address, transport=transport, timeout=None)
     future = client.submit(array(1), array(1), array(1))
-    assert await asyncio.to_thread(arrived.wait, 10)
+    assert await asyncio.to_thread(arrived.wait, PATIENCE_S)
     await client.close()
     with pytest.raises(ClientClosedError):
         await future
@@ -634,9 +635,9 @@ def test_cancelling_a_unary_call(silent: tuple[str, threading.Event]) -> None:
     address, arrived = silent
     with Client(address, transport="unary", timeout=None) as client:
         future = client.submit(array(1), array(1), array(1))
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE_S)
         assert future.cancel()
-        assert wait([future], timeout=10).done == {future}
+        assert wait([future], timeout=PATIENCE_S).done == {future}
 
 
 def test_a_forgotten_client_leaves_no_threads() -> None:
@@ -651,7 +652,7 @@ def test_a_forgotten_client_leaves_no_threads() -> None:
         assert started
         del client
         for thread in started:
-            thread.join(10)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 

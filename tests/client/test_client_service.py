@@ -18,6 +18,7 @@ import grpc
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import STARTUP_S
 
 from attnserve import (
     AsyncClient,
@@ -237,12 +238,12 @@ def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
     """The same client, the same address, another server: what is called in between waits for it or says so."""
     first = start_server()
     arrays = triple(11)
-    with Client(first.address, retries=12) as client:
+    with Client(first.address, retries=1000, timeout=STARTUP_S) as client:
         output = client.attend(*arrays).output
         assert first.stop() == 0
         future = client.submit(*arrays)  # while nobody is there
         start_server("--listen", first.address)
-        np.testing.assert_array_equal(future.result(timeout=60).output, output)
+        np.testing.assert_array_equal(future.result().output, output)
 
 
 def test_a_unix_socket(start_server: Callable[..., Any], tmp_path: Path) -> None:

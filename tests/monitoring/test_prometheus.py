@@ -28,8 +28,6 @@ from attnserve import TLS, Client, OverloadedError
 from attnserve_server.metrics import OPERATIONS
 from attnserve_server.tokens import digest, format_hash, new_token
 
-pytestmark = pytest.mark.timeout(300)  # of which the setup, on a machine that is busy with others, may take a part
-
 RECORDS = {rule["record"]: rule["expr"] for group in RULES["groups"] for rule in group["rules"] if rule.get("record")}
 SCRAPES = 8
 """The answers are of so many scrapes at least."""

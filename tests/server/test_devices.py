@@ -211,7 +211,6 @@ def test_zero_sizes(
             assert scores == (b"" if stage else None)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
 def test_sequences_without_queries_cost_nothing_however_many(devices: dict[int, CpuDevice], stage: int) -> None:
     """Axes beside one of length 0 need no payload: nothing may be done for each element of them."""

@@ -26,7 +26,7 @@ from attnserve_server.work import BatchResult
 
 __all__ = ["torch_threads"]
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("torch_threads")]
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 class HurtDevice(HeldDevice):
@@ -193,10 +193,10 @@ async def test_a_queue_that_is_broken_ends_the_server(monkeypatch: pytest.Monkey
 async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
-    watchdog = Watchdog(bench.engine, 0.1)
-    watchdog.start()
+    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)
     stuck = await hold(bench, device)
     waiting = bench.submit(messages.random_attend(1))
+    watchdog.start()
     for entry in (stuck, waiting):
         assert isinstance(await bench.outcome(entry), DeviceFailed)
     assert bench.engine.stuck
@@ -211,7 +211,7 @@ async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFi
 async def test_batches_that_end_are_left_alone_however_many() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
-    watchdog = Watchdog(bench.engine, 5.0)
+    watchdog = Watchdog(bench.engine, PATIENCE_S)
     watchdog.start()
     for seed in range(20):
         assert isinstance(await bench.outcome(bench.submit(messages.random_attend(seed))), Outcome)
@@ -230,9 +230,10 @@ async def test_a_loop_that_does_not_turn_ends_the_process() -> None:
         device.may_run.set()
 
     watchdog = Watchdog(bench.engine, 0.1, end)
-    watchdog.start()
     device.may_run.clear()
-    (outcome,) = await bench.outcomes([bench.submit(messages.random_attend(0))])
+    entry = bench.submit(messages.random_attend(0))
+    watchdog.start()
+    (outcome,) = await bench.outcomes([entry])
     assert isinstance(outcome, Outcome)
     assert len(why) == 1
     assert "stuck" in why[0]
@@ -241,7 +242,7 @@ async def test_a_loop_that_does_not_turn_ends_the_process() -> None:
 
 def test_a_watchdog_ends_with_its_loop(caplog: pytest.LogCaptureFixture) -> None:
     async def forget() -> Watchdog:
-        watchdog = Watchdog(Bench(HeldDevice(INLINE)).engine, 0.1)
+        watchdog = Watchdog(Bench(HeldDevice(INLINE)).engine, 10.0, pytest.fail)
         watchdog.start()
         return watchdog
 

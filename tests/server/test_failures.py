@@ -32,8 +32,6 @@ from attnserve_server.work import Work
 
 SECRET = "/a/path/of/the/server"
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def read_attention(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
     return read_request(buffer, at, end)

@@ -44,7 +44,7 @@ async def check(stub: Any, service: str) -> Any:
 
 
 async def read(watch: Any) -> Any:
-    return (await asyncio.wait_for(watch.read(), 10)).status
+    return (await asyncio.wait_for(watch.read(), 60)).status
 
 
 async def test_liveness_stays_while_draining(stub: Any, health: Health) -> None:
@@ -133,5 +133,5 @@ async def test_watchers_do_not_hold_up_the_end(server: tuple[grpc.aio.Server, in
     assert await read(watch) == NOT_SERVING
     health.set("draining")
     health.close()
-    await asyncio.wait_for(server[0].stop(grace=60), 10)
+    await asyncio.wait_for(server[0].stop(grace=60), 60)
     assert await watch.code() == grpc.StatusCode.UNAVAILABLE

@@ -76,7 +76,6 @@ WAYS = {
 }
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", WAYS)
 def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Channel, how: str) -> None:
     """The device is busy for others while calls wait, and their callers leave: no FLOP is spent on them."""
@@ -99,7 +98,6 @@ def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Cha
     assert metric("flops_total") - flops_before == device.computed * device.FLOPS
 
 
-@pytest.mark.timeout(180)
 def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
     start_server: Callable[..., Server],
 ) -> None:

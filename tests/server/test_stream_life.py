@@ -22,7 +22,7 @@ ADDRESS = "replica-0.attnserve:8001"
 
 
 def test_old_streams_are_asked_to_leave_and_end_in_good_order(start_server: Callable[..., Server]) -> None:
-    server = start_server("--max-connection-age=200ms", "--drain-grace=1s", "--advertise-address", ADDRESS)
+    server = start_server("--max-connection-age=200ms", "--drain-grace=3s", "--advertise-address", ADDRESS)
     request = messages.random_attend(1)
     with grpc.insecure_channel(server.address) as channel:
         polite, stubborn = calls.Stream(channel), calls.Stream(channel)

@@ -23,7 +23,7 @@ from attnserve_server.tokens import digest, format_hash, new_token
 if TYPE_CHECKING:
     from conftest import Server
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 QUERY = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
 
 
@@ -203,18 +203,20 @@ def test_what_certificates_may_do_where_a_file_says_it(
 def test_health_and_metrics_over_tls_ask_for_no_certificate(mutual: Server, authority: certificates.Authority) -> None:
     context = ssl.create_default_context(cafile=str(authority.ca))
     for path in ("healthz", "readyz", "metrics"):
-        with urllib.request.urlopen(f"https://{mutual.http_address}/{path}", context=context, timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"https://{mutual.http_address}/{path}", context=context, timeout=PATIENCE_S
+        ) as answer:
             assert answer.status == 200
             assert answer.read()
     with pytest.raises((urllib.error.URLError, ConnectionError)):
-        urllib.request.urlopen(f"http://{mutual.http_address}/healthz", timeout=10)
+        urllib.request.urlopen(f"http://{mutual.http_address}/healthz", timeout=PATIENCE_S)
     assert "Traceback" not in mutual.stderr()
 
 
 def serial_number(http_address: str, authority: certificates.Authority) -> str:
     """That of the certificate that the HTTP port shows."""
     host, _, port = http_address.rpartition(":")
-    pem = ssl.get_server_certificate((host, int(port)), ca_certs=str(authority.ca), timeout=10)
+    pem = ssl.get_server_certificate((host, int(port)), ca_certs=str(authority.ca), timeout=PATIENCE_S)
     return f"{x509.load_pem_x509_certificate(pem.encode()).serial_number}"
 
 
