@@ -19,7 +19,7 @@ from attnserve._attend import AttendOptions, encode_attend
 from attnserve._caches import AsyncCache, AsyncCaches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._credentials import TLS, Bearer, Token, as_token
+from attnserve._credentials import TLS, Bearer, Identity, Token, as_token
 from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
@@ -76,11 +76,16 @@ class AsyncClient:
         self._settings = Settings(
             address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
         )
-        self._credentials, self._bearer = self._settings.channel_credentials, Bearer(self._settings.token)
+        self._identity, self._bearer = Identity(tls), Bearer(self._settings.token)
         self._tracing = tracing_of(tracing, self._settings.target.name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._servers = Servers(
-            self._settings.target, self._settings.refresh, self._connect, self._dispose, self._in_loop
+            self._settings.target,
+            self._settings.refresh,
+            self._connect,
+            self._dispose,
+            self._in_loop,
+            None if tls is None else self._identity.changed,
         )
         self._unary = UnaryTransport(RetryPolicy(retries), self._bearer)
         self._closing: set[asyncio.Task[None]] = set()
@@ -281,7 +286,8 @@ class AsyncClient:
         except ValueError as error:  # the server itself has said where it is
             raise PermissionDeniedError(str(error)) from None
         self._loop = asyncio.get_running_loop()
-        return Connection(self._settings, self._credentials, self._bearer, replica, self._servers.others, self._move)
+        credentials = self._identity.credentials
+        return Connection(self._settings, credentials, self._bearer, replica, self._servers.others, self._move)
 
     def _move(self, call: Call[StreamFuture]) -> None:
         try:

@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-import grpc
-
 from attnserve import _arguments, _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
@@ -22,7 +20,7 @@ from attnserve._attend import AttendOptions, encode_attend
 from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._credentials import TLS, Bearer, Token, as_token
+from attnserve._credentials import TLS, Bearer, Identity, Token, as_token
 from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
@@ -98,8 +96,8 @@ class Client:
             address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
         )
         self._tracing = tracing_of(tracing, self._settings.target.name)
-        credentials, bearer = self._settings.channel_credentials, Bearer(self._settings.token)
-        servers = _servers(self._settings, credentials, bearer)
+        bearer = Bearer(self._settings.token)
+        servers = _servers(self._settings, Identity(tls), bearer)
         if self._settings.target.fixed:
             servers.find()
         self._servers = servers
@@ -389,7 +387,7 @@ def _wait(future: Future[T]) -> T:
         raise
 
 
-def _servers(settings: Settings, credentials: grpc.ChannelCredentials | None, bearer: Bearer) -> Servers[Connection]:
+def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[Connection]:
     """The servers of a client, which must not keep the client."""
 
     def connect(replica: Replica) -> Connection:
@@ -397,7 +395,7 @@ def _servers(settings: Settings, credentials: grpc.ChannelCredentials | None, be
             settings.check_secrecy(replica.address)
         except ValueError as error:  # the server itself has said where it is
             raise PermissionDeniedError(str(error)) from None
-        return Connection(settings, credentials, bearer, replica, servers.others, move)
+        return Connection(settings, identity.credentials, bearer, replica, servers.others, move)
 
     def move(call: Call[StreamFuture]) -> None:
         try:
@@ -405,7 +403,10 @@ def _servers(settings: Settings, credentials: grpc.ChannelCredentials | None, be
         except AttnServeError as error:
             call.owner.settle(error)
 
-    servers: Servers[Connection] = Servers(settings.target, settings.refresh, connect, Connection.close)
+    outdated = None if settings.tls is None else identity.changed
+    servers: Servers[Connection] = Servers(
+        settings.target, settings.refresh, connect, Connection.close, outdated=outdated
+    )
     return servers
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-import grpc
-
 from attnserve._credentials import TLS, Token, is_local
 from attnserve._errors import InvalidRequestError
 from attnserve._targets import Address, Target, is_looked_up, target_of
@@ -111,11 +109,6 @@ class Settings:
             if name is not None:
                 own["grpc.ssl_target_name_override"] = name
         return list({**own, **dict(self.options)}.items())
-
-    @property
-    def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """The credentials of the channel; None for one in the clear. ValueError if a file cannot be read."""
-        return None if self.tls is None else self.tls.channel_credentials()
 
 
 MAX_TIMEOUT: Final = 1e9

@@ -8,8 +8,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
+import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -17,6 +21,9 @@ import grpc
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 PathLike: TypeAlias = str | os.PathLike[str]
+
+LOOK_INTERVAL_S: Final = 1.0
+"""How often the files of certificates are looked at, at most: every call asks."""
 
 _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
@@ -30,7 +37,8 @@ class TLS:
         TLS(ca="ca.pem", certificate="client.pem", key="client-key.pem")  mutual TLS
         TLS(ca="ca.pem", server_name="attnserve.example.org")             a server reached by another name
 
-    The files are read when a client is made.
+    The files are read when a client is made, and again when they have changed: calls then travel on new connections,
+    and those in flight end on the old ones. Files that are not in order, in the midst of a rotation, are waited for.
     """
 
     ca: PathLike | None = None
@@ -49,6 +57,17 @@ class TLS:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """The credentials of a channel. ValueError if a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+    def check(self) -> None:
+        """ValueError if the files are not in order: a key that is not the certificate's, authorities that are none."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # without asking a terminal
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except OSError as error:  # of TLS, too
+            raise ValueError(f"tls: the files are not in order: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,46 @@ class Token:
             raise ValueError("token: expected either the token or a file")
         if self.value is not None:
             _checked(self.value)
+
+
+class Identity:
+    """What a client's channels are made with: the files of a `TLS`, as they are now."""
+
+    def __init__(self, tls: TLS | None) -> None:
+        """Reads the files. ValueError if one cannot be read."""
+        self._tls = tls
+        files = () if tls is None else (tls.ca, tls.certificate, tls.key)
+        self._paths = [Path(file) for file in files if file is not None]
+        self._seen = self._look()
+        self._next_look = time.monotonic() + LOOK_INTERVAL_S if self._paths else inf
+        self._lock = threading.Lock()
+        self.credentials = None if tls is None else tls.channel_credentials()
+        """The credentials of a channel; None for one in the clear."""
+
+    def changed(self) -> bool:
+        """Whether the credentials are others than when this was last asked. Looks now and then; any thread may ask."""
+        now = time.monotonic()
+        if now < self._next_look or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._next_look = now + LOOK_INTERVAL_S
+            seen = self._look()
+            if self._tls is None or seen == self._seen:
+                return False
+            try:
+                self._tls.check()
+                credentials = self._tls.channel_credentials()
+            except ValueError:  # they are being replaced: the next look finds them
+                return False
+            if self._look() != seen:
+                return False
+            self._seen, self.credentials = seen, credentials
+            return True
+        finally:
+            self._lock.release()
+
+    def _look(self) -> list[object]:
+        return [_identity(path) for path in self._paths]
 
 
 class Bearer:

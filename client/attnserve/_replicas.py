@@ -85,6 +85,7 @@ class Replicas(Generic[C]):
         """The connection of every call, where there is one server."""
         self._connections: dict[str, C] = {}
         self._last_used: dict[str, float] = {}
+        self._replaced: list[tuple[float, C]] = []
         self._calls = itertools.count(1)
         self.told: Callable[[], object] = bool
         """Called when it seems that there are other servers now."""
@@ -125,6 +126,23 @@ class Replicas(Generic[C]):
         for connection in forgotten:
             self._dispose(connection)
 
+    def renew(self, now: float) -> None:
+        """Has every connection made anew. Calls in flight end on those that there are."""
+        with self._lock:
+            idle = [
+                (since, each) for since, each in self._replaced if now - since > FORGET_AFTER and not each.in_flight
+            ]
+            replaced = list(self._connections.values())
+            self._replaced = [each for each in self._replaced if each not in idle]
+            self._replaced += [(now, connection) for connection in replaced]
+            self._connections = {}
+            self._rotation = [self._open(connection.replica.address) for connection in self._rotation]
+            self.only = self._rotation[0] if len(self._rotation) == 1 else None
+        for connection in replaced:
+            connection.leave()
+        for _, connection in idle:
+            self._dispose(connection)
+
     def choose(self, now: float) -> C:
         """The connection for a call that any server can answer. There must be one."""
         rotation = self._rotation
@@ -144,7 +162,7 @@ class Replicas(Generic[C]):
     def all(self) -> Sequence[C]:
         """Every connection, to be closed."""
         with self._lock:
-            return list(self._connections.values())
+            return [*self._connections.values(), *(connection for _, connection in self._replaced)]
 
     def _open(self, address: str) -> C:
         connection = self._connections.get(address)

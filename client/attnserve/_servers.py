@@ -30,13 +30,15 @@ class Servers(Generic[C]):
         connect: Callable[[Replica], C],
         dispose: Callable[[C], object],
         run: Callable[[Callable[[], object]], object] = lambda function: function(),
+        outdated: Callable[[], bool] | None = None,
     ) -> None:
         """Where addresses are looked up, that is done again every `refresh` seconds; `run` then calls a function where
-        connections may be made.
+        connections may be made. `outdated` says, once, that connections would now be made otherwise than they were.
         """
         self._target: Final = target
         self._refresh = refresh
         self._run = run
+        self._outdated = outdated
         self._replicas = Replicas(connect, dispose)
         self._lock = threading.RLock()  # a call that is given up may close the client
         self._lookout: Lookout | None = None
@@ -65,6 +67,8 @@ class Servers(Generic[C]):
 
     def connection(self, home: str | None = None) -> C:
         """The connection for a call, to the server `home` if it is not for any. UnavailableError if there is none."""
+        if self._outdated is not None and self._outdated() and not self._closed:
+            self._replicas.renew(time.monotonic())
         if home is not None:
             if self._closed:
                 raise ClientClosedError

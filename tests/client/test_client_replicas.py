@@ -117,6 +117,34 @@ def test_servers_come_and_go() -> None:
     assert told == [True, True]
 
 
+def test_connections_that_are_made_anew() -> None:
+    """Those that there were end their calls, and are closed long after."""
+    fleet = Fleet("a", "b")
+    first = fleet.at("a")
+    first.in_flight = 1
+    fleet.replicas.renew(1.0)
+    assert first.left
+    assert fleet.at("a") is not first
+    assert sorted(fleet.choose(2)) == ["a", "b"]
+    assert fleet.replicas.others(first)
+    assert len(fleet.replicas.all()) == 4, "all are closed with the client"
+    fleet.replicas.renew(1.5 + FORGET_AFTER)
+    assert fleet.disposed == ["b"], "a call is in flight on the other"
+    first.in_flight = 0
+    fleet.replicas.renew(2.0 + FORGET_AFTER)
+    assert fleet.disposed == ["b", "a"]
+    fleet.replicas.renew(2.0 + 3 * FORGET_AFTER)
+    assert sorted(fleet.disposed) == ["a", "a", "a", "b", "b", "b"]
+    assert len(fleet.replicas.all()) == 4
+
+
+def test_the_only_server_is_connected_to_anew() -> None:
+    fleet = Fleet("a")
+    first = fleet.at("a")
+    fleet.replicas.renew(1.0)
+    assert fleet.replicas.only is fleet.at("a") is not first
+
+
 def calls_on(multiplexer: Multiplexer[str], owners: Iterable[str], pinned: Iterable[str] = ()) -> dict[str, Call[str]]:
     made = {}
     for owner in owners:

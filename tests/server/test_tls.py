@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import time
@@ -9,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import certificates
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from cryptography import x509
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
+from attnserve._credentials import LOOK_INTERVAL_S
 from attnserve_server.tls import ServerTls, TlsError
 from attnserve_server.tokens import digest, format_hash, new_token
 
@@ -258,6 +260,51 @@ def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..
         refused(server, TLS(new.ca, before.certificate, before.key))
         refused(server, as_before)
         attend(connected)
+
+
+def put(files: certificates.Files, into: certificates.Files) -> None:
+    """Replaces the files of a certificate, one after the other."""
+    into.certificate.write_bytes(files.certificate.read_bytes())
+    into.key.write_bytes(files.key.read_bytes())
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_a_client_shows_its_new_certificate_without_being_made_anew(
+    mutual: Server, authority: certificates.Authority, transport: Literal["stream", "unary"]
+) -> None:
+    """What it has made under the old name is another's under the new one."""
+    files, successor = authority.issue("files", common_name="old"), authority.issue("successor", common_name="new")
+    tls = TLS(authority.ca, files.certificate, files.key)
+    with Client(mutual.address, tls=tls, transport=transport, retries=0) as client:
+        attend(client)
+        client.create_cache(2, 8)
+        key = files.key.read_bytes()
+        files.key.write_bytes(successor.key.read_bytes())  # whose certificate is not there yet
+        time.sleep(LOOK_INTERVAL_S)
+        attend(client)
+        assert client.caches.list()
+        files.key.write_bytes(key)
+        put(successor, into=files)
+
+        def is_another() -> bool:
+            attend(client)
+            return not client.caches.list()
+
+        until(is_another)
+
+
+async def test_so_does_the_client_for_asyncio_show_its_new_one(
+    mutual: Server, authority: certificates.Authority
+) -> None:
+    files = authority.issue("files", common_name="old")
+    async with AsyncClient(mutual.address, tls=TLS(authority.ca, files.certificate, files.key), retries=0) as client:
+        await client.create_cache(2, 8)
+        put(authority.issue("successor", common_name="new"), into=files)
+        deadline = time.monotonic() + PATIENCE_S
+        while await client.caches.list():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await client.attend(*np.ones((3, 2, 4, 8), np.float32))
 
 
 def test_files_that_are_not_in_order_keep_the_server_from_starting(
