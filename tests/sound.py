@@ -191,14 +191,18 @@ def requests(caches: Caches) -> dict[str, dict[str, Message]]:
         "AttentionService/AttendStream": calls,
         "AttentionService/ServerInfo": {"": pb.ServerInfoRequest()},
         "CacheService/Create": {
-            "": caches_pb2.CacheServiceCreateRequest(**PLAIN_CACHE, value_dim=D, layers=1, ttl={"nanos": 1})
+            "": caches_pb2.CacheServiceCreateRequest(
+                **PLAIN_CACHE, value_dim=D, layers=1, ttl={"nanos": 1}, request_id=b"1"
+            )
         },
         "CacheService/Append": {
             "": caches_pb2.CacheServiceAppendRequest(
                 name=caches.plain, layer=0, expected_length=S, key=keys, value=keys, length_first=False
             )
         },
-        "CacheService/Fork": {"": caches_pb2.CacheServiceForkRequest(name=caches.plain, ttl={"nanos": 1})},
+        "CacheService/Fork": {
+            "": caches_pb2.CacheServiceForkRequest(name=caches.plain, ttl={"nanos": 1}, request_id=b"2")
+        },
         "CacheService/Truncate": {
             "": caches_pb2.CacheServiceTruncateRequest(name=caches.plain, length=S, expected_length=S)
         },

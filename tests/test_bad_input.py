@@ -272,6 +272,7 @@ def of_caches() -> Iterator[Case]:
     yield Case(CREATE, "", "value_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
     yield Case(CREATE, "", "layers", 2**32 - 1, "layers", INVALID, "LIMIT_EXCEEDED")
     for method in (CREATE, FORK):
+        yield Case(method, "", "request_id", bytes(65), "request_id", INVALID, "LIMIT_EXCEEDED")
         yield Case(method, "", "ttl", {}, "ttl")
         yield Case(method, "", "ttl", {"seconds": -1}, "ttl")
         yield Case(method, "", "ttl.seconds", 2**63 - 1)

@@ -22,7 +22,7 @@ from benchmarks.chaos.victim import Victim
 PROMISE: Final = (
     "Connections that are cut, stalled, half closed or carry garbage, again and again: calls that only compute are "
     "sent again and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing; no "
-    "caller waits beyond its timeout."
+    "cache is made twice; no caller waits beyond its timeout."
 )
 CALLERS: Final = 3
 DECODERS: Final = 3
@@ -33,6 +33,8 @@ RETRIES: Final = 30
 KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_500), ("grpc.http2.ping_timeout_ms", 3_000))
 """Garbage may look like the beginning of a long frame, in which all that follows is lost: only pings tell."""
 LEAST_S: Final = 4.0
+FORK_EVERY: Final = 20
+"""A decoder forks its cache once in so many tokens, the first time after the first."""
 SHARE: Final = 0.1
 """Of the time that is given to all that goes on for a time."""
 
@@ -46,6 +48,8 @@ class _Decoder:
     unclear: int = 0
     lost: int = 0
     wrong: int = 0
+    forks: int = 0
+    failed_forks: int = 0
 
     def step(self, random: np.random.Generator) -> None:
         """One token more, and attention to all of them."""
@@ -58,6 +62,16 @@ class _Decoder:
             return
         self.tokens.append((key, value))
         self.wrong += not self._right(query, result.output)
+        if len(self.tokens) % FORK_EVERY == 1:
+            self._fork()
+
+    def _fork(self) -> None:
+        """One cache more, which is left there."""
+        try:
+            self.cache.fork(timeout=TIMEOUT_S)
+            self.forks += 1
+        except AttnServeError:
+            self.failed_forks += 1
 
     def _look(self, key: Array, value: Array) -> None:
         """Finds out whether a token of which nothing is known was appended."""
@@ -91,6 +105,8 @@ def run(minutes: float) -> list[Figure]:
             for decoder in decoders:
                 decoder.cache = client.open_cache(decoder.cache.name)
             damaged = sum(not decoder.check() for decoder in decoders)
+            caches = len(client.caches.list())
+        forks, failed_forks = (sum(getattr(each, name) for each in decoders) for name in ("forks", "failed_forks"))
         log = victim.stderr()
     return [
         *(Figure(f"faults: {fault}", proxy.done[fault], at_least=1) for fault in FAULTS),
@@ -102,6 +118,9 @@ def run(minutes: float) -> list[Figure]:
         Figure("appends of which the caller was not told", sum(decoder.unclear for decoder in decoders)),
         exactly("tokens doubled or lost", sum(decoder.lost for decoder in decoders), 0),
         exactly("caches that have not what was appended, once", damaged, 0),
+        Figure("caches forked", forks, at_least=1),
+        exactly("forks that failed", failed_forks, 0),
+        exactly("caches more than were made", caches - forks - len(decoders), 0),
         exactly("tracebacks in the server's log", log.count("Traceback"), 0),
     ]
 

@@ -181,9 +181,15 @@ class AsyncClient:
         As a context manager it deletes the cache when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        replica = self._servers.connection().replica
-        info = await self._ask(rpc, timeout, replica.address)
-        return AsyncCache(self, info, self._servers.home_of(replica, info))
+        failure = UnavailableError("there is no server")
+        for replica in self._servers.each_once():
+            try:
+                info = await self._ask(rpc, timeout, replica.address)
+            except UnavailableError as error:
+                failure = error
+            else:
+                return AsyncCache(self, info, self._servers.home_of(replica, info))
+        raise failure
 
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
         """A cache that was made elsewhere, by its name, as `Client.open_cache` finds it."""

@@ -3,14 +3,14 @@
 In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for either client to send, whose answer is a
 `CacheInfo`, a `CachePool`, a length or nothing.
 
-What may be sent again when nobody knows whether the server has taken it: an append and a truncation, which say what
-length they expect, and what asks or deletes. A create or a fork is sent once: a second one would leave a cache behind
-that nobody knows of.
+All may be sent again when nobody knows whether the server has taken it: an append and a truncation say what length they
+expect, a create and a fork have an id by which the server knows them again, and the rest asks or deletes.
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +32,9 @@ _SERVICE: Final = "/attnserve.v1.CacheService/"
 
 _LONGEST_TTL: Final = 315_576_000_000
 """Seconds: ten thousand years, which is what a protobuf Duration holds."""
+
+_ID_BYTES: Final = 16
+"""Random bytes by which a server knows a request again."""
 
 _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float32": tensor_pb2.DATA_TYPE_FLOAT32,
@@ -104,8 +107,9 @@ def create(
         layers=_arguments.count("layers", layers, 1, 32),
         dtype=_arguments.choice("dtype", _DTYPES, str(dtype).removeprefix("torch.")),
         ttl=_duration(ttl),
+        request_id=secrets.token_bytes(_ID_BYTES),
     )
-    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache, repeatable=False)
+    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache)
 
 
 def append(
@@ -146,8 +150,8 @@ def _one_sequence(field: str, value: ArrayLike) -> Array:
 
 def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
     """Makes another cache with the same content."""
-    request = pb.CacheServiceForkRequest(name=name, ttl=_duration(ttl))
-    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache, repeatable=False)
+    request = pb.CacheServiceForkRequest(name=name, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
+    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache)
 
 
 def truncate(name: str, length: int, expected_length: int) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:

@@ -92,8 +92,6 @@ class Cache(CacheState):
     def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
         """Another cache with the same content, in constant time: what is there is shared, what either appends is its
         own. `ttl` as in `Client.create_cache`, by default that of this cache.
-
-        It is sent once and not again: after an `UnavailableError`, `Client.caches` says whether there is a fork.
         """
         return Cache(self._client, self._client._perform(_plans.fork(self, ttl, timeout)), self.home)
 

@@ -273,14 +273,21 @@ class Client:
         - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``: in what it is stored, whatever is appended.
         - `ttl`: how long it lives after its last use, in seconds; then it is the first to go when room is needed.
           Default: until it is deleted, or as the server is configured.
-        - `timeout`: in seconds; None for no limit.
+        - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        It is sent once and not again: after an `UnavailableError`, `caches` says whether there is one.
+        What is sent again makes one cache, and where a server is unavailable, another is asked: a cache that the first
+        one has made all the same is there until its `ttl` ends, and `caches` lists it.
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        replica = self._servers.connection().replica
-        info = self._ask(rpc, timeout, replica.address)
-        return Cache(self, info, self._servers.home_of(replica, info))
+        failure = UnavailableError("there is no server")
+        for replica in self._servers.each_once():
+            try:
+                info = self._ask(rpc, timeout, replica.address)
+            except UnavailableError as error:
+                failure = error
+            else:
+                return Cache(self, info, self._servers.home_of(replica, info))
+        raise failure
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
         """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it.

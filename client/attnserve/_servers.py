@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
 from attnserve._cache_requests import CacheInfo
@@ -77,6 +77,15 @@ class Servers(Generic[C]):
             return only
         self.find()
         return self._replicas.choose(time.monotonic())
+
+    def each_once(self) -> Iterator[Replica]:
+        """The servers for a call that any can answer, the best first, until there is none that has not been tried.
+        UnavailableError if there is none at all.
+        """
+        tried: set[str] = set()
+        while (replica := self.connection().replica).address not in tried:
+            tried.add(replica.address)
+            yield replica
 
     def others(self, connection: C) -> bool:
         """Whether the calls of a connection could be made on another."""

@@ -23,6 +23,9 @@ from attnserve_server.service import AttentionService, Read
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
+MAX_REQUEST_ID: Final = 64
+"""Bytes by which a request is known if it is sent again."""
+
 
 class CacheService:
     """The service on one host of caches; what waits for its turn goes through the attention service's engine.
@@ -63,7 +66,7 @@ class CacheService:
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
         )
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
-        cache = self._host.store.create(shape, ttl, monotonic(), caller.name)
+        cache = self._host.store.create(shape, ttl, monotonic(), caller.name, _request_id(request.request_id))
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     def _get(self, caller: Caller, request: pb.CacheServiceGetRequest) -> pb.CacheServiceGetResponse:
@@ -96,13 +99,19 @@ class CacheService:
         request = parsed(pb.CacheServiceForkRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
-        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl)
+        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, _request_id(request.request_id))
 
     def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         expected = request.expected_length if request.HasField("expected_length") else None
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
+
+
+def _request_id(given: bytes) -> bytes:
+    if len(given) > MAX_REQUEST_ID:
+        raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID} bytes", len(given), LIMIT_EXCEEDED)
+    return given
 
 
 def _ttl(duration: Duration) -> float:

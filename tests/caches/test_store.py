@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 
@@ -103,6 +104,32 @@ def test_a_cache_is_its_owners() -> None:
     fork = store.fork(yours, None, 1.0)
     assert fork.owner == "you"
     assert store.list("you", 1.0) == [yours, fork]
+
+
+def test_a_request_that_is_sent_again_gets_the_cache_that_it_made() -> None:
+    store = store_of(4)
+    cache = store.create(SHAPE, 10.0, 0.0, "me", b"1")
+    assert store.create(SHAPE, 10.0, 1.0, "me", b"1") is cache
+    fork = store.fork(cache, 10.0, 1.0, b"2")
+    assert store.fork(cache, 10.0, 2.0, b"2") is fork
+    assert (store.counts.created, store.counts.forks, len(store)) == (1, 1, 2)
+    others = [store.create(SHAPE, None, 2.0, owner, number) for owner, number in (("you", b"1"), (None, b"1"))]
+    assert len({cache, fork, *others}) == 4
+    with pytest.raises(InvalidRequest, match="request_id"):
+        store.create(replace(SHAPE, head_dim=SHAPE.head_dim * 2), None, 2.0, "me", b"1")
+
+
+def test_a_request_that_is_sent_again_does_not_get_what_is_gone() -> None:
+    store = store_of(4)
+    deleted = store.create(SHAPE, None, 0.0, "me", b"1")
+    store.delete(deleted)
+    leased = store.create(SHAPE, 10.0, 1.0, "me", b"1")
+    assert leased is not deleted
+    successor = store.create(SHAPE, None, 11.0, "me", b"1")
+    assert successor is not leased
+    store.expire(11.0)
+    assert store.create(SHAPE, None, 12.0, "me", b"1") is successor
+    assert store.create(SHAPE, None, 12.0) is not store.create(SHAPE, None, 12.0), "no id, no memory"
 
 
 def test_use_renews_a_lease_and_nothing_else_does() -> None:

@@ -71,6 +71,8 @@ class Keeper:
         """What is done before a request of a method is carried out."""
         self.after: dict[str, Callable[[Any, grpc.ServicerContext], object]] = {}
         """What is done with the answer to a request of a method before it is sent."""
+        self._made: dict[bytes, Kept] = {}
+        """By the ids of the requests."""
         self._lock = threading.Lock()
         self._names = iter(f"cache-{number}" for number in range(10_000))
 
@@ -148,6 +150,8 @@ class Keeper:
         return self.caches[name]
 
     def _create(self, request: caches_pb2.CacheServiceCreateRequest) -> Message:
+        if (made := self._made.get(request.request_id)) is not None:
+            return caches_pb2.CacheServiceCreateResponse(cache=made.describe())
         info = caches_pb2.Cache(
             name=next(self._names),
             num_kv_heads=request.num_kv_heads,
@@ -160,7 +164,7 @@ class Keeper:
             info.ttl.CopyFrom(request.ttl)
             info.remaining.CopyFrom(request.ttl)
         empty = np.empty((info.num_kv_heads, 0, info.head_dim)), np.empty((info.num_kv_heads, 0, info.value_dim))
-        kept = self.caches[info.name] = Kept(info, [empty] * info.layers)
+        kept = self.caches[info.name] = self._made[request.request_id] = Kept(info, [empty] * info.layers)
         return caches_pb2.CacheServiceCreateResponse(cache=kept.describe())
 
     def _append(self, request: caches_pb2.CacheServiceAppendRequest) -> Message:
@@ -179,12 +183,14 @@ class Keeper:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(length))
 
     def _fork(self, request: caches_pb2.CacheServiceForkRequest) -> Message:
+        if (made := self._made.get(request.request_id)) is not None:
+            return caches_pb2.CacheServiceForkResponse(cache=made.describe())
         kept = self._find(request.name)
         info = kept.describe()
         info.name = next(self._names)
         if request.HasField("ttl"):
             info.ttl.CopyFrom(request.ttl)
-        fork = self.caches[info.name] = Kept(info, list(kept.layers))
+        fork = self.caches[info.name] = self._made[request.request_id] = Kept(info, list(kept.layers))
         return caches_pb2.CacheServiceForkResponse(cache=fork.describe())
 
     def _truncate(self, request: caches_pb2.CacheServiceTruncateRequest) -> Message:

@@ -195,6 +195,20 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: str) -> None:
+    with Client([nobody, server.address], retries=0) as client:
+        made = [client.create_cache(2, 8) for _ in range(3)]
+        assert {cache.address for cache in made} == {server.address}
+        for cache in made:
+            cache.delete()
+    async with AsyncClient([nobody, server.address], retries=0) as in_tasks_too:
+        for _ in range(3):
+            async with await in_tasks_too.create_cache(2, 8) as cache:
+                assert cache.address == server.address
+    with Client([nobody], retries=0) as alone, pytest.raises(UnavailableError):
+        alone.create_cache(2, 8)
+
+
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
     """Not in whatever order they are asked; and what is not found may be where nobody answers."""
     with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:

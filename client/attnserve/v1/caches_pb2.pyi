@@ -39,20 +39,22 @@ class Cache(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class CacheServiceCreateRequest(_message.Message):
-    __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl")
+    __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl", "request_id")
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     num_kv_heads: int
     head_dim: int
     value_dim: int
     layers: int
     dtype: _tensor_pb2.DataType
     ttl: _duration_pb2.Duration
-    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    request_id: bytes
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ...) -> None: ...
 
 class CacheServiceCreateResponse(_message.Message):
     __slots__ = ("cache",)
@@ -83,12 +85,14 @@ class CacheServiceAppendResponse(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class CacheServiceForkRequest(_message.Message):
-    __slots__ = ("name", "ttl")
+    __slots__ = ("name", "ttl", "request_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     ttl: _duration_pb2.Duration
-    def __init__(self, name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    request_id: bytes
+    def __init__(self, name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ...) -> None: ...
 
 class CacheServiceForkResponse(_message.Message):
     __slots__ = ("cache",)

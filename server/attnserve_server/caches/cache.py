@@ -14,7 +14,8 @@ class Cache:
     """Keys and values that stay. Only the store changes one. Times are seconds of one clock."""
 
     __slots__ = (
-        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "shape", "ttl", "users",
+        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "request_id", "shape", "ttl",
+        "users",
     )  # fmt: skip
 
     def __init__(
@@ -26,11 +27,14 @@ class Cache:
         layers: Sequence[CacheLayer],
         ttl: float | None,
         now: float,
+        request_id: bytes = b"",
     ) -> None:
         """A cache of these layers. Without a `ttl` its lease never ends."""
         self.name = name
         self.owner = owner
         """Who made it; None where callers are not identified."""
+        self.request_id = request_id
+        """That of the request that made it, by which it is known if that is sent again; empty if it has none."""
         self.shape = shape
         self.page_bytes = page_bytes
         self.layers = layers

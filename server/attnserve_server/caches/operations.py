@@ -78,12 +78,14 @@ class Fork(_Operation):
     """Another cache with the same content. `ttl` None is that of the cache."""
 
     ttl: float | None
+    request_id: bytes
     forked: Cache | None = field(default=None, init=False)
 
     def begin(self) -> None:
         """Forks the cache."""
         cache = self.uses[0].cache
-        self.forked = self.host.store.fork(cache, cache.ttl if self.ttl is None else self.ttl, monotonic())
+        ttl = cache.ttl if self.ttl is None else self.ttl
+        self.forked = self.host.store.fork(cache, ttl, monotonic(), self.request_id)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The encoded CacheServiceForkResponse."""

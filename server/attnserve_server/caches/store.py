@@ -50,6 +50,8 @@ class CacheStore:
         """The most that there may be."""
         self._max_layers = max_layers
         self._caches: dict[str, Cache] = {}
+        self._made: dict[tuple[str | None, bytes], Cache] = {}
+        """By their owners and the ids of the requests that made them."""
         self._leases = Leases()
 
     def __len__(self) -> int:
@@ -81,30 +83,38 @@ class CacheStore:
         """The bytes more that caches would hold, if they shared nothing."""
         return self._allocator.saved * self.page_bytes
 
-    def create(self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None) -> Cache:
-        """An empty cache. Raises Overloaded if there are as many as there may be, and InvalidRequest if a page cannot
-        hold a token or it would have too many layers.
+    def create(
+        self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
+    ) -> Cache:
+        """An empty cache, or the one that a request of this id has made before. Raises Overloaded if there are as many
+        as there may be, and InvalidRequest if a page cannot hold a token, it would have too many layers, or the id is
+        another request's.
         """
+        if (made := self._made_by(owner, request_id, shape, now)) is not None:
+            return made
         if shape.layers > self._max_layers:
             raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, LIMIT_EXCEEDED)
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
         self._make_room_for_one(now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
-        cache = self._enter(shape, layers, ttl, now, owner)
+        cache = self._enter(shape, layers, ttl, now, owner, request_id)
         self.counts.created += 1
         return cache
 
-    def fork(self, cache: Cache, ttl: float | None, now: float) -> Cache:
-        """Another cache of the same owner with the same content, which they share. Raises Overloaded as `create` does,
-        and NotFound if the cache is gone.
+    def fork(self, cache: Cache, ttl: float | None, now: float, request_id: bytes = b"") -> Cache:
+        """Another cache of the same owner with the same content, which they share, or the one that a request of this id
+        has made before. Raises Overloaded and InvalidRequest as `create` does, and NotFound if the cache is gone.
         """
+        if (made := self._made_by(cache.owner, request_id, cache.shape, now)) is not None:
+            return made
         self.hold(cache, now)
         try:
             # Before the layers are forked: pages held for a cache that is refused would never be free again.
             self._make_room_for_one(now)
         finally:
             self.release(cache, now)
-        fork = self._enter(cache.shape, [layer.fork() for layer in cache.layers], ttl, now, cache.owner)
+        layers = [layer.fork() for layer in cache.layers]
+        fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id)
         self.tokens += sum(fork.lengths)
         self.counts.forks += 1
         return fork
@@ -257,11 +267,28 @@ class CacheStore:
             if not self._evict_oldest(now, "caches"):
                 raise Overloaded("caches", self.max_caches, self._retry_delay(now))
 
+    def _made_by(self, owner: str | None, request_id: bytes, shape: CacheShape, now: float) -> Cache | None:
+        """The cache that an owner's request has made, if it is there and of that shape."""
+        made = self._made.get((owner, request_id))
+        if made is None or made.expired(now):
+            return None
+        if made.shape != shape:
+            raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
+        return made
+
     def _enter(
-        self, shape: CacheShape, layers: Sequence[CacheLayer], ttl: float | None, now: float, owner: str | None
+        self,
+        shape: CacheShape,
+        layers: Sequence[CacheLayer],
+        ttl: float | None,
+        now: float,
+        owner: str | None,
+        request_id: bytes,
     ) -> Cache:
-        cache = Cache(secrets.token_urlsafe(NAME_BYTES), owner, shape, self.page_bytes, layers, ttl, now)
+        cache = Cache(secrets.token_urlsafe(NAME_BYTES), owner, shape, self.page_bytes, layers, ttl, now, request_id)
         self._caches[cache.name] = cache
+        if request_id:
+            self._made[owner, request_id] = cache
         self._leases.enter(cache)
         return cache
 
@@ -284,6 +311,8 @@ class CacheStore:
     def _remove(self, cache: Cache) -> None:
         cache.gone = True
         del self._caches[cache.name]
+        if self._made.get((cache.owner, cache.request_id)) is cache:
+            del self._made[cache.owner, cache.request_id]
         self._leases.leave(cache)
         if not cache.users:
             self._free(cache)
