@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 """What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
 
-# Of some hundredths of a second each. They differ, so that no batch holds two.
-_REQUESTS = [
-    messages.random_attend(0, 512, heads=8, kv_heads=1, width=1, softcap=softcap, priority=8) for softcap in (1.0, 2.0)
-]
+# Some hundredths of a second of a CPU. Being written out, it costs more than a batch may, and so runs alone.
+_REQUEST = messages.random_attend(0, 1024, heads=1, width=128, softcap=1.0, priority=8)
 
 
 class Occupied:
@@ -35,7 +33,7 @@ class Occupied:
     block ends, and then shares what batches it can.
     """
 
-    FLOPS = messages.read(_REQUESTS[0]).flops
+    FLOPS = messages.read(_REQUEST).flops
     """Those of each request that occupies the device."""
 
     def __init__(self, server: Server) -> None:
@@ -70,13 +68,13 @@ class Occupied:
 
     def _occupy(self) -> None:
         """Has one request run and another wait, until the block ends or the server takes no more."""
-        numbered = ((number, _REQUESTS[number % 2]) for number in itertools.count(1))
+        numbers = itertools.count(1)
         try:
             with grpc.insecure_channel(self._server.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
                 stream = calls.Stream(channel)
-                stream.send(*(calls.call(*next(numbered)) for _ in range(2)))
+                stream.send(*(calls.call(next(numbers), _REQUEST) for _ in range(2)))
                 while not self._over.is_set() and self._goes_on(*stream.replies(1)):
-                    stream.send(calls.call(*next(numbered)))
+                    stream.send(calls.call(next(numbers), _REQUEST))
                 stream.half_close()
                 for reply in stream.rest():
                     self._goes_on(reply)

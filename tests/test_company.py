@@ -81,7 +81,7 @@ def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: 
         futures = [case.submit(client, return_lse=True) for case in cases]
         device.until_waiting(len(cases))
     together = [future.result() for future in futures]
-    assert {result.batch_size for result in together} == {len(seeds)}
+    assert min(result.batch_size for result in together) >= len(seeds)
     for result, expected in zip(together, alone, strict=True):
         assert_same_results(result, expected)
 
