@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from attnserve_server.caches.layer import Placement, Write
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
 
 CPU: Final = torch.device("cpu")
 
@@ -19,3 +20,9 @@ def placement(pages: Sequence[int], per_page: int, start: int, tokens: int) -> P
         first = max(start, index * per_page)
         writes.append(Write(pages[index], first - index * per_page, min(end, (index + 1) * per_page) - first))
     return Placement([], writes)
+
+
+def page_bytes_for(shape: CacheShape, tokens: int) -> int:
+    """The least page that holds so many tokens; rows that are short may leave room for more."""
+    half = shape.num_kv_heads * max(shape.head_dim, shape.value_dim) * shape.item_bytes * tokens
+    return 2 * -(-half // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT

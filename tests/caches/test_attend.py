@@ -21,12 +21,13 @@ from bits import assert_same_results
 from cases import DTYPES, Case, Plan
 from hypothesis import given
 from hypothesis import strategies as st
-from resident import CPU, placement
+from resident import CPU, page_bytes_for, placement
 from test_kernels import array, call_of, tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve_server.caches import attend as attend_module
 from attnserve_server.caches import query as query_module
+from attnserve_server.caches import step as step_module
 from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import STORAGE, PagePool
@@ -54,11 +55,12 @@ def device() -> Iterator[CpuDevice]:
 
 @contextmanager
 def bounds(**values: int) -> Iterator[None]:
-    """Other bounds of what is computed together: `piece_bytes`, `wave_bytes`, `shared_bytes`."""
+    """Other bounds of what is computed together: `piece_bytes`, `wave_bytes`, `converted_bytes`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            module = query_module if name == "piece_bytes" else attend_module
-            patch.setattr(module, name.upper(), value)
+            for module in (attend_module, query_module, step_module):
+                if hasattr(module, name.upper()):
+                    patch.setattr(module, name.upper(), value)
         yield
 
 
@@ -81,7 +83,7 @@ WAYS = st.builds(
 
 def pool_for(shape: CacheShape, per_page: int) -> PagePool:
     """A pool of PAGES pages with NaN everywhere, of `per_page` tokens each, or of few more where rows are short."""
-    page_bytes = -(-(per_page * shape.token_bytes + 63) // 64) * 64
+    page_bytes = page_bytes_for(shape, per_page)
     pool = PagePool(PAGES * page_bytes, page_bytes, CPU)
     count = PAGES * pool.tokens_per_page(shape)
     nan = torch.full((1, 1, 1), torch.nan)
@@ -185,6 +187,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
     "grouped": {"group": 4, "key_heads": 2},
+    "three-heads": {"key_heads": 3, "causal": "bottom_right"},
     "widths": {"value_dim": 24},
     "window": {"causal": "bottom_right", "window": (21, -1)},
     "wide-window": {"window": (9, 8), "query_offset": 30},
@@ -220,6 +223,50 @@ def test_every_option_in_every_dtype(device: CpuDevice, dtype: str, storage: str
     for length in (1, 5, 20):
         case = stored(plan_of(options, dtype=dtype, query_length=length).case(length), storage)
         accuracy.check(case, attended(device, case, storage, Way(per_page=8, scattered=True), return_lse=True))
+
+
+@EVERY_OPTION
+@pytest.mark.parametrize("length", [1, 5])
+def test_few_queries_are_products_over_pages(device: CpuDevice, length: int, options: dict[str, Any]) -> None:
+    """But for rare options, values that are not whole vectors wide, and what has nothing to attend."""
+    case = plan_of(options, query_length=length).case(1)
+    shape, pages = shape_of(case, "float32"), [*range(4)]
+    pool = pool_for(shape, 16)
+    fill(pool, shape, pages, case, (1000,))
+    (result,) = attend_cache([query_of(case, "float32", pages)], pool, device)
+    rare = "softcap" in options or "score" in options or options.get("value_dim") == 24
+    rare |= "alibi" in options and "mask_shape" in options
+    assert (result.kernel == step_module.NAME) == (not rare and bool(case.expected.attended.any()))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 6])
+@pytest.mark.parametrize("group", [1, 4])
+def test_bits_of_a_step_do_not_depend_on_what_is_beside_it(device: CpuDevice, kv_heads: int, group: int) -> None:
+    """Pages of the size that servers have: caches of many lengths together, in the order of others' pages."""
+    shape = CacheShape(kv_heads, 64, 64, 1, "float32")
+    pool = PagePool(60 << 17, 1 << 17, CPU)
+    per_page = pool.tokens_per_page(shape)
+    places = np.random.default_rng(1).permutation(60).tolist()
+    plan = plan_of({"causal": "bottom_right"}, key_heads=kv_heads, group=group, head_dim=64, key_dim=64, value_dim=64)
+    cases = [replace(plan, key_length=length).case(length) for length in (1, 33, 4 * per_page - 1, 6 * per_page + 5)]
+    queries = []
+    for case in cases:
+        count = -(-case.key.shape[2] // per_page)
+        pages, places = sorted(places[:count]), places[count:]
+        fill(pool, shape, pages, case, (1000,))
+        queries.append(query_of(case, "float32", pages, return_lse=True))
+    alone = [arrays(attend_cache([query], pool, device)[0]) for query in queries]
+    for case, result in zip(cases, alone, strict=True):
+        accuracy.check(case, result)
+    for order in ((3, 1, 0, 2), (2, 3, 0, 1)):
+        together = attend_cache([queries[place] for place in order], pool, device)
+        for place, result in zip(order, together, strict=True):
+            assert_same_results(arrays(result), alone[place])
+    for case, expected in zip(cases, alone, strict=True):  # the same tokens in adjacent pages
+        pages = list(range(-(-case.key.shape[2] // per_page)))
+        fill(pool, shape, pages, case, (7,))
+        (result,) = attend_cache([query_of(case, "float32", pages, return_lse=True)], pool, device)
+        assert_same_results(arrays(result), expected)
 
 
 @EVERY_OPTION
@@ -294,18 +341,15 @@ def test_bits_do_not_depend_on_the_company(
         queries += [query, replace(query, kv_length=shorter), replace(query, window=(3, 3), offset=shorter)]
     alone = [arrays(attend_cache([query], pool, device)[0]) for query in queries]
     order = data.draw(st.permutations(range(len(queries))))
-    with bounds(wave_bytes=wave_bytes, shared_bytes=1):
+    with bounds(wave_bytes=wave_bytes):
         together = attend_cache([queries[place] for place in order], pool, device)
     for place, result in zip(order, together, strict=True):
         assert_same_results(arrays(result), alone[place])
 
 
 @pytest.mark.parametrize("length", [1, 3, 20])
-@pytest.mark.parametrize("shared_bytes", [1, 1 << 21])
 @EVERY_STORAGE
-def test_forks_see_their_own_tokens_and_what_they_share(
-    device: CpuDevice, length: int, shared_bytes: int, storage: str
-) -> None:
+def test_forks_see_their_own_tokens_and_what_they_share(device: CpuDevice, length: int, storage: str) -> None:
     """Forks share full pages; the page that both go on in is copied. Bits are those of caches that share nothing."""
     plan = plan_of({"causal": "bottom_right", "group": 2}, query_length=length)
     cases = [stored(plan.case(seed), storage) for seed in range(3)]
@@ -324,8 +368,7 @@ def test_forks_see_their_own_tokens_and_what_they_share(
         assert start.writes[0] == Write(100 * n, 2, 2)
         pool.write(shape, Placement([(trunk[5], pages[5])], start.writes), key, value)
         queries.append(query_of(case, storage, pages, return_lse=True))
-    with bounds(shared_bytes=shared_bytes):
-        results = attend_cache(queries, pool, device)
+    results = attend_cache(queries, pool, device)
     for case, result in zip(cases, results, strict=True):
         accuracy.check(case, arrays(result))
         assert_same_results(arrays(result), attended(device, case, storage, Way(), return_lse=True))
@@ -343,6 +386,10 @@ class Counting:
     def rows(self, *arguments: Any, **options: Any) -> Any:
         """As the device does."""
         return self._device.rows(*arguments, **options)
+
+    def run_each(self, *arguments: Any, **options: Any) -> Any:
+        """As the device does."""
+        return self._device.run_each(*arguments, **options)
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """As the device does."""
@@ -370,15 +417,11 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
     fill(pool, shape, branch, cases[2], (1000,))
     pages = [trunk, trunk, branch, trunk, trunk, trunk]
     queries = [query_of(case, storage, own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
-    keys = {}
-    for fold in (False, True):
-        counting = Counting(device)
-        results = attend_cache(queries, pool, counting, fold)
-        keys[fold] = counting.keys
-        for case, result in zip(cases, results, strict=True):
-            accuracy.check(case, arrays(result))
+    counting = Counting(device)
+    for case, result in zip(cases, attend_cache(queries, pool, counting, fold=True), strict=True):
+        accuracy.check(case, arrays(result))
     # Four are without mask and softcap, and 32 tokens are in the pages that all of those share.
-    assert keys == {False: 6 * 61, True: 6 * 61 - 3 * 32}
+    assert counting.keys == 6 * 61 - 3 * 32
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

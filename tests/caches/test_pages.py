@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resident import CPU, placement
+from resident import CPU, page_bytes_for, placement
 
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import STORAGE, PagePool
-from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
 
 SHAPES = [
     CacheShape(1, 1, 1, 1, "float32"),
@@ -32,7 +32,7 @@ def tokens(shape: CacheShape, count: int, dtype: torch.dtype | None = None) -> t
 
 def pool_of(shape: CacheShape, pages: int, per_page: int) -> PagePool:
     """A pool of so many pages of at least so many tokens, with garbage in every page."""
-    page_bytes = -(-(per_page * shape.token_bytes + 64) // 64) * 64
+    page_bytes = page_bytes_for(shape, per_page) + BLOCK_ALIGNMENT
     pool = PagePool(pages * page_bytes, page_bytes, CPU)
     every = list(range(pages))
     count = pages * pool.tokens_per_page(shape)
@@ -123,8 +123,8 @@ def test_blocks_are_full_pages_that_lie_side_by_side() -> None:
     per_page = pool.tokens_per_page(shape)
     pages = [4, 5, 6, 9, 8, 10, 11, 12]
 
-    def lengths(count: int, longest: int = 0) -> list[tuple[int, int, int]]:
-        blocks = pool.blocks(shape, pages, count, longest)
+    def lengths(count: int) -> list[tuple[int, int, int]]:
+        blocks = pool.blocks(shape, pages, count)
         return [(block.first_page, len(block.key), block.key.shape[2]) for block in blocks]
 
     full = per_page
@@ -132,9 +132,46 @@ def test_blocks_are_full_pages_that_lie_side_by_side() -> None:
     assert lengths(1) == [(4, 1, 1)]
     assert lengths(3 * full) == [(4, 3, full)]
     assert lengths(8 * full - 1) == [(4, 3, full), (9, 1, full), (8, 1, full), (10, 2, full), (12, 1, full - 1)]
-    assert lengths(8 * full, 2) == [
-        (4, 2, full), (6, 1, full), (9, 1, full), (8, 1, full), (10, 2, full), (12, 1, full)
-    ]  # fmt: skip
+    assert lengths(8 * full) == [(4, 3, full), (9, 1, full), (8, 1, full), (10, 3, full)]
+
+
+def test_whole_pages_of_finite_tokens() -> None:
+    """Values are finite in every slot, whatever an earlier owner left; where a token is not, there are none."""
+    shape = CacheShape(2, 16, 16, 1, "float32")
+    pool = pool_of(shape, 8, 8)
+    per_page = pool.tokens_per_page(shape)
+    pages, count = [2, 3, 6, 5], 3 * per_page + 3
+    key, value = tokens(shape, count)
+
+    def whole(tokens: int) -> list[tuple[int, int, int]] | None:
+        blocks = pool.whole(shape, pages[: -(-tokens // per_page)], tokens)
+        if blocks is None:
+            return None
+        for block in blocks:
+            assert block.key.shape[2] == block.value.shape[2] == per_page
+            assert torch.isfinite(block.value).all()
+            for n in range(len(block.key)):
+                at = block.first_token + n * per_page
+                kept = min(tokens - at, per_page)
+                assert torch.equal(block.key[n, :, :kept], key[:, at : at + kept])
+                assert torch.equal(block.value[n, :, :kept], value[:, at : at + kept])
+        return [(block.first_token, block.first_page, len(block.key)) for block in blocks]
+
+    pool.write(shape, placement(pages, per_page, 0, count), key, value)
+    runs = [(0, 2, 2), (2 * per_page, 6, 1), (3 * per_page, 5, 1)]
+    assert whole(count) == runs
+    poison = [torch.full((2, 4, 16), torch.nan)] * 2
+    pool.write(shape, placement(pages, per_page, per_page + 2, 4), *poison)
+    assert whole(count) is None
+    assert whole(per_page + 2) == [(0, 2, 1), (per_page, 3, 1)]
+    pool.write(shape, placement(pages, per_page, count, 4), *poison)
+    pool.write(
+        shape,
+        placement(pages, per_page, per_page + 2, 4),
+        key[:, per_page + 2 :][:, :4],
+        value[:, per_page + 2 :][:, :4],
+    )
+    assert whole(count) == [(0, 2, 1), (per_page, 3, 1), *runs[1:]]
 
 
 def test_one_page_is_gathered_without_a_copy() -> None:
@@ -155,8 +192,8 @@ def test_what_is_not_finite_is_known(poison: float, where: str) -> None:
     pages = [0, 1, 2]
     key, value = tokens(shape, 3 * per_page)
 
-    def known(count: int = 3 * per_page) -> list[bool]:
-        return [block.finite for block in pool.blocks(shape, pages, count, 1)]
+    def known() -> list[bool]:
+        return [pool.blocks(shape, [page], per_page)[0].finite for page in pages]
 
     assert known() == [False] * 3
     pool.write(shape, placement(pages, per_page, 0, 3 * per_page), key, value)

@@ -204,7 +204,7 @@ def test_metrics_tell_what_happened(start_server: StartServer) -> None:
 def test_draining_finishes_what_waits_for_its_turn(start_server: StartServer) -> None:
     """Told to stop while one operation on a cache runs and more wait for the cache, a server answers them all."""
     server = start_server("--device", "cpu")
-    query = np.random.default_rng(0).standard_normal((8, 1024, 64)).astype(np.float32)
+    query = np.random.default_rng(99).standard_normal((8, 1024, 64)).astype(np.float32)
     key, value = tokens(0, 1024, 8, 64)
     long_one = Case(query, key, value, {"softcap": 1.0})  # about half a second, and too much for a batch of two
     short = query[:, :1]

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.shape import CacheShape, half_page
 from attnserve_server.caches.store import CacheStore, Placement
 from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
 
@@ -38,20 +38,24 @@ def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: fl
 
 
 @pytest.mark.parametrize(
-    ("shape", "page_bytes", "tokens", "value_offset"),
+    ("shape", "page_bytes", "tokens", "head_bytes"),
     [
-        (CacheShape(8, 64, 64, 1, "float32"), 256 * 1024, 64, 128 * 1024),
-        (CacheShape(8, 64, 64, 1, "bfloat16"), 256 * 1024, 128, 128 * 1024),
-        (CacheShape(2, 48, 16, 3, "float16"), 4096, 16, 3072),
-        # 128 bytes hold ten tokens of 12 bytes; their 40 bytes of keys are rounded up to 64, which leaves room for 8.
-        (CacheShape(1, 1, 2, 1, "float32"), 128, 8, 64),
+        (CacheShape(8, 64, 64, 1, "float32"), 256 * 1024, 64, 16 * 1024),
+        (CacheShape(8, 64, 64, 1, "bfloat16"), 256 * 1024, 128, 16 * 1024),
+        # Half a page holds 21 tokens of two heads, of which 20 are a multiple of 4; the keys of a head take 1920 bytes.
+        (CacheShape(2, 48, 16, 3, "float16"), 8192, 20, 2048),
+        # Half a page of 131,072 bytes cannot be divided by 12 heads: they lie as close as they can.
+        (CacheShape(12, 64, 64, 1, "float32"), 256 * 1024, 40, 10240),
+        # 100 bytes are rounded down to 64, which hold eight tokens of eight bytes.
+        (CacheShape(1, 1, 2, 1, "float32"), 200, 8, 64),
     ],
 )
-def test_a_page_holds_aligned_blocks(shape: CacheShape, page_bytes: int, tokens: int, value_offset: int) -> None:
+def test_half_a_page_holds_aligned_heads(shape: CacheShape, page_bytes: int, tokens: int, head_bytes: int) -> None:
     assert shape.tokens_per_page(page_bytes) == tokens
-    assert shape.value_offset(page_bytes) == value_offset
-    value_bytes = shape.num_kv_heads * shape.value_dim * (4 if shape.dtype == "float32" else 2)
-    assert value_offset + tokens * value_bytes <= page_bytes
+    assert shape.head_bytes(page_bytes, shape.head_dim) == head_bytes
+    for width in (shape.head_dim, shape.value_dim):
+        assert tokens * width * shape.item_bytes <= shape.head_bytes(page_bytes, width)
+        assert shape.num_kv_heads * shape.head_bytes(page_bytes, width) <= half_page(page_bytes)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_shapes_that_are_none(fields: tuple[int, int, int, int, str], field: str
 
 def test_a_token_must_fit_a_page() -> None:
     store = store_of(4)
-    with pytest.raises(InvalidRequest, match="at most 256 bytes"):
+    with pytest.raises(InvalidRequest, match="at most 128 bytes"):
         store.create(CacheShape(4, 16, 16, 1, "float32"), None, 0.0)
     assert len(store) == 0
 

@@ -16,6 +16,7 @@ import torch
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
+from attnserve_server.caches.step import Step
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
 
@@ -23,9 +24,6 @@ __all__ = ["CacheQuery", "attend_cache"]
 
 WAVE_BYTES = 1 << 28
 """The most bytes that copies and partial results of calls that run together may have, if it is more than one part."""
-SHARED_BYTES = 1 << 21
-"""How many bytes of pages that several queries attend to are computed for all of them before the next: they stay in the
-processor's own memory meanwhile."""
 
 
 def attend_cache(
@@ -33,15 +31,30 @@ def attend_cache(
 ) -> list[AttentionResult]:
     """The result of each query: output [1, Hq, Lq, Dv]; lse [1, Hq, Lq] and scores [1, Hq, Lq, length] if asked for.
 
-    Rows with nothing to attend have output 0 and lse -inf. `fold` says whether queries over the same pages become the
-    queries of one call, which reads those pages once but whose bits depend on how many there are; by default on any
-    device but a CPU, where such queries are computed one after the other.
+    Rows with nothing to attend have output 0 and lse -inf. `fold` says whether few queries over pages are computed by
+    the kernels of `Attend`, page by page, those over the same pages as queries of one call: so it is on any device but
+    a CPU. The bits then depend on how many there are. Without it, few queries are computed as in `step.py`.
     """
     fold = compute.torch_device.type != "cpu" if fold is None else fold
-    running = [QueryAttention.of(query, pool, compute.torch_device) for query in queries]
+    steps = [None if fold else Step.of(query, pool) for query in queries]
+    others = [query for query, step in zip(queries, steps, strict=True) if step is None]
+    running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in others]
     for wave in _waves(running):
-        _run(wave, pool, compute, fold)
-    return [attention.result() for attention in running]
+        _run(wave, pool, compute)
+    stepped = _run_steps([step for step in steps if step is not None], compute)
+    attended = (attention.result() for attention in running)
+    return [next(attended if step is None else stepped) for step in steps]
+
+
+def _run_steps(steps: Sequence[Step], compute: Compute) -> Iterator[AttentionResult]:
+    """The results of steps: those over the same pages are computed one after the other, while the pages are near."""
+    each = [list(step.computations()) for step in steps]
+    every = [computation for of_step in each for computation in of_step]
+    order = sorted(range(len(every)), key=lambda place: every[place][0])
+    computed = compute.run_each([every[place][1] for place in order], sum(step.flops for step in steps))
+    results = iter([result for _, result in sorted(zip(order, computed, strict=True), key=lambda pair: pair[0])])
+    for step, of_step in zip(steps, each, strict=True):
+        yield step.take([next(results) for _ in of_step])
 
 
 _Wave: TypeAlias = list[tuple[QueryAttention, list[Part]]]
@@ -66,14 +79,12 @@ def _waves(running: Sequence[QueryAttention]) -> Iterator[_Wave]:
         yield wave
 
 
-def _run(wave: _Wave, pool: PagePool, compute: Compute, fold: bool) -> None:
-    """Computes groups: one list of calls, in the order of their pages, so that shared ones come one after the other."""
-    sharing = _sharing(wave) if len(wave) > 1 else []
-    longest = max(1, SHARED_BYTES // pool.page_bytes) if sharing and not fold else 0
+def _run(wave: _Wave, pool: PagePool, compute: Compute) -> None:
+    """Computes groups: one list of calls, in the order of their pages."""
     flops = sum(attention.flops(part) for attention, group in wave for part in group)
     jobs: list[Job] = []
     takers: list[list[int]] = []
-    for shared in sharing if fold else ():
+    for shared in _sharing(wave) if len(wave) > 1 else ():
         own = _shared_jobs(shared, wave, pool)
         jobs += own
         takers += [shared.members] * len(own)
@@ -81,7 +92,7 @@ def _run(wave: _Wave, pool: PagePool, compute: Compute, fold: bool) -> None:
             wave[place] = wave[place][0], shared.rest(wave[place][1])
     for place, (attention, group) in enumerate(wave):
         for part in group:
-            own = list(attention.jobs(part, pool, longest))
+            own = list(attention.jobs(part, pool))
             jobs += own
             takers += [[place]] * len(own)
 
@@ -144,7 +155,7 @@ def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:
     attention = wave[shared.members[0]][0]
     queries = torch.cat([wave[place][0].tensor for place in shared.members], 2)
     together = replace(attention, tensor=queries)
-    return list(together.jobs(Part(shared.begin, shared.end, True), pool, 0))
+    return list(together.jobs(Part(shared.begin, shared.end, True), pool))
 
 
 def _unfolded(result: AttentionResult, lengths: list[int]) -> Iterator[AttentionResult]:

@@ -1,7 +1,7 @@
-"""The memory of resident caches: one pool of bytes on the device, cut into equal pages.
+"""The memory of resident caches: one pool of bytes on the device, cut into equal pages, each half keys, half values.
 
 In: keys and values, and where a `Placement` puts them; pages to read. Out: strided views of keys and values. Nothing is
-decided here, and a slot of a page is never read before it has been written for whoever reads it.
+decided here, and no result depends on a slot of a page that has not been written for whoever reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from attnserve_server.caches.layer import Placement, Write
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape, half_page
 
 STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
     "float32": torch.float32,
@@ -63,9 +63,11 @@ class PagePool:
         self.page_bytes = page_bytes
         count = pool_bytes // page_bytes
         # Written once, so that the memory is the pool's own from the start, not when the first tokens come.
-        self._bytes = torch.zeros(count, page_bytes, dtype=torch.uint8, device=device).fill_(0)
-        # Whether all that has been written to a page since its first slot is known to be finite. On other devices than
-        # a CPU nothing is known: to look would be to wait for the device.
+        self._keys, self._values = (
+            torch.zeros(count, half_page(page_bytes), dtype=torch.uint8, device=device).fill_(0) for _ in range(2)
+        )
+        # Whether all that has been written to a page since its first slot is known to be finite, and all slots of
+        # values behind that are. On other devices than a CPU nothing is known: to look would be to wait for the device.
         self._finite = bytearray(count)
         self._looks = device.type == "cpu"
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
@@ -80,7 +82,8 @@ class PagePool:
         Both are cast to the storage dtype; T is the number of tokens of the placement.
         """
         for source, copy in placement.copies:
-            self._bytes[copy] = self._bytes[source]
+            for half in (self._keys, self._values):
+                half[copy] = half[source]
             self._finite[copy] = self._finite[source]
         views = self._views(shape)
         begin = 0
@@ -90,19 +93,22 @@ class PagePool:
                 written = part[:, begin:end].reshape(len(part), count, tokens, part.shape[2])
                 whole[page : page + count, :, slot : slot + tokens].copy_(written.transpose(0, 1))
             if self._looks:
+                if (
+                    not slot and tokens < views.tokens_per_page
+                ):  # what others left there is weighted by 0, which NaN survives
+                    views.value[page, :, tokens:].zero_()
                 self._look(views, page, count, slot, tokens)
             begin = end
 
-    def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int, longest: int = 0) -> list[Block]:
+    def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block]:
         """What the first `tokens` slots of pages hold, which reach into the last page.
 
-        Full pages that lie side by side are one block, of at most `longest` pages unless that is 0; what is not a full
-        page is another.
+        Full pages that lie side by side are one block; what is not a full page is another.
         """
         views, blocks = self._views(shape), []
         per_page = views.tokens_per_page
         full, rest = divmod(tokens, per_page)
-        for start, stop in _runs(pages, full, longest):
+        for start, stop in _runs(pages, full):
             first, last = pages[start], pages[stop - 1] + 1
             finite = self._finite.find(0, first, last) < 0
             blocks.append(Block(views.key[first:last], views.value[first:last], start * per_page, first, finite))
@@ -110,6 +116,29 @@ class PagePool:
             page = pages[full]
             key, value = (whole.narrow(0, page, 1).narrow(2, 0, rest) for whole in (views.key, views.value))
             blocks.append(Block(key, value, full * per_page, page, bool(self._finite[page])))
+        return blocks
+
+    def whole(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block] | None:
+        """Pages that hold `tokens` tokens, the last page at least one of those, with all their slots; as `blocks`.
+
+        None unless all the tokens are finite. Then all values are, those in slots behind the tokens too; which keys
+        there are in such slots is not said.
+        """
+        views, blocks = self._views(shape), []
+        per_page = views.tokens_per_page
+        for start, stop in _runs(pages, len(pages)):
+            begin = start
+            for place in self._suspects(pages[start], pages[stop - 1] + 1):
+                at = start + place
+                if at > begin:
+                    blocks.append(_block(views, pages, begin, at))
+                block = self._cleaned(views, pages[at], min(tokens - at * per_page, per_page))
+                if block is None:
+                    return None
+                blocks.append(block._replace(first_token=at * per_page))
+                begin = at + 1
+            if begin < stop:
+                blocks.append(_block(views, pages, begin, stop))
         return blocks
 
     def gather(self, shape: CacheShape, pages: Sequence[int], tokens: int, dtype: torch.dtype) -> Block:
@@ -120,7 +149,7 @@ class PagePool:
         blocks = self.blocks(shape, pages, tokens)
         if len(blocks) == 1 and len(blocks[0].key) == 1 and dtype == STORAGE[shape.dtype]:
             return blocks[0]
-        key = torch.empty(1, shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype, device=self._bytes.device)
+        key = torch.empty(1, shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype, device=self._keys.device)
         value = key.new_empty(1, shape.num_kv_heads, tokens, shape.value_dim)
         for block in blocks:
             end = block.first_token + block.key.shape[0] * block.key.shape[2]
@@ -140,33 +169,52 @@ class PagePool:
         for place, finite in enumerate(each, page):
             self._finite[place] = finite and (slot == 0 or self._finite[place])
 
+    def _suspects(self, first: int, last: int) -> Iterator[int]:
+        """Which of adjacent pages are not known to be finite, counted from the first."""
+        place = self._finite.find(0, first, last)
+        while place >= 0:
+            yield place - first
+            place = self._finite.find(0, place + 1, last)
+
+    def _cleaned(self, views: _Views, page: int, tokens: int) -> Block | None:
+        """A copy of a page that is not known to be finite, with values of 0 behind its first tokens, if those are."""
+        key, value = views.key[page : page + 1], views.value[page : page + 1]
+        if not all(bool(torch.isfinite(part[:, :, :tokens]).all()) for part in (key, value)):
+            return None
+        key, value = key.clone(), value.clone()
+        value[:, :, tokens:] = 0
+        return Block(key, value, 0, page, True)
+
     @torch.inference_mode(False)  # views are remembered, and those made in inference mode could not be written later
     def _views_of(self, shape: CacheShape) -> _Views:
         per_page, dtype = shape.tokens_per_page(self.page_bytes), STORAGE[shape.dtype]
-        elements = self._bytes.view(dtype)
-        value_offset = shape.value_offset(self.page_bytes) // dtype.itemsize
 
-        def block(width: int, offset: int) -> torch.Tensor:
+        def block(half: torch.Tensor, width: int) -> torch.Tensor:
+            elements = half.view(dtype)
             size = (len(elements), shape.num_kv_heads, per_page, width)
-            return elements.as_strided(size, (elements.shape[1], per_page * width, width, 1), offset)
+            per_head = shape.head_bytes(self.page_bytes, width) // dtype.itemsize
+            return elements.as_strided(size, (elements.shape[1], per_head, width, 1))
 
-        return _Views(block(shape.head_dim, 0), block(shape.value_dim, value_offset), per_page)
+        return _Views(block(self._keys, shape.head_dim), block(self._values, shape.value_dim), per_page)
 
 
-def _runs(pages: Sequence[int], count: int, longest: int) -> Iterator[tuple[int, int]]:
-    """The first `count` pages as ranges of places whose pages lie side by side, none longer than `longest` if not 0."""
+def _block(views: _Views, pages: Sequence[int], start: int, stop: int) -> Block:
+    """Adjacent pages, which are finite, with all their slots."""
+    first, last = pages[start], pages[stop - 1] + 1
+    return Block(views.key[first:last], views.value[first:last], start * views.tokens_per_page, first, True)
+
+
+def _runs(pages: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """The first `count` pages as ranges of places whose pages lie side by side."""
     if not count:
         return
     first = pages[0]
-    if not longest and count <= FEW_PAGES and list(pages[:count]) == list(range(first, first + count)):
+    if count <= FEW_PAGES and list(pages[:count]) == list(range(first, first + count)):
         yield 0, count
         return
     numbers = np.asarray(pages)[:count]
     edges = [0, *(np.flatnonzero(numbers[1:] - numbers[:-1] != 1) + 1).tolist(), count]
-    for start, stop in itertools.pairwise(edges):
-        step = longest or max(1, stop - start)
-        for begin in range(start, stop, step):
-            yield begin, min(begin + step, stop)
+    yield from itertools.pairwise(edges)
 
 
 def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, int, int]]:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from attnserve_server.caches.merge import merge
 from attnserve_server.caches.pages import STORAGE, Block, PagePool
 from attnserve_server.caches.parts import Part, as_sequences, by_page
 from attnserve_server.caches.shape import CacheShape
@@ -88,8 +89,8 @@ class QueryAttention:
     kernel: str = "none"
 
     @staticmethod
-    def of(query: CacheQuery, pool: PagePool, device: torch.device) -> QueryAttention:
-        """What there is to do."""
+    def of(query: CacheQuery, pool: PagePool, device: torch.device, by_page_too: bool) -> QueryAttention:
+        """What there is to do; `by_page_too` allows for parts that are computed page by page."""
         dtype = torch.promote_types(query.query.dtype, STORAGE[query.shape.dtype])
         if device.type == "cpu":
             # Nothing is faster in half precision here, and so partial results are not rounded before they are merged.
@@ -100,7 +101,7 @@ class QueryAttention:
         per_page, shape = pool.tokens_per_page(query.shape), query.shape
         band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
         reach = (0, keys) if query.return_scores is not None else band.reach()
-        if _is_by_page(query, per_page):
+        if by_page_too and has_few_queries(query, per_page):
             groups = [by_page(band, reach, per_page)]
             if query.alibi_slopes is not None and any(p.by_page and query.offset < p.end - 1 for p in groups[0]):
                 groups = []
@@ -137,13 +138,13 @@ class QueryAttention:
         width = shape.head_dim + shape.value_dim
         return (copied * shape.num_kv_heads * width + partial * heads * length * shape.value_dim) * dtype.itemsize
 
-    def jobs(self, part: Part, pool: PagePool, longest: int) -> Iterator[Job]:
-        """The calls of a part; `longest` as in `PagePool.blocks`."""
+    def jobs(self, part: Part, pool: PagePool) -> Iterator[Job]:
+        """The calls of a part."""
         query = self.query
         pages = query.pages[part.begin // self.per_page : -(-part.end // self.per_page)]
         tokens = part.end - part.begin
         if part.by_page:
-            for block in pool.blocks(query.shape, pages, tokens, longest):
+            for block in pool.blocks(query.shape, pages, tokens):
                 yield self._job_by_page(block, part.begin + block.first_token)
             return
         block = pool.gather(query.shape, pages, tokens, self.tensor.dtype)
@@ -203,19 +204,8 @@ class QueryAttention:
             if result.scores is not None:
                 self.scores.append((result.scores, result.lse))
         if len(self.outputs) > 1 or len(self.outputs[0]) > 1:
-            output, merged = self._merged()
-            self.outputs, self.lses = [output], [merged]
-
-    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All there is as one: outputs [n, Hq, Lq, Dv] and lses [n, Hq, Lq] over disjoint keys (contract, §4)."""
-        lse, output = (each[0] if len(each) == 1 else torch.cat(each) for each in (self.lses, self.outputs))
-        # The layout in memory is made one and the same, because the order of a sum follows it.
-        output, weights = output.contiguous().to(lse.dtype), lse.contiguous().softmax(0)
-        if not self.needs_lse:
-            return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), lse
-        total = lse.logsumexp(0, keepdim=True)
-        weights = weights.masked_fill(total == -torch.inf, 0)
-        return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), total
+            output, lse = merge(self.outputs, self.lses, self.needs_lse)
+            self.outputs, self.lses = [output], [lse]
 
     @property
     def needs_lse(self) -> bool:
@@ -242,8 +232,8 @@ class QueryAttention:
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
 
 
-def _is_by_page(query: CacheQuery, per_page: int) -> bool:
-    """Whether pages are computed without a copy, if all queries reach them: what else a query asks for permitting."""
+def has_few_queries(query: CacheQuery, per_page: int) -> bool:
+    """Whether pages can be computed without a copy, each by itself: there are few queries, and nothing rare is asked."""
     _, heads, length, _ = query.query.shape
     if query.score is not None or query.softcap > 0 or query.return_scores is not None:
         return False

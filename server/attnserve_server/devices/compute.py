@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -35,6 +35,9 @@ class Compute(Protocol):
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, in their order. `flops` is what they cost together."""
+
+    def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
+        """The results of computations, in their order. `flops` is what they cost together."""
 
 
 def chunks(rows: int, threads: int) -> Iterator[slice]:

@@ -10,12 +10,14 @@ import itertools
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 
 import torch
 
+from attnserve_server.caches import step
 from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import RowFunction, Rows, chunks
 from attnserve_server.devices.failures import is_out_of_memory
@@ -84,13 +86,25 @@ class CpuDevice:
         else:
             few = len(calls) < 2 * self.threads
             divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
-            every = [part for parts, _ in divided for part in parts]
-            step = -(-len(every) // (TASKS * self.threads))
-            tasks = [every[start : start + step] for start in range(0, len(every), step)]
-            computed = itertools.chain.from_iterable(self._pool.map(_attend_each, tasks))
+            computed = self._on_threads([partial(attend, part) for parts, _ in divided for part in parts])
             results = [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
         self._kernel_calls.update(result.kernel for result in results)
         return results
+
+    def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
+        """The results of computations, which run on all threads if they cost enough."""
+        divided = flops >= SPLIT_FLOPS and len(computations) > 1
+        results = list(self._on_threads(computations)) if divided else [compute() for compute in computations]
+        self._kernel_calls.update(result.kernel for result in results)
+        return results
+
+    def _on_threads(self, computations: Sequence[Callable[[], AttentionResult]]) -> Iterator[AttentionResult]:
+        """The results of computations, which run on all threads, in their order."""
+        if self._pool is None:
+            return (compute() for compute in computations)
+        each = -(-len(computations) // (TASKS * self.threads))
+        tasks = [computations[start : start + each] for start in range(0, len(computations), each)]
+        return itertools.chain.from_iterable(self._pool.map(_run_each, tasks))
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""
@@ -114,7 +128,8 @@ class CpuDevice:
 
     def kernels(self) -> list[tuple[str, str]]:
         """The kernels for a CPU."""
-        return [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
+        of_calls = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
+        return [(step.NAME, step.DESCRIPTION), *of_calls]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -122,8 +137,9 @@ class CpuDevice:
             self._pool.shutdown()
 
 
-def _attend_each(calls: list[AttentionCall]) -> list[AttentionResult]:
-    return [attend(call) for call in calls]
+def _run_each(computations: Sequence[Callable[[], AttentionResult]]) -> list[AttentionResult]:
+    with torch.inference_mode():  # which each thread has of its own
+        return [compute() for compute in computations]
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:

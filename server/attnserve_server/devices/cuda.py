@@ -78,6 +78,12 @@ class CudaDevice:
             _mend(call, result)
         return results
 
+    def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
+        """The results of computations, one after the other."""
+        results = [compute() for compute in computations]
+        self._kernel_calls.update(result.kernel for result in results)
+        return results
+
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""
         taken, self._kernel_calls = self._kernel_calls, Counter()

@@ -40,18 +40,24 @@ def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.
         bias = bias[..., begin:end]
     if call.alibi_slopes is None:
         return bias, None
-    # A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small
-    # biases; the softmax does not see the difference, and the lse is mended.
-    device = call.query.device
+    slopes, shift = alibi(call.alibi_slopes, band)
+    return (slopes if bias is None else bias + slopes), shift
+
+
+def alibi(slopes: torch.Tensor, band: Band) -> tuple[torch.Tensor, torch.Tensor]:
+    """The biases [1, Hq, Lq, S] of slopes [Hq], and what the lse then lacks [1, Hq, Lq].
+
+    A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small biases;
+    the softmax does not see the difference, and the lse is mended.
+    """
+    device = slopes.device
     position = torch.arange(band.query_length, device=device).unsqueeze(1) + band.offset
     distance = (position - torch.arange(band.kv_length, device=device)).abs()
     if not band.is_everything:
         distance = distance.masked_fill(~band.tensor(device), band.query_length + band.kv_length + abs(band.offset))
     nearest = distance.amin(-1, keepdim=True)
-    slopes = call.alibi_slopes[None, :, None, None]
-    alibi = -slopes * (distance - nearest)
-    shift = (-slopes * nearest).squeeze(-1)
-    return (alibi if bias is None else bias + alibi), shift
+    slopes = slopes[None, :, None, None]
+    return -slopes * (distance - nearest), (-slopes * nearest).squeeze(-1)
 
 
 def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
