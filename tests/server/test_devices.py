@@ -332,7 +332,7 @@ def test_what_a_device_says_of_itself(devices: dict[int, CpuDevice]) -> None:
     assert (device.name, device.threads, device.memory()) == ("cpu", 2, {})
     assert device.description
     names = [name for name, _ in device.kernels()]
-    assert names == ["cpu_flash", "math"]
+    assert names == ["cpu_pages", "cpu_flash", "math"]
     batch = device.run([messages.read(messages.random_attend(seed)) for seed in range(2)])
     assert dict(batch.kernel_calls) == {"cpu_flash": 1}  # two requests, one call
     assert min(batch.staging, batch.compute, batch.fetch) > 0

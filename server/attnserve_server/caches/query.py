@@ -233,7 +233,7 @@ class QueryAttention:
 
 
 def has_few_queries(query: CacheQuery, per_page: int) -> bool:
-    """Whether pages can be computed without a copy, each by itself: there are few queries, and nothing rare is asked."""
+    """Whether pages can be computed without a copy, each by itself: few queries, of which nothing rare is asked."""
     _, heads, length, _ = query.query.shape
     if query.score is not None or query.softcap > 0 or query.return_scores is not None:
         return False

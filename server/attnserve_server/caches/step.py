@@ -1,8 +1,8 @@
 """A few queries over a cache on a CPU, such as a step of a decoder: products of matrices over whole pages.
 
 In: a query and the pages it attends to. Out: computations, each over some of the pages; one result. All scores of a
-computation are in memory, so that keys are read one behind the other, and then values: that is what takes the time where
-few queries look at many keys. A result follows from the query and the tokens alone: a product's bits depend neither on
+computation are in memory, so that keys are read one behind the other, and then values: that is what takes the time of
+few queries over many keys. A result follows from the query and the tokens alone: a product's bits depend neither on
 how many others are computed in the same call nor on where they lie, if they are aligned.
 """
 
