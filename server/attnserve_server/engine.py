@@ -140,6 +140,15 @@ class Engine:
         self._queue.push(entry)
         self._schedule()
 
+    def hurry(self) -> None:
+        """Has what has been submitted run now, if nothing else is in flight: there is no company to wait a turn of the
+        loop for.
+        """
+        step = self._next_step
+        if step is not None and not self._waits and self._admission.requests == self._queue.requests:
+            step.cancel()
+            self._step()
+
     def cancel(self, entries: Iterable[Entry]) -> None:
         """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
         run already: those go on.

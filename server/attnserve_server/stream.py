@@ -165,6 +165,9 @@ class CallStream:
                 self._look_again()
             self._receive(message, arrival)
             del message  # which may be large, and the next one long in coming
+            self._engine.hurry()
+            if self._ready.is_set():
+                await asyncio.sleep(0)  # what has its answer by now is on its way before more is read
             while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()
                 await self._progress.wait()
