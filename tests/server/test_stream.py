@@ -51,7 +51,7 @@ def test_many_calls_in_one_message_are_a_batch(stream: calls.Stream) -> None:
     assert codes(replies) == dict.fromkeys(requests, 0)
     for reply in replies:
         calls.assert_answers(reply.attend, requests[reply.id])
-        assert reply.attend.batch_size in (19, 20)  # the causal ones, and the others
+        assert reply.attend.batch_size == len(requests)  # causal or not
         timings = reply.attend.timings
         phases = (timings.decode_ns, timings.queue_ns, timings.staging_ns, timings.compute_ns, timings.encode_ns)
         assert all(0 < phase < calls.PATIENCE_S * 1e9 for phase in phases)
