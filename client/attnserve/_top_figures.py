@@ -78,6 +78,8 @@ class Device:
     """How long it has had the batch that it has now; 0 if it has none."""
     memory: Rates
     """Bytes of a memory of its own, by state; empty on a CPU."""
+    loop: float
+    """The part of the time in which the event loop worked, from 0 to 1."""
     processors: float
     """Processors that the process uses."""
     resident_bytes: float
@@ -196,6 +198,7 @@ def figures(before: Reading, after: Reading) -> Figures:
             rate("attnserve_device_busy_seconds_total"),
             after.total("attnserve_device_batch_seconds"),
             after.by("attnserve_device_memory_bytes", "state"),
+            rate("attnserve_event_loop_busy_seconds_total"),
             rate("process_cpu_seconds_total"),
             after.total("process_resident_memory_bytes"),
         ),

@@ -70,7 +70,8 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
         ),
         (
             "",
-            f"{device.processors:.1f} processors, {_bytes(device.resident_bytes)} resident"
+            f"event loop {_percent(device.loop)} in use, {device.processors:.1f} processors, "
+            f"{_bytes(device.resident_bytes)} resident"
             + "".join(f", {_bytes(size)} {state}" for state, size in device.memory.items()),
         ),
         ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items())),

@@ -285,6 +285,10 @@ class Metrics:
         """
         self.registry.register(scraped.Device(busy_seconds, batch_seconds, memory))
 
+    def watch_loop(self, busy_seconds: Reading) -> None:
+        """Says where the event loop's use is read: the seconds in which it did not wait for something to happen."""
+        self.registry.register(scraped.Loop(busy_seconds))
+
     def watch_state(self, health: Health) -> None:
         """Has the server's state told."""
         self.registry.register(scraped.State(health))

@@ -73,6 +73,24 @@ class Device:
         return []  # what there is to read may not be there yet
 
 
+class Loop:
+    """How busy the event loop is."""
+
+    def __init__(self, busy_seconds: Callable[[], float]) -> None:
+        self._busy_seconds = busy_seconds
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "attnserve_event_loop_busy_seconds",
+            "Time in which the event loop, which decodes and encodes requests and computes small ones, did not wait: "
+            "its rate is its use, 0 to 1, and where that is 1 more comes than can be received.",
+            value=self._busy_seconds(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # outside of the loop there is nothing to read
+
+
 class Callers:
     """What each caller has had."""
 

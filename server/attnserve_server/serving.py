@@ -12,6 +12,7 @@ import signal
 
 from attnserve_server import units
 from attnserve_server.config import Config
+from attnserve_server.event_loop import EventLoop
 from attnserve_server.server import OpenDevice, Server, configured_device
 from attnserve_server.tracing import endpoint_of, shown
 from attnserve_server.watchdog import FAILED
@@ -28,21 +29,24 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
 
     Until it serves, signals do what they did before: there is nothing to drain, and loading cannot be interrupted.
     """
-    status = asyncio.run(_serve(config, open_device))
+    loop = EventLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        status = runner.run(_serve(config, open_device, loop))
     if status:
         logging.shutdown()
         # Threads that compute cannot be interrupted, and Python would wait for them.
         os._exit(status)
 
 
-async def _serve(config: Config, open_device: OpenDevice) -> int:
+async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> int:
     """Serves; the exit status."""
     stopping = asyncio.Event()
     server = Server(config, open_device)
+    server.metrics.watch_loop(lambda: loop.busy_seconds)
     try:
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, stopping.set)
         device = server.device
         print(
             f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
@@ -62,7 +66,7 @@ async def _serve(config: Config, open_device: OpenDevice) -> int:
     finally:
         await server.stop()
         for number in STOP_SIGNALS:  # being told again must not kill what is about to end well
-            asyncio.get_running_loop().remove_signal_handler(number)
+            loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)

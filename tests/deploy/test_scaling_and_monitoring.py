@@ -100,7 +100,8 @@ def test_both_autoscalings_want_the_same() -> None:
     assert wanted.keys() == set(given.values())
     # What an overloaded server reaches: so many may always wait, and more than all of the time is there not.
     assert 1 <= wanted["attnserve_queue_requests"] < ALWAYS_WAIT
-    assert 0.5 <= wanted["attnserve_device_busy_seconds_total"] < 1
+    for thread in ("device", "event_loop"):
+        assert 0.5 <= wanted[f"attnserve_{thread}_busy_seconds_total"] < 1
     assert horizontal["behavior"] == scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert (horizontal["minReplicas"], horizontal["maxReplicas"]) == (
         scaled["minReplicaCount"],
