@@ -9,6 +9,8 @@ import torch
 
 from attnserve_server.kernels import AttentionCall, AttentionResult
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Rows = TypeVar("Rows", torch.Tensor, tuple[torch.Tensor, ...])
 RowFunction: TypeAlias = Callable[..., Rows]
 """Tensors of n rows in, tensors of n rows out; each row of these follows from the same row of those alone."""
@@ -30,6 +32,13 @@ class Compute(Protocol):
     torch_device: torch.device
     """Where tensors are."""
 
+    def share(
+        self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
+    ) -> Sequence[Result]:
+        """`compute(items)`, or what calls for some of the items each give, each on a thread. What `compute` makes of an
+        item must not depend on the others; `flops` is what each costs.
+        """
+
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
         """`function(*tensors)`; the tensors have equally many rows, a multiple of ROWS. `flops` is what it costs."""
 
@@ -38,6 +47,17 @@ class Compute(Protocol):
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, in their order. `flops` is what they cost together."""
+
+
+def shares(costs: Sequence[int], threads: int) -> list[list[int]]:
+    """The places of items of these costs, divided among threads: the next largest to who has least, each in order."""
+    parts: list[list[int]] = [[] for _ in range(threads)]
+    loads = [0] * threads
+    for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        least = loads.index(min(loads))
+        parts[least].append(place)
+        loads[least] += costs[place]
+    return [sorted(part) for part in parts if part]
 
 
 def chunks(rows: int, threads: int) -> Iterator[slice]:

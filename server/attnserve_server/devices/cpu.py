@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Lock, local
 from time import perf_counter
 
 import torch
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import RowFunction, Rows, chunks
+from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, chunks, shares
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -32,6 +33,12 @@ SPLIT_FLOPS = 20_000_000
 
 TASKS = 8
 """Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
+
+
+UNEVEN = 1.15
+"""Requests are shared out among threads if the busiest has no more than so many times its part: then each computes its
+own from end to end, where step by step all would wait for the last, and join what they made.
+"""
 
 
 class CpuDevice:
@@ -47,7 +54,9 @@ class CpuDevice:
         self.description = _processor()
         self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)
         self._kernel_calls: Counter[str] = Counter()
-        self._pool = ThreadPoolExecutor(threads, "attnserve-cpu") if threads > 1 else None
+        self._counting = Lock()
+        self._thread = local()
+        self._pool = ThreadPoolExecutor(threads, "attnserve-cpu", self._mark) if threads > 1 else None
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch."""
@@ -65,10 +74,25 @@ class CpuDevice:
             kernel_calls=self.take_kernel_calls(),
         )
 
+    def share(
+        self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
+    ) -> Sequence[Result]:
+        """`compute(items)`, or of parts of them on all threads, if they cost enough and can be shared out evenly."""
+        total = sum(flops)
+        pool = self._pool_for(total)
+        if pool is None or len(items) < self.threads:
+            return compute(items)
+        parts = shares(flops, self.threads)
+        if max(sum(flops[place] for place in part) for part in parts) * self.threads > UNEVEN * total:
+            return compute(items)
+        computed = pool.map(compute, [[items[place] for place in part] for part in parts])
+        results = dict(zip(itertools.chain(*parts), itertools.chain.from_iterable(computed), strict=True))
+        return [results[place] for place in range(len(items))]
+
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
         """`function(*tensors)`, computed for ranges of rows, on all threads if it costs enough."""
-        divided = self._pool is not None and flops >= SPLIT_FLOPS
-        ranges = list(chunks(len(tensors[0]), self.threads if divided else 1))
+        pool = self._pool_for(flops)
+        ranges = list(chunks(len(tensors[0]), 1 if pool is None else self.threads))
         if len(ranges) < 2:
             return function(*tensors)
 
@@ -76,35 +100,45 @@ class CpuDevice:
             with torch.inference_mode():  # which each thread has of its own
                 return function(*(tensor[of_rows] for tensor in tensors))
 
-        parts = list(self._pool.map(part, ranges) if divided and self._pool is not None else map(part, ranges))
-        return _end_to_end(parts)
+        return _end_to_end(list(map(part, ranges) if pool is None else pool.map(part, ranges)))
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, which are computed on all threads if they cost enough."""
-        if self._pool is None or flops < SPLIT_FLOPS:
+        pool = self._pool_for(flops)
+        if pool is None:
             results = [attend(call) for call in calls]
         else:
             few = len(calls) < 2 * self.threads
             divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
-            computed = self._on_threads([partial(attend, part) for parts, _ in divided for part in parts])
+            computed = self._on_threads(pool, [partial(attend, part) for parts, _ in divided for part in parts])
             results = [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
-        self._kernel_calls.update(result.kernel for result in results)
+        with self._counting:
+            self._kernel_calls.update(result.kernel for result in results)
         return results
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, which run on all threads if they cost enough."""
-        divided = flops >= SPLIT_FLOPS and len(computations) > 1
-        results = list(self._on_threads(computations)) if divided else [compute() for compute in computations]
-        self._kernel_calls.update(result.kernel for result in results)
+        pool = self._pool_for(flops) if len(computations) > 1 else None
+        each = (compute() for compute in computations) if pool is None else self._on_threads(pool, computations)
+        results = list(each)
+        with self._counting:
+            self._kernel_calls.update(result.kernel for result in results)
         return results
 
-    def _on_threads(self, computations: Sequence[Callable[[], AttentionResult]]) -> Iterator[AttentionResult]:
+    def _on_threads(
+        self, pool: ThreadPoolExecutor, computations: Sequence[Callable[[], AttentionResult]]
+    ) -> Iterator[AttentionResult]:
         """The results of computations, which run on all threads, in their order."""
-        if self._pool is None:
-            return (compute() for compute in computations)
         each = -(-len(computations) // (TASKS * self.threads))
         tasks = [computations[start : start + each] for start in range(0, len(computations), each)]
-        return itertools.chain.from_iterable(self._pool.map(_run_each, tasks))
+        return itertools.chain.from_iterable(pool.map(_run_each, tasks))
+
+    def _pool_for(self, flops: int) -> ThreadPoolExecutor | None:
+        """The threads that work of this cost is divided among; None if it is not. They themselves divide nothing."""
+        return None if flops < SPLIT_FLOPS or hasattr(self._thread, "own") else self._pool
+
+    def _mark(self) -> None:
+        self._thread.own = True
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import RowFunction, Rows
+from attnserve_server.devices.compute import Item, Result, RowFunction, Rows
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
@@ -65,6 +65,12 @@ class CudaDevice:
             # Whoever keeps the error keeps the frames that it passed, and they the tensors of a batch that failed.
             traceback.clear_frames(error.__traceback__)
             raise
+
+    def share(
+        self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
+    ) -> Sequence[Result]:
+        """`compute(items)`: the device has threads of its own."""
+        return compute(items)
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
         """`function(*tensors)`, at once: the device has threads of its own."""

@@ -87,7 +87,8 @@ class LayerRequest(Independent):
 
     def run_batch(self, device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
         """Computes requests for this layer."""
-        return run_layer(device, batch, self.loaded.layer.run)
+        costs = [request.cost for request in batch]
+        return run_layer(device, batch, lambda inputs: device.share(self.loaded.layer.run, inputs, costs))
 
     def collect(self, output: LayerOutput) -> RequestResult:
         """The elements of the reply, on the host and laid out as the input was."""
