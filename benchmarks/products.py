@@ -1,0 +1,70 @@
+"""`python -m benchmarks.products`: the products that resident layers are made of, by torch and as layers compute them.
+
+In: nothing. Out: a table; for widths of models in use and some numbers of rows, the CPU time of one product by torch's
+`linear` and by `layers.product`, on one core, and their ratio. Both are measured in turn; the quickest of many counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import thread_time
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import linear
+
+from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.layers.product import packs, product_of
+from benchmarks.machine import cpu_model
+from benchmarks.table import WIDTH
+
+WIDTHS: Final = ((512, 512), (512, 1536), (384, 384), (384, 1152), (384, 1536), (1536, 384), (2048, 2048))
+"""Inputs and outputs: of the resident workloads, of MiniLM, and of a larger model."""
+NUMBERS_OF_ROWS: Final = (ROWS, 128, MAX_ROWS)
+ROUNDS: Final = 30
+
+
+def quickest(*ways: Callable[[], object]) -> list[float]:
+    """The CPU time of the quickest of many calls of each, in seconds."""
+    best = [float("inf")] * len(ways)
+    for _ in range(ROUNDS):
+        for place, way in enumerate(ways):
+            begin = thread_time()
+            way()
+            best[place] = min(best[place], thread_time() - begin)
+    return best
+
+
+@torch.inference_mode()
+def measured(dtype: torch.dtype) -> Table:
+    """A table of all widths in a dtype."""
+    how = "oneDNN, weight packed" if packs(dtype) else "torch's own here"
+    headings = ("inputs → outputs", *(f"{rows} rows\nlinear, layer: µs, ratio" for rows in NUMBERS_OF_ROWS))
+    table = Table(*headings, title=f"{str(dtype).removeprefix('torch.')}; the layer's product: {how}")
+    for inputs, outputs in WIDTHS:
+        weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
+        product, cells = product_of(weight, bias), []
+        for count in NUMBERS_OF_ROWS:
+            rows = torch.randn(count, inputs).to(dtype)
+            by_torch, by_layer = quickest(
+                lambda rows=rows, weight=weight, bias=bias: linear(rows, weight, bias),
+                lambda rows=rows, product=product: product(rows),
+            )
+            cells.append(f"{by_torch * 1e6:,.0f}, {by_layer * 1e6:,.0f}: {by_torch / by_layer:.2f}")
+        table.add_row(f"{inputs} → {outputs}", *cells)
+    return table
+
+
+def main() -> None:
+    """Prints the tables."""
+    torch.set_num_threads(1)
+    console = Console(width=WIDTH)
+    console.print(f"{cpu_model()}, one core; torch {torch.__version__}")
+    for dtype in (torch.float32, torch.bfloat16):
+        console.print(measured(dtype))
+
+
+if __name__ == "__main__":
+    main()
