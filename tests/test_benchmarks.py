@@ -25,7 +25,7 @@ from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
-from benchmarks import raw, table
+from benchmarks import products, raw, table
 from benchmarks.__main__ import PEERS, options
 from benchmarks.arrivals import ClosedLoop, OpenLoop
 from benchmarks.attention import Attention
@@ -494,3 +494,15 @@ async def test_http_connections_read_replies_however_they_come_and_are_kept() ->
     await asyncio.gather(*filter(None, connections))
     server.close()
     await server.wait_closed()
+
+
+def test_products_are_measured_in_every_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(products, "ROUNDS", 1)
+    monkeypatch.setattr(products, "WIDTHS", ((32, 48), (48, 32)))
+    threads = torch.get_num_threads()
+    products.main()
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert [printed.count(widths) for widths in ("32 → 48", "48 → 32", "float32", "bfloat16")] == [2, 2, 1, 1]
