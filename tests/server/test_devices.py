@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import messages
@@ -151,6 +152,35 @@ def test_packed_requests_lengths_and_plain_ones_together(devices: dict[int, CpuD
     requests = [messages.read(message) for message in batch]
     assert len({request.problem.group for request in requests}) == 1
     assert_company_changes_nothing(devices, requests)
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "one key": {"kv_length": 1},
+    "length first": {"layout": pb.LAYOUT_LENGTH_FIRST},
+    "masked": {"mask": np.tri(4, 4).astype(bool)},
+    "written out": {"softcap": 2.0, "return_scores": pb.SCORE_STAGE_RAW},
+    "large": {"width": 4096},
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_results_stay_as_they_are_when_more_is_computed(devices: dict[int, CpuDevice], kind: str) -> None:
+    """Inputs of requests that are alike may lie where those of the last one lay; results may not."""
+    one, other = (messages.read(messages.random_attend(seed, 4, heads=4, **ALONE[kind])) for seed in (0, 1))
+    found = devices[1].run([one]).results[0]
+    before = contents(found)
+    assert contents(devices[1].run([other]).results[0]) != before
+    assert contents(found) == before
+
+
+def test_threads_that_compute_what_is_alike_do_not_mix_it_up(devices: dict[int, CpuDevice]) -> None:
+    requests = [messages.read(messages.random_attend(seed, 24, heads=4, causal=True)) for seed in range(8)]
+    alone = [contents(devices[1].run([request]).results[0]) for request in requests]
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda request: contents(devices[1].run([request]).results[0]), requests * 50)
+    assert list(found) == alone * 50
 
 
 def test_requests_with_nan_and_infinities_among_finite_ones(devices: dict[int, CpuDevice]) -> None:

@@ -6,13 +6,16 @@ call for each span. Neither changes a bit of any result: kernels compute each se
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
@@ -35,15 +38,15 @@ ALIGNMENT: Final = 64
 """Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
 LOOKED_AT: Final = 4 << 20
 """Up to so many bytes, whether inputs are finite is seen here, all at once; kernels look at larger ones, on threads."""
+KEPT: Final = 1 << 20
+"""Up to so many bytes, the inputs of a batch that is one call are put where those of the last such batch were."""
+MOST_KEPT: Final = 64
+"""So many layouts of that memory are remembered."""
+COPIED_ASIDE: Final = 64 << 10
+"""Payloads from here on are copied while other threads run Python."""
 
-
-class _Inputs(NamedTuple):
-    """Queries, keys and values [N, H, L, D], packed; `finite`: known to hold neither NaN nor infinities."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    finite: bool
+Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values."""
 
 
 @dataclass(slots=True)
@@ -64,21 +67,25 @@ class Stager:
         self._allocate = allocate
         self._upload = upload
         self._looks = looks
+        self._kept = _Kept()
 
     def stage(self, requests: Sequence[Request]) -> list[StagedCall]:
         """The calls for a batch."""
         staged: list[StagedCall] = []
-        for indexes in _stacks(requests):
-            staged += self._stage_stack(requests, indexes)
+        stacks = _stacks(requests)
+        for indexes in stacks:
+            staged += self._stage_stack(requests, indexes, len(stacks) == 1)
         return staged
 
-    def _stage_stack(self, requests: Sequence[Request], indexes: list[int]) -> Iterator[StagedCall]:
-        """The calls for requests that share a problem; more than one of them only if each holds a single span."""
+    def _stage_stack(self, requests: Sequence[Request], indexes: list[int], only: bool) -> Iterator[StagedCall]:
+        """The calls for requests that share a problem; more than one of them only if each holds a single span. `only`
+        says that they are the batch.
+        """
         members = [requests[index] for index in indexes]
         problem, spans = members[0].problem, members[0].spans
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
-        query, key, value, finite = self._inputs(members)
+        query, key, value, finite = self._inputs(members, only)
         exact = exact_dtype(problem)
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
@@ -128,35 +135,28 @@ class Stager:
                 [(index, span) for index in indexes],
             )
 
-    def _inputs(self, members: Sequence[Request]) -> _Inputs:
-        """Queries, keys and values of requests that share a problem, sequence by sequence.
+    def _inputs(self, members: Sequence[Request], only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """Queries, keys and values [N, H, L, D], packed, of requests that share a problem, sequence by sequence; and
+        whether they are known to hold neither NaN nor infinities.
 
-        They share memory, which is taken, uploaded and looked at once.
+        They share memory, which is taken, uploaded and looked at once. It is used again where nobody can notice: where
+        the device computes what it is given, before anything else is staged on this thread.
         """
-        problem, count = members[0].problem, len(members)
-        specs = [problem.tensors[name] for name in ("query", "key", "value")]
-        starts = [0]
-        for spec in specs:
-            starts.append(starts[-1] + -(-spec.size * count // ALIGNMENT) * ALIGNMENT)
-        raw = self._allocate(starts[-1])
-        target = memoryview(raw.numpy())  # type: ignore[arg-type]
-        for spec, start in zip(specs, starts, strict=False):
-            size = spec.size
-            if not size:
-                continue
-            for member in members:
-                target[start : start + size] = member.payloads[spec.payload]
-                start += size
-        elements = self._upload(raw.view(TORCH[problem.dtype]))
+        problem = members[0].problem
+        if only and self._looks:
+            place = self._kept.place(problem, len(members), self._allocate)
+        else:
+            place = _Place(problem, len(members), self._allocate)
+        place.fill(members)
+        elements = self._upload(place.elements)
+        query, key, value = place.inputs if elements is place.elements else place.inputs_in(elements)
+        if problem.length_first:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         finite = False
-        if self._looks and starts[-1] <= LOOKED_AT and sum(spec.size for spec in specs) * count == starts[-1]:
+        if self._looks and place.whole:
             # A sum is finite only if all that it adds up is; one that is not may have overflowed.
             finite = isfinite(elements.sum(dtype=exact_dtype(problem)).item())
-        query, key, value = (
-            heads_first(elements, spec.shape, problem.length_first, start // elements.itemsize, count)
-            for spec, start in zip(specs, starts, strict=False)
-        )
-        return _Inputs(query, key, value, finite)
+        return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
         """A tensor of several requests, one behind the other along a new first axis that is dropped for one."""
@@ -199,6 +199,75 @@ class Stager:
         assert query_weight is not None
         assert key_weight is not None
         return AdditiveScore(query_weight, key_weight, parameter("bias"), parameter("output_weight"))
+
+
+class _Place:
+    """Host memory for the queries, keys and values of so many requests that share a problem."""
+
+    __slots__ = ("_array", "_bytes", "_parts", "_views", "elements", "inputs", "problem", "whole")
+
+    def __init__(self, problem: Problem, count: int, allocate: Allocate) -> None:
+        specs = [problem.tensors[name] for name in ("query", "key", "value")]
+        parts, views, end, used = [], [], 0, 0
+        itemsize = TORCH[problem.dtype].itemsize
+        for spec in specs:
+            size = spec.size
+            if size:
+                parts.append((spec.payload, end, size))
+            views.append((*_arranged(spec.shape, problem.length_first, count), end // itemsize))
+            used += size * count
+            end += -(-size * count // ALIGNMENT) * ALIGNMENT
+        raw = allocate(end)
+        self.problem = problem
+        self._array: NDArray[Any] = raw.numpy()
+        self._bytes = memoryview(self._array)  # type: ignore[arg-type]
+        self._parts, self._views = parts, views
+        self.elements = raw.view(TORCH[problem.dtype])
+        self.inputs = self.inputs_in(self.elements)
+        """Views of the elements [N, H, L, D], in the layout of the payloads."""
+        self.whole = used == end <= LOOKED_AT
+        """Whether all elements are of inputs, and few enough to be looked at."""
+
+    def fill(self, members: Sequence[Request]) -> None:
+        """Puts the payloads of requests there, one behind the other."""
+        target = self._bytes
+        for payload, start, size in self._parts:
+            for member in members:
+                if size < COPIED_ASIDE:
+                    target[start : start + size] = member.payloads[payload]
+                else:
+                    self._array[start : start + size] = np.frombuffer(member.payloads[payload], np.uint8)
+                start += size
+
+    def inputs_in(self, elements: torch.Tensor) -> Inputs:
+        """The same views of other elements, such as those that have been uploaded."""
+        query, key, value = (elements.as_strided(*view) for view in self._views)
+        return query, key, value
+
+
+class _Kept(threading.local):
+    """Memory that each thread uses again and again, and where in it inputs lay the last times."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._places: dict[tuple[int, int], _Place] = {}
+
+    def place(self, problem: Problem, count: int, allocate: Allocate) -> _Place:
+        """Where inputs go, until the next ones do."""
+        found = self._places.get((id(problem), count))
+        if found is not None:  # it keeps its problem alive, so that no other has this id
+            return found
+        place = _Place(problem, count, lambda size: self._part(size) if size <= KEPT else allocate(size))
+        if place.elements.nbytes <= KEPT:
+            if len(self._places) >= MOST_KEPT:
+                self._places.clear()
+            self._places[id(problem), count] = place
+        return place
+
+    def _part(self, size: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(KEPT, dtype=torch.uint8)
+        return self._memory[:size]
 
 
 def _stacks(requests: Sequence[Request]) -> list[list[int]]:
