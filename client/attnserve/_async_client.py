@@ -20,7 +20,7 @@ from attnserve._caches import AsyncCache, AsyncCaches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Identity, Token, as_token
-from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
+from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
@@ -182,7 +182,7 @@ class AsyncClient:
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._servers.each_once():
+        for replica in self._servers.each_once(checked_timeout(timeout)):
             try:
                 info = await self._ask(rpc, timeout, replica.address)
             except UnavailableError as error:
@@ -226,8 +226,8 @@ class AsyncClient:
 
     async def __aenter__(self) -> Self:
         if self._settings.target.look_up is not None and not self._servers.found:
-            with suppress(UnavailableError):  # the first call says so
-                self._servers.take(await asyncio.to_thread(self._servers.look_up))
+            with suppress(UnavailableError, DeadlineExceededError):  # the first call says so
+                self._servers.take(await asyncio.to_thread(self._servers.look, self._settings.timeout))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -240,8 +240,10 @@ class AsyncClient:
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
             try:
+                if home is None:
+                    call.timeout = self._servers.find(call.timeout)
                 stream = self._servers.connection(home).stream()
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineExceededError) as error:
                 future.settle(error)
             else:
                 stream.submit(future, call, pinned=home is not None)

@@ -202,7 +202,8 @@ class Caches:
 
     def pool(self, *, timeout: float | None = 60.0) -> CachePool:
         """All caches of the caller, and how full the pools are together. Renews no lease."""
-        return CachePool.together([self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
+        rpc, homes = _cache_requests.list_all(), self._servers.homes(timeout)
+        return CachePool.together([self._ask(rpc, timeout, home) for home in homes])
 
     def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
         """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
@@ -213,7 +214,7 @@ class Caches:
     def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
         """What one cache is, and the address of its server, if the client knows several."""
         failures: list[AttnServeError] = []
-        for home in self._homes:
+        for home in self._servers.homes(timeout):
             try:
                 return self._ask(_cache_requests.get(name), timeout, home), home
             except (NotFoundError, *_OUT_OF_REACH) as error:
@@ -226,17 +227,13 @@ class Caches:
         """
         rpc = _cache_requests.delete(names)
         failures: list[AttnServeError] = []
-        for home in self._homes:
+        for home in self._servers.homes(timeout):
             try:
                 self._ask(rpc, timeout, home)
             except _OUT_OF_REACH as error:
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
-
-    @property
-    def _homes(self) -> Sequence[str | None]:
-        return self._servers.homes
 
 
 class AsyncCaches:
@@ -252,7 +249,8 @@ class AsyncCaches:
 
     async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
         """All caches of the caller, and how full the pools are together. Renews no lease."""
-        return CachePool.together([await self._ask(_cache_requests.list_all(), timeout, home) for home in self._homes])
+        rpc, homes = _cache_requests.list_all(), self._servers.homes(timeout)
+        return CachePool.together([await self._ask(rpc, timeout, home) for home in homes])
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
         """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
@@ -263,7 +261,7 @@ class AsyncCaches:
     async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
         """What one cache is, and the address of its server, as `Caches.find` says."""
         failures: list[AttnServeError] = []
-        for home in self._homes:
+        for home in self._servers.homes(timeout):
             try:
                 return await self._ask(_cache_requests.get(name), timeout, home), home
             except (NotFoundError, *_OUT_OF_REACH) as error:
@@ -276,14 +274,10 @@ class AsyncCaches:
         """
         rpc = _cache_requests.delete(names)
         failures: list[AttnServeError] = []
-        for home in self._homes:
+        for home in self._servers.homes(timeout):
             try:
                 await self._ask(rpc, timeout, home)
             except _OUT_OF_REACH as error:
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
-
-    @property
-    def _homes(self) -> Sequence[str | None]:
-        return self._servers.homes

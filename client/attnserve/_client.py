@@ -21,7 +21,7 @@ from attnserve._caches import Cache, Caches
 from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
 from attnserve._credentials import TLS, Bearer, Identity, Token, as_token
-from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
+from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
@@ -280,7 +280,7 @@ class Client:
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._servers.each_once():
+        for replica in self._servers.each_once(checked_timeout(timeout)):
             try:
                 info = self._ask(rpc, timeout, replica.address)
             except UnavailableError as error:
@@ -331,8 +331,10 @@ class Client:
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
             try:
+                if home is None:
+                    call.timeout = self._servers.find(call.timeout)
                 stream = self._servers.connection(home).stream()
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineExceededError) as error:
                 future.settle(error)
             else:
                 stream.submit(future, call, pinned=home is not None)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from attnserve._cache_requests import CacheInfo
-from attnserve._errors import ClientClosedError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._lookout import Lookout
 from attnserve._replicas import Connection, Replica, Replicas
 from attnserve._targets import Target
@@ -42,17 +44,14 @@ class Servers(Generic[C]):
         self._replicas = Replicas(connect, dispose)
         self._lock = threading.RLock()  # a call that is given up may close the client
         self._lookout: Lookout | None = None
+        self._first_look: Future[Sequence[str]] | None = None
         self._closed = False
-
-    @property
-    def found(self) -> bool:
+        self.found = False
         """Whether it is known which servers there are."""
-        return bool(self._replicas.addresses)
 
-    @property
-    def homes(self) -> Sequence[str | None]:
-        """The servers, to be asked one by one; None is whatever a single address leads to."""
-        self.find()
+    def homes(self, timeout: float | None) -> Sequence[str | None]:
+        """The servers, to be asked one by one; None is whatever a single address leads to. Raises what `find` does."""
+        self.find(timeout)
         return self._replicas.addresses if self._knows_each else [None]
 
     @property
@@ -65,8 +64,8 @@ class Servers(Generic[C]):
         """
         return replica.address if self._knows_each else info.address
 
-    def connection(self, home: str | None = None) -> C:
-        """The connection for a call, to the server `home` if it is not for any. UnavailableError if there is none."""
+    def connection(self, home: str | None = None, timeout: float | None = None) -> C:
+        """The connection for a call, to the server `home` if it is not for any. Raises what `find` does."""
         if self._outdated is not None and self._outdated() and not self._closed:
             self._replicas.renew(time.monotonic())
         if home is not None:
@@ -75,13 +74,14 @@ class Servers(Generic[C]):
             return self._replicas.at(home, time.monotonic())
         if (only := self._replicas.only) is not None:
             return only
-        self.find()
+        self.find(timeout)
         return self._replicas.choose(time.monotonic())
 
-    def each_once(self) -> Iterator[Replica]:
+    def each_once(self, timeout: float | None) -> Iterator[Replica]:
         """The servers for a call that any can answer, the best first, until there is none that has not been tried.
-        UnavailableError if there is none at all.
+        Raises what `find` does.
         """
+        self.find(timeout)
         tried: set[str] = set()
         while (replica := self.connection().replica).address not in tried:
             tried.add(replica.address)
@@ -91,18 +91,45 @@ class Servers(Generic[C]):
         """Whether the calls of a connection could be made on another."""
         return self._replicas.others(connection)
 
-    def find(self) -> None:
-        """Finds out which servers there are, if that is not known; which may take a while."""
+    def find(self, timeout: float | None = None) -> float | None:
+        """Finds out which servers there are, if that is not known, and returns how much is left of so many seconds
+        (None for no limit). Raises what `look` does.
+        """
         if self.found:
-            return
+            return timeout
+        begin = time.monotonic()
+        self.take(self._target.fixed or self.look(timeout))
+        if self._closed:
+            raise ClientClosedError
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+
+    def look(self, timeout: float | None) -> Sequence[str]:
+        """The addresses that there are now. UnavailableError if there are none, and DeadlineExceededError if that is
+        not known after so many seconds.
+        """
+        try:
+            return self._looked_up().result(timeout)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self._target.name}: not looked up within the timeout") from None
+
+    def _looked_up(self) -> Future[Sequence[str]]:
+        """The addresses, to come from a thread of its own: nothing ends a look that takes too long."""
         with self._lock:
             if self._closed:
                 raise ClientClosedError
-            if not self.found:
-                self._take(self._target.fixed or self.look_up())
+            if self._first_look is None or self._first_look.done():
+                self._first_look = Future()
+                looking = partial(self._look, self._first_look)
+                threading.Thread(target=looking, name="attnserve-look", daemon=True).start()
+            return self._first_look
 
-    def look_up(self) -> Sequence[str]:
-        """The addresses that there are now. UnavailableError if there are none."""
+    def _look(self, found: Future[Sequence[str]]) -> None:
+        try:
+            found.set_result(self._look_up())
+        except Exception as error:
+            found.set_exception(error)
+
+    def _look_up(self) -> Sequence[str]:
         assert self._target.look_up is not None  # or they are known
         try:
             addresses = self._target.look_up()
@@ -113,13 +140,14 @@ class Servers(Generic[C]):
         return addresses
 
     def take(self, addresses: Sequence[str]) -> None:
-        """Takes notice of what `look_up` has found."""
+        """Takes notice of which addresses there are."""
         with self._lock:
             if not self._closed:
                 self._take(addresses)
 
     def _take(self, addresses: Sequence[str]) -> None:
         self._replicas.update(addresses, time.monotonic())
+        self.found = True
         if self._lookout is None and self._target.look_up is not None:
             self._lookout = Lookout(self._target.look_up, self._refresh, self._deliver)
             self._replicas.told = self._lookout.ask

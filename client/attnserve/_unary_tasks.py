@@ -47,7 +47,7 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
-        route: Callable[[], Connection],
+        route: Callable[[float | None], Connection],
         *,
         repeatable: bool = True,
     ) -> None:
@@ -81,7 +81,7 @@ class UnaryTransport:
         pieces: list[Buffer],
         deadline: float,
         policy: RetryPolicy,
-        route: Callable[[], Connection],
+        route: Callable[[float | None], Connection],
     ) -> None:
         try:
             await self._attempt(future, path, pieces, deadline, policy, route)
@@ -97,16 +97,16 @@ class UnaryTransport:
         pieces: list[Buffer],
         deadline: float,
         policy: RetryPolicy,
-        route: Callable[[], Connection],
+        route: Callable[[float | None], Connection],
     ) -> None:
         metadata = () if future.span is None else future.span.metadata
         attempts = 0
         while True:
+            connection = route(None if deadline == inf else deadline - time.monotonic())
             remaining = None if deadline == inf else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 future.settle(DeadlineExceededError("no reply within the timeout"))
                 return
-            connection = route()
             connection.unary.add(future)
             try:
                 carried = self._bearer.metadata + metadata

@@ -56,7 +56,7 @@ class _UnaryCall:
         pieces: list[Buffer],
         deadline: float,
         policy: RetryPolicy,
-        route: Callable[[], Connection],
+        route: Callable[[float | None], Connection],
     ) -> None:
         self.future: Final = future
         self.metadata: Final = () if future.span is None else future.span.metadata
@@ -87,13 +87,13 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
-        route: Callable[[], Connection],
+        route: Callable[[float | None], Connection],
         *,
         repeatable: bool = True,
     ) -> None:
         """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
 
-        `route` gives the connection for an attempt.
+        `route` gives the connection for an attempt, within so many seconds.
         """
         deadline = inf if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -122,11 +122,11 @@ class UnaryTransport:
             self._finish(call, ProtocolError(unreadable(error)))
 
     def _begin(self, call: _UnaryCall) -> None:
-        remaining = None if call.deadline == inf else call.deadline - time.monotonic()
+        connection = call.route(_left(call.deadline))
+        remaining = _left(call.deadline)
         if remaining is not None and remaining <= 0:
             self._finish(call, DeadlineExceededError("no reply within the timeout"))
             return
-        connection = call.route()
         method, metadata = connection.method(call.path), self._bearer.metadata + call.metadata
         message = b"".join(call.pieces)
         with self._lock:
@@ -184,3 +184,8 @@ class UnaryTransport:
             call.rpc.cancel()
         if call.connection is not None:
             call.connection.unary.discard(call)
+
+
+def _left(deadline: float) -> float | None:
+    """The seconds until a deadline; None if there is none."""
+    return None if deadline == inf else deadline - time.monotonic()

@@ -9,13 +9,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import calls
 import numpy as np
 import pytest
 
-from attnserve import AsyncClient, Client, NotFoundError, UnavailableError
+from attnserve import AsyncClient, Client, DeadlineExceededError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -193,6 +193,37 @@ def nobody() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: Literal["stream", "unary"]) -> None:
+    """Calls end with their timeouts, whatever the look takes; those that come when it is done are answered."""
+    known = threading.Event()
+
+    def slow() -> list[str]:
+        assert known.wait(calls.PATIENCE_S)
+        return [server.address]
+
+    with Client(slow, transport=transport) as client:
+        asks: list[Callable[[], object]] = [
+            lambda: client.attend(*arrays(), timeout=0.05),
+            lambda: client.server_info(timeout=0.05),
+            lambda: client.create_cache(2, 8, timeout=0.05),
+            lambda: client.caches.list(timeout=0.05),
+        ]
+        for ask in asks:
+            with pytest.raises(DeadlineExceededError):
+                ask()
+        known.set()
+        client.attend(*arrays())
+    known.clear()
+    async with AsyncClient(slow, transport=transport, timeout=0.05) as in_tasks_too:
+        with pytest.raises(DeadlineExceededError):
+            await in_tasks_too.attend(*arrays())
+        with pytest.raises(DeadlineExceededError):
+            await in_tasks_too.create_cache(2, 8, timeout=0.05)
+        known.set()
+        await in_tasks_too.attend(*arrays(), timeout=calls.PATIENCE_S)
 
 
 async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: str) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -95,17 +97,36 @@ def server(inputs: int, seed: int) -> dict[str, Any]:
 
 
 def guided(target: str, inputs: int, seed: int) -> dict[str, Any]:
-    """A target of `guided.py`, in a process of its own, which libFuzzer ends as it pleases."""
+    """A target of `guided.py`, in a process for each processor, which libFuzzer ends as it pleases. Each finds its own
+    way, from a seed of its own.
+    """
     FINDINGS.mkdir(exist_ok=True)
-    command = [sys.executable, str(HERE / "guided.py"), target, f"-runs={inputs}", f"-seed={seed or 1}"]
-    done = subprocess.run(
-        [*command, f"-artifact_prefix={FINDINGS}/{target}-"], stderr=subprocess.PIPE, text=True, check=False
-    )
-    last = [line for line in done.stderr.splitlines() if line.startswith(("#", "Done "))]
-    if done.returncode:
-        print(done.stderr[-6000:], file=sys.stderr)
-        raise AssertionError(f"{target} ended with {done.returncode}")
-    return {"inputs": inputs, "libfuzzer": last[-2:]}
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    runs = -(-inputs // workers)
+    command = [
+        sys.executable,
+        str(HERE / "guided.py"),
+        target,
+        f"-runs={runs}",
+        f"-artifact_prefix={FINDINGS}/{target}-",
+    ]
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
+        processes = [
+            stack.enter_context(subprocess.Popen([*command, f"-seed={seed + number}"], stderr=log))
+            for number, log in enumerate(logs, start=1)
+        ]
+        statuses = [process.wait() for process in processes]
+        said = []
+        for log in logs:
+            log.seek(0)
+            said.append(log.read())
+    for status, text in zip(statuses, said, strict=True):
+        if status:
+            print(text[-6000:], file=sys.stderr)
+            raise AssertionError(f"{target} ended with {status}")
+    last = [[line for line in text.splitlines() if line.startswith(("#", "Done "))][-2:] for text in said]
+    return {"inputs": runs * workers, "libfuzzer": last}
 
 
 def resident(pid: str) -> int:
