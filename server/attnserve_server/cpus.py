@@ -1,6 +1,7 @@
-"""How many processors this process may use: what threads default to.
+"""How many processors this process may use, which is what threads default to, and whose they are.
 
-In: the scheduler's affinity and the quotas of the control groups that the process is in. Out: a number, at least 1.
+In: the scheduler's affinity, the quotas of the control groups that the process is in, what the kernel says of
+processors. Out: a number, at least 1; a yes or no.
 """
 
 from __future__ import annotations
@@ -71,3 +72,12 @@ def _ratio(quota: str = "max", period: str = "0", *_: str) -> float | None:
     if quota == "max" or int(quota) <= 0 or int(period) <= 0:
         return None
     return int(quota) / int(period)
+
+
+def is_amd() -> bool:
+    """Whether the processors are AMD's, on which Intel's MKL, that torch multiplies by, uses half of a vector's width."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)
+    except OSError:
+        return False

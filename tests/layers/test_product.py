@@ -108,11 +108,11 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what oneDNN is known to compute faster: not without it, not on a processor that MKL knows how to use."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(product, "_is_amd", lambda: True)
+    monkeypatch.setattr(product, "is_amd", lambda: True)
     fresh = packs.__wrapped__
     assert [fresh(make.torch_dtype(dtype)) for dtype in make.DTYPES] == [True, False, False, True]
     for module, name, answer in (
-        (product, "_is_amd", False),
+        (product, "is_amd", False),
         (torch.backends.cpu, "get_cpu_capability", "AVX2"),
         (torch.backends.mkldnn, "is_available", False),
     ):

@@ -24,7 +24,7 @@ from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, ch
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
-from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, flash_cpu
+from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
 
@@ -186,10 +186,11 @@ def _end_to_end(parts: list[Rows]) -> Rows:
 def _divide(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:
     """A call as calls for some of its sequences (axis 0), or of its heads (axis 1) where that changes no bits."""
     sequences, kv_heads = call.query.shape[0], call.key.shape[1]
+    # What does not come out even among sequences may do so among heads.
+    if sequences % count and kv_heads >= count and kernel_for(call).heads_apart:
+        return [call.kv_heads(start, stop) for start, stop in _ranges(kv_heads, count)], 1
     if sequences >= count:
         return [call.sequences(start, stop) for start, stop in _ranges(sequences, count)], 0
-    if sequences and kv_heads >= count and flash_cpu.applies(call):
-        return [call.kv_heads(start, stop) for start, stop in _ranges(kv_heads, count)], 1
     return [call], 0
 
 

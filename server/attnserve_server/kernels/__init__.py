@@ -2,7 +2,7 @@
 
 from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult
-from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend
+from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
 
 __all__ = [
     "KERNELS",
@@ -17,4 +17,5 @@ __all__ = [
     "RaggedResult",
     "Scores",
     "attend",
+    "kernel_for",
 ]

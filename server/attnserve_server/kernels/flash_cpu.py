@@ -9,7 +9,6 @@ masked (scales are made positive), and its bits depend on the alignment of the r
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
 
@@ -127,11 +126,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     inputs = () if call.finite else (call.query, key, value)
     if not _is_finite(*inputs, call.bias):
         output, lse = output.contiguous(), lse.contiguous()
-        group = call.query.shape[1] // key.shape[1]
-        for n, head in _non_finite_heads(call.query, key, value, call.bias):
-            exact = math.attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=True))
-            output[n, head * group : (head + 1) * group] = exact.output[0]
-            lse[n, head * group : (head + 1) * group] = exact.lse[0]  # type: ignore[index]
+        math.attend_heads(call, _non_finite_heads(call.query, key, value, call.bias), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 

@@ -8,6 +8,7 @@ all but float64 is computed in float32, and whether values are finite is told, n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -31,6 +32,17 @@ def attend_each(call: AttentionCall) -> AttentionResult:
         sequence = call.sequences(n, n + 1)
         results.append(_attend(sequence, bool(torch.isfinite(sequence.value).all())))
     return _joined(call, results, None)
+
+
+def attend_heads(call: AttentionCall, heads: list[list[int]], output: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Computes some [sequence, key head] of a call, and puts them in the place of what another kernel made of them."""
+    group = call.query.shape[1] // call.key.shape[1]
+    for n, head in heads:
+        exact = attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=lse is not None))
+        mine = n, slice(head * group, (head + 1) * group)
+        output[mine] = exact.output[0]
+        if lse is not None and exact.lse is not None:
+            lse[mine] = exact.lse[0]
 
 
 def attend_together(call: AttentionCall) -> AttentionResult:

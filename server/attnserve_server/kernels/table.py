@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnserve_server.kernels import efficient_cuda, flash_cpu, math, varlen_cuda
+from attnserve_server.kernels import blocked_cpu, efficient_cuda, flash_cpu, math, varlen_cuda
 from attnserve_server.kernels.bias import nothing_to_attend
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 from attnserve_server.kernels.ragged import RaggedKernel
@@ -16,22 +16,37 @@ from attnserve_server.kernels.ragged import RaggedKernel
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to compute attention, the device it is for, why it is there, and which calls it can compute."""
+    """One way to compute attention, the device it is for, why it is there, and which calls it can compute.
+
+    `heads_apart`: a key head and the queries that read it have the same bits whatever other heads a call has.
+    """
 
     name: str
     device: str
     description: str
     applies: Callable[[AttentionCall], bool]
     attend: Callable[[AttentionCall], AttentionResult]
+    heads_apart: bool = False
 
+
+_BLOCKED_CPU = Kernel(
+    blocked_cpu.NAME,
+    "cpu",
+    "float32, AVX-512 of AMD: dot products of many queries with many keys, masks, biases, windows and sinks; the fastest",
+    blocked_cpu.applies,
+    blocked_cpu.attend,
+    heads_apart=True,
+)
 
 KERNELS: tuple[Kernel, ...] = (
+    *([_BLOCKED_CPU] if blocked_cpu.AVAILABLE else ()),
     Kernel(
         flash_cpu.NAME,
         "cpu",
-        "dot-product scores with masks, biases, windows, ALiBi and sinks; the fastest on a CPU, no scores in memory",
+        "dot-product scores with masks, biases, windows, ALiBi and sinks; fast on any CPU, no scores in memory",
         flash_cpu.applies,
         flash_cpu.attend,
+        heads_apart=True,
     ),
     Kernel(
         efficient_cuda.NAME,
@@ -57,7 +72,10 @@ def attend(call: AttentionCall) -> AttentionResult:
     """Computes a call by the first kernel that applies."""
     if call.query.shape[2] == 0 or (call.key.shape[2] == 0 and call.return_scores is None):
         return nothing_to_attend(call, "none") if call.return_scores is None else math.attend(call)
-    for kernel in KERNELS:
-        if kernel.device in ("any", call.query.device.type) and kernel.applies(call):
-            return kernel.attend(call)
-    raise AssertionError("the last kernel applies to every call")
+    return kernel_for(call).attend(call)
+
+
+def kernel_for(call: AttentionCall) -> Kernel:
+    """The first kernel that applies to a call with Lq > 0 and S > 0."""
+    device = call.query.device.type
+    return next(kernel for kernel in KERNELS if kernel.device in ("any", device) and kernel.applies(call))

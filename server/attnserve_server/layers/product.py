@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import torch
 from torch.nn.functional import linear
 
+from attnserve_server.cpus import is_amd
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -42,16 +43,8 @@ def packs(dtype: torch.dtype) -> bool:
         dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _is_amd()
+        and is_amd()
     )
-
-
-def _is_amd() -> bool:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)
-    except OSError:
-        return False
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

@@ -1,0 +1,220 @@
+"""Kernels where there are many queries and keys: blocks of scores, whatever excludes keys and however large they are.
+
+What the kernel for that computes is compared with the oracle, with the math kernel, or with itself in other company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import accuracy
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_results
+from cases import Plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import call_of, run
+
+from attnserve_server.kernels import AttentionCall, attend, blocked_cpu, kernel_for, math
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.blocks import KEY_GRID, PART_KEYS, plan
+
+LONG: dict[str, Any] = {"batch": 1, "query_length": 301, "key_length": 333, "head_dim": 16, "key_dim": 16}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """One thread a call, as the CPU device has it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(case: Any) -> None:
+    """Asserts that a case is computed in blocks, where this machine can, and what the oracle says."""
+    call = call_of(case, return_lse=True)
+    result = run(call)
+    assert result.kernel == blocked_cpu.NAME or not blocked_cpu.AVAILABLE
+    accuracy.check(case, result)
+
+
+BOUND = st.integers(-1, 1300)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.tuples(st.integers(1, 700), st.integers(1, 2500)),
+    offset=st.integers(-800, 2600) | st.sampled_from([2**40, -(2**40)]),
+    window=st.tuples(BOUND, BOUND),
+    causal=st.booleans(),
+    group=st.integers(1, 40),
+)
+def test_blocks_hold_every_pair_of_a_band_once(
+    lengths: tuple[int, int], offset: int, window: tuple[int, int], causal: bool, group: int
+) -> None:
+    queries, keys = lengths
+    band = Band.of(queries, keys, offset, causal, window)
+    rows, blocks = plan(band, group)
+    seen = torch.zeros(queries, keys + KEY_GRID, dtype=torch.int)
+    for block in blocks:
+        count = block.stop - block.start
+        assert 0 < count <= rows
+        for part in block.parts:
+            width = part.keys.stop - part.keys.start
+            assert width % KEY_GRID == 0 < width <= PART_KEYS
+            added = torch.zeros(rows, width)
+            for edge in part.edges:
+                added[:, edge.keys] += edge.added
+            seen[block.start : block.stop, part.keys] += (added[:count] == 0).int()
+    assert (seen[:, :keys] == band.tensor(torch.device("cpu")).int()).all()
+    assert not seen[:, keys:].any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": "bottom_right", "group": 3},
+        {"causal": True, "query_length": 400, "query_offset": -70, "sinks": True},
+        {"window": (40, 9), "group": 2, "query_offset": 20},
+        {"window": (200, -1), "query_offset": 280, "group": 5, "query_length": 100},
+        {"mask_shape": (301, 333), "causal": True},
+        {"mask_shape": (2, 1, 333), "bias_shape": (2, 301, 1), "sinks": True, "group": 1},
+        {"bias_shape": (1, 4, 301, 333), "window": (100, 100), "group": 2},
+        {"scale": -0.25, "value_dim": 24},
+        {"key_length": 1100, "query_length": 150, "causal": "bottom_right", "bias_shape": (1, 1100)},
+        {"layout": "length_first", "causal": True},
+    ],
+    ids=str,
+)
+def test_against_the_oracle(options: dict[str, Any]) -> None:
+    case = Plan(**{**LONG, **options}).case(0)
+    if case.options["layout"] == "length_first":
+        case = replace(case, options={name: value for name, value in case.options.items() if name != "layout"})
+        case = replace(case, **{name: getattr(case, name).swapaxes(1, 2) for name in ("query", "key", "value")})
+    check(case)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": "bottom_right", "key_length": 1500}])
+def test_scores_of_any_size(options: dict[str, Any]) -> None:
+    """Rows whose weights would overflow or vanish stand beside others, of small scores, whose bits are as ever."""
+    case = Plan(**{**LONG, **options}).case(1)
+    expected = run(call_of(case, return_lse=True))
+    case.query[:, 0, 5] *= 400
+    case.query[:, 0, 200] = -400 * np.abs(case.query[:, 0, 200])
+    case.key[:, :, 2] = 1
+    result = run(call_of(case, return_lse=True))
+    small = call_of(case, return_lse=True)
+    exact = math.attend(small)
+    assert (np.abs(result.lse) > 200).any()
+    for row in (5, 200):
+        np.testing.assert_allclose(result.output[:, 0, row], exact.output[:, 0, row], atol=2e-4)
+    others = np.delete(np.arange(case.query.shape[2]), (5, 200))
+    np.testing.assert_allclose(result.output[:, :, others], exact.output[:, :, others], atol=3e-6)
+    assert exact.lse is not None
+    np.testing.assert_allclose(result.lse, exact.lse, rtol=1e-6, atol=3e-6)
+    case.query[:, 0, [5, 200]] = 0
+    again = run(call_of(case, return_lse=True))
+    np.testing.assert_array_equal(again.output[:, :, others], result.output[:, :, others])
+    np.testing.assert_array_equal(again.lse[:, :, others], result.lse[:, :, others])
+    assert not np.array_equal(expected.lse, again.lse)
+
+
+def test_large_biases_are_values() -> None:
+    case = Plan(**LONG, bias_shape=(301, 333)).case(2)
+    case.options["bias"][:] = -3e38
+    case.options["bias"][:, 17] = -2e38
+    result = run(call_of(case, return_lse=True))
+    np.testing.assert_allclose(result.output, np.broadcast_to(case.value[:, :, 17:18], result.output.shape), rtol=1e-6)
+    np.testing.assert_allclose(result.lse, -2e38, rtol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", [{"causal": True, "key_length": 301}, {"mask_shape": (301, 333)}])
+def test_what_is_not_finite(options: dict[str, Any], poison: float) -> None:
+    """It reaches who attends it, and nobody else; whether in queries, keys or values."""
+    for name in ("query", "key", "value"):
+        case = Plan(**{**LONG, **options}).case(3)
+        getattr(case, name)[:, 1, 290, 3] = poison
+        result = run(call_of(case, return_lse=True))
+        exact = math.attend(call_of(case, return_lse=True))
+        assert exact.lse is not None
+        np.testing.assert_allclose(result.output, exact.output, atol=3e-6)
+        np.testing.assert_allclose(result.lse, exact.lse, atol=3e-6)
+        assert np.isfinite(result.output[:, 0]).all()
+
+
+def test_rows_that_a_mask_leaves_nothing() -> None:
+    case = Plan(**LONG, mask_shape=(301, 333)).case(4)
+    case.options["mask"][[0, 77, 300]] = False
+    result = run(call_of(case, return_lse=True))
+    assert (result.output[:, :, [0, 77, 300]] == 0).all()
+    assert (result.lse[:, :, [0, 77, 300]] == -np.inf).all()
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "group": 3}, {"mask_shape": (4, 1, 301, 333), "sinks": True}, {"window": (50, 3)}]
+)
+def test_bits_depend_on_the_sequence_alone(options: dict[str, Any]) -> None:
+    """Not on other sequences, on other heads, on where they lie in memory, or on strides; one of them holds a NaN."""
+    call = call_of(Plan(**{**LONG, "batch": 4, **options}).case(5), return_lse=True)
+    call.value[2, 0, 40, 1] = torch.nan
+    call.query[3, 0, 9] *= 500
+    together = run(call)
+    for n in range(4):
+        alone = call.sequences(n, n + 1)
+        result = run(alone)
+        np.testing.assert_array_equal(result.output, together.output[n : n + 1])
+        np.testing.assert_array_equal(result.lse, together.lse[n : n + 1])
+        strided = replace(alone, **{name: _elsewhere(getattr(alone, name)) for name in ("query", "key", "value")})
+        assert_same_results(run(strided), result)
+    group = call.query.shape[1] // call.key.shape[1]
+    second = run(call.kv_heads(1, 2))
+    np.testing.assert_array_equal(second.output, together.output[:, group:])
+    np.testing.assert_array_equal(second.lse, together.lse[:, group:])
+
+
+def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, lengths first in memory, from an address that is a multiple of nothing."""
+    room = torch.empty(tensor.numel() + 3)
+    count, heads, length, width = tensor.shape
+    return room[3:].view(count, length, heads, width).transpose(1, 2).copy_(tensor)
+
+
+@pytest.mark.parametrize("narrower", [torch.float16, torch.bfloat16])
+def test_narrower_keys(narrower: torch.dtype) -> None:
+    call = call_of(Plan(**LONG, causal=True).case(6), return_lse=True)
+    narrow = replace(call, key=call.key.to(narrower), value=call.value.to(narrower))
+    wide = replace(narrow, key=narrow.key.float(), value=narrow.value.float())
+    assert_same_results(run(narrow), run(wide))
+
+
+def test_which_calls_are_for_other_kernels() -> None:
+    """Those that are short, have learned scores or are of another precision."""
+    query = torch.randn(1, 2, 256, 16)
+    call = AttentionCall(query, query, query, 0.25)
+    for mine in (call, replace(call, causal=True, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))):
+        assert blocked_cpu.applies(mine)
+        assert (kernel_for(mine).name == blocked_cpu.NAME) == blocked_cpu.AVAILABLE
+    key = query[:, :, : blocked_cpu.LEAST_KEYS - 1]
+    half = query.half()
+    for other in (
+        replace(call, softcap=1.0),
+        replace(call, return_scores="raw"),
+        replace(call, alibi_slopes=torch.ones(2)),
+        replace(call, scale=0.0),
+        replace(call, query=query[:, :, : blocked_cpu.LEAST_ROWS - 1]),
+        replace(call, key=key, value=key),
+        replace(call, query=half, key=half, value=half),
+        replace(call, query=query.double(), key=query.double(), value=query.double()),
+    ):
+        assert not blocked_cpu.applies(other)
+        assert kernel_for(other).name in ("cpu_flash", "math")
+        assert attend(other).kernel != blocked_cpu.NAME
