@@ -27,11 +27,14 @@ LONG: dict[str, Any] = {"batch": 1, "query_length": 301, "key_length": 333, "hea
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """One thread a call, as the CPU device has it."""
+def _blocked() -> Iterator[None]:
+    """One thread a call, as the CPU device has it, and sequences need not be so long as to slow tests down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LEAST_PRODUCTS", "LEAST_CAUSAL_PRODUCTS"):
+            patch.setattr(blocked_cpu, name, 0)
+        yield
     torch.set_num_threads(threads)
 
 
@@ -198,20 +201,20 @@ def test_narrower_keys(narrower: torch.dtype) -> None:
 
 def test_which_calls_are_for_other_kernels() -> None:
     """Those that are short, have learned scores or are of another precision."""
-    query = torch.randn(1, 2, 256, 16)
-    call = AttentionCall(query, query, query, 0.25)
-    for mine in (call, replace(call, causal=True, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))):
+    query = torch.randn(1, 2, 256, 64)
+    call = AttentionCall(query, query, query, 0.125)
+    for mine in (call, replace(call, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))):
         assert blocked_cpu.applies(mine)
         assert (kernel_for(mine).name == blocked_cpu.NAME) == blocked_cpu.AVAILABLE
-    key = query[:, :, : blocked_cpu.LEAST_KEYS - 1]
     half = query.half()
+    few, short = query[:, :, : blocked_cpu.LEAST_ROWS - 1], query[:, :, : blocked_cpu.LEAST_KEYS - 1]
     for other in (
         replace(call, softcap=1.0),
         replace(call, return_scores="raw"),
         replace(call, alibi_slopes=torch.ones(2)),
         replace(call, scale=0.0),
-        replace(call, query=query[:, :, : blocked_cpu.LEAST_ROWS - 1]),
-        replace(call, key=key, value=key),
+        replace(call, query=few),
+        replace(call, key=short, value=short),
         replace(call, query=half, key=half, value=half),
         replace(call, query=query.double(), key=query.double(), value=query.double()),
     ):

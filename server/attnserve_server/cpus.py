@@ -75,7 +75,7 @@ def _ratio(quota: str = "max", period: str = "0", *_: str) -> float | None:
 
 
 def is_amd() -> bool:
-    """Whether the processors are AMD's, on which Intel's MKL, that torch multiplies by, uses half of a vector's width."""
+    """Whether the processors are AMD's, on which MKL, by which torch multiplies, uses half of a vector's width."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)

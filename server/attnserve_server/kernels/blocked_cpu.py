@@ -29,9 +29,13 @@ from attnserve_server.kernels.call import AttentionCall, AttentionResult
 
 NAME = "cpu_blocked"
 
-LEAST_ROWS = 128
-LEAST_KEYS = 256
-"""With fewer rows or keys torch's flash kernel is as fast."""
+LEAST_ROWS, LEAST_KEYS = 64, 192
+LEAST_PRODUCTS, LEAST_CAUSAL_PRODUCTS = 1 << 23, 1 << 25
+"""With fewer rows of queries, fewer keys or fewer products of their elements for a key head, torch's flash kernel is as
+fast; it has a better way with the latter, up to some length, where queries see the keys up to their own. Measured on
+one core, 8 heads of 64: 18.0 ms to 10.6 at 1,024 causal queries; the same time at 192 that see all keys, and at 500
+causal ones.
+"""
 MAX_SCALE = 2.0**20
 """Queries are scaled, not scores; by more than this, or less than its inverse, they might leave their range."""
 SAFE_TOTAL = 2.0**100
@@ -48,9 +52,12 @@ AVAILABLE: bool = _linear is not None and torch.backends.cpu.get_cpu_capability(
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call, and is the fastest at it."""
     query, key = call.query, call.key
+    rows, keys = query.shape[2] * (query.shape[1] // key.shape[1]), key.shape[2]
+    products = rows * keys * (query.shape[3] + call.value.shape[3])
     return (
-        key.shape[2] >= LEAST_KEYS
-        and query.shape[2] * (query.shape[1] // key.shape[1]) >= LEAST_ROWS
+        products >= (LEAST_CAUSAL_PRODUCTS if call.causal and call.offset == 0 else LEAST_PRODUCTS)
+        and rows >= LEAST_ROWS
+        and keys >= LEAST_KEYS
         and query.dtype == torch.float32
         and query.device.type == "cpu"
         and call.score is None
@@ -63,7 +70,7 @@ def applies(call: AttentionCall) -> bool:
 
 def attend(call: AttentionCall) -> AttentionResult:
     """Computes a call to which this kernel applies."""
-    # In a thread that torch has not computed in yet, this tells OpenMP how many threads to use, which oneDNN does not ask.
+    # Tells OpenMP how many threads to use in a thread that torch has not computed in yet: oneDNN does not ask torch.
     torch.get_num_threads()
     (count, heads, query_length, _), kv_heads = call.query.shape, call.key.shape[1]
     group = heads // kv_heads

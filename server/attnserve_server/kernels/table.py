@@ -32,7 +32,7 @@ class Kernel:
 _BLOCKED_CPU = Kernel(
     blocked_cpu.NAME,
     "cpu",
-    "float32, AVX-512 of AMD: dot products of many queries with many keys, masks, biases, windows and sinks; the fastest",
+    "float32 dot products of many queries with many keys, masks, biases, windows and sinks; on AMD with AVX-512",
     blocked_cpu.applies,
     blocked_cpu.attend,
     heads_apart=True,
