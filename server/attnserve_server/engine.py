@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
 from attnserve_server.computation import compute
+from attnserve_server.deadlines import Deadlines
 from attnserve_server.delivery import Delivery
 from attnserve_server.entry import Entry
 from attnserve_server.errors import (
     Cancelled,
     DeadlineExceeded,
-    DeadlineUnreachable,
     DeviceFailed,
     Draining,
     RequestError,
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from attnserve_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
-
-TRIAL_PAUSE: Final = 9
-"""What should be too late by the measured rate is tried, on an idle device, so many times as long after the last trial
-as that took: a tenth of the device's time at most goes into what may be for nobody."""
-
 
 Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
 """What came of some entries of a batch."""
@@ -85,8 +80,7 @@ class Engine:
         self._running: Batch[Entry] | None = None
         self._batch_begin = 0.0
         self._batch_end = 0.0
-        self._trying = False
-        self._next_trial = 0.0
+        self._deadlines = Deadlines(queue, admission.pace)
         self._last: Ran | None = None
         self._drop_due: asyncio.Handle | None = None
         self._cancelled: list[Entry] = []
@@ -124,7 +118,7 @@ class Engine:
         """
         self.check_open()
         if entry.deadline < inf:
-            self._check_deadline(entry)
+            self._deadlines.check(entry, None if self._running is None else self._batch_end)
         self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)
         if entry.request.needs:
             try:
@@ -160,29 +154,6 @@ class Engine:
                 self._cancelled.append(entry)
         if some and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
-
-    def _check_deadline(self, entry: Entry) -> None:
-        """Raises DeadlineUnreachable if what is due before an entry, and the entry itself, should take longer than its
-        caller waits. What nothing is before is computed now and then all the same: nothing else would mend a rate that
-        is wrong.
-        """
-        now = entry.arrival + entry.decode
-        least = self._admission.pace.least_seconds(entry.cost)
-        left = entry.deadline - now
-        if self._running is None and not self._queue.requests:
-            if least <= left:
-                return
-            if now >= self._next_trial:
-                self._trying, self._next_trial = True, now + TRIAL_PAUSE * least
-                return
-            raise DeadlineUnreachable(least, left)
-        if self._running is not None:
-            least += max(0.0, self._batch_end - now)
-        if least + self._queue.seconds <= left:  # most often, and without looking at all that waits
-            return
-        least += self._queue.seconds_before(entry.caller, entry.priority)
-        if least > left:
-            raise DeadlineUnreachable(least, left)
 
     def release(self, entry: Entry) -> None:
         """Says that the reply of an admitted request has left, or never will."""
@@ -340,8 +311,7 @@ class Engine:
             last, self._last = self._last, None
             seconds = now - last.begin
             self._admission.pace.learn(last.cost, last.requests, last.largest, seconds)
-            if self._trying:
-                self._trying, self._next_trial = False, now + TRIAL_PAUSE * seconds
+            self._deadlines.computed(now, seconds)
 
     def _begin(self, batch: Batch[Entry]) -> None:
         """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""

@@ -1,0 +1,59 @@
+"""What is refused because it would be too late, and what is tried all the same. 1000 FLOPs take a second here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from waiting import SECOND, Entry, queue_of
+
+from attnserve_server.deadlines import TRIAL_PAUSE, Deadlines
+from attnserve_server.errors import DeadlineUnreachable
+from attnserve_server.pace import Pace
+
+
+@dataclass(eq=False)
+class Request(Entry):
+    """One that is to be queued."""
+
+    decode: float = 0.0
+
+
+def check(deadlines: Deadlines, seconds: float, left: float, now: float = 0.0, free_at: float | None = None) -> None:
+    """Raises what a request of so many seconds is refused with, whose caller waits for so many more."""
+    entry: Any = Request(arrival=now, cost=round(seconds * SECOND), deadline=now + left)
+    deadlines.check(entry, free_at)
+
+
+def deadlines(*waiting: Entry) -> Deadlines:
+    queue: Any = queue_of(*waiting, max_cost=100 * SECOND)
+    pace = Pace(1 / SECOND, 1e-12)
+    pace.learn(10 * SECOND, 1, 10 * SECOND, 10.0)  # so large a request has run, and it took as long as it should
+    return Deadlines(queue, pace)
+
+
+def test_what_can_be_in_time_is_taken() -> None:
+    check(deadlines(), 1.0, 1.1)
+    check(deadlines(), 1.0, 3.1, free_at=2.0)
+    check(deadlines(Entry(cost=2 * SECOND)), 1.0, 6.1, free_at=2.0)
+
+
+@pytest.mark.parametrize(("waiting", "left"), [((), 2.5), ((Entry(cost=2 * SECOND),), 3.5)])
+def test_what_has_others_before_it_for_too_long_is_not(waiting: tuple[Entry, ...], left: float) -> None:
+    with pytest.raises(DeadlineUnreachable):
+        check(deadlines(*waiting), 1.0, left, free_at=2.0)
+
+
+def test_an_idle_device_tries_what_should_be_too_late_a_tenth_of_the_time() -> None:
+    several = deadlines()
+    check(several, 1.0, 0.5)
+    with pytest.raises(DeadlineUnreachable):
+        check(several, 1.0, 0.5, now=0.1)
+    several.computed(2.0, 2.0)
+    with pytest.raises(DeadlineUnreachable):
+        check(several, 1.0, 0.5, now=1.9 + TRIAL_PAUSE * 2.0)
+    check(several, 1.0, 0.5, now=2.0 + TRIAL_PAUSE * 2.0)
+    several.computed(100.0, 1.0)
+    several.computed(1000.0, 50.0)  # which nothing was tried for
+    check(several, 1.0, 0.5, now=1000.0)
