@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Final
 
 from benchmarks import machine
 from benchmarks.chaos.experiments import NAMES, experiment
-from benchmarks.chaos.outcome import Outcome, Result
+from benchmarks.chaos.outcome import Outcome, Result, exactly
 from benchmarks.chaos.report import DOCUMENT, report, table, with_report
 
 DEFAULT_JSON: Final = Path("bench-results/chaos.json")
@@ -39,10 +40,16 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make(name: str, minutes: float) -> Outcome:
-    """Makes one experiment."""
+    """Makes one experiment. One that ends with an error (a caller that hangs, a server that does not start) has broken
+    its promise, and the others are made all the same.
+    """
     chosen = experiment(name)
     begun, begin, before = datetime.now(UTC), perf_counter(), machine.load_average()[0]
-    figures = chosen.run(minutes)
+    try:
+        figures = chosen.run(minutes)
+    except Exception as error:
+        traceback.print_exc()
+        figures = [exactly(f"the experiment ended with {type(error).__name__}", 1, 0)]
     return Outcome(
         experiment=name,
         promise=chosen.PROMISE,

@@ -41,7 +41,7 @@ def _row(figure: Figure) -> tuple[str, str, str, str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
 
 
 def _section(outcome: Outcome) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import device
+from benchmarks.chaos import device, drain, kill
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
 from benchmarks.chaos.experiments import NAMES
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
@@ -70,6 +70,24 @@ def test_what_was_made_earlier_stays_unless_it_is_made_again() -> None:
     assert first.outcomes == [drain, kill], "in the order of the experiments"
     assert together(first, {"drain": again}).outcomes == [again, kill]
     assert together(replace(first, machine={}), {"drain": again}).outcomes == [again], "on another machine"
+
+
+def test_an_experiment_that_ends_with_an_error_has_broken_its_promise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def hangs(minutes: float) -> list[Figure]:
+        raise TimeoutError("caller-0 hangs")
+
+    monkeypatch.setattr(drain, "run", hangs)
+    monkeypatch.setattr(kill, "run", lambda minutes: [exactly("calls that failed", 0, 0)])
+    found = tmp_path / "chaos.json"
+    assert main(["--experiments", "drain,kill", "--json", str(found)]) == 1
+    said = capsys.readouterr()
+    assert "drain: BROKEN" in said.out
+    assert "kill: kept" in said.out
+    assert "caller-0 hangs" in said.err
+    assert [outcome.kept for outcome in Result.read(found).outcomes] == [False, True]
+    assert "the experiment ended with TimeoutError | 1     | 0        | **broken** |" in report(Result.read(found))
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
