@@ -135,11 +135,13 @@ class Engine:
         self._schedule()
 
     def hurry(self) -> None:
-        """Has what has been submitted run now, if nothing else is in flight: there is no company to wait a turn of the
-        loop for.
+        """Runs what has been submitted without waiting for a turn of the loop, if it is little and all that is in
+        flight: for company it would wait longer than it takes.
         """
         step = self._next_step
-        if step is not None and not self._waits and self._admission.requests == self._queue.requests:
+        if step is None or self._waits or self._queue.cost > self._device.inline_flops:
+            return
+        if self._admission.requests == self._queue.requests:
             step.cancel()
             self._step()
 

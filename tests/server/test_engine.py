@@ -237,6 +237,36 @@ async def test_what_comes_in_one_turn_of_the_loop_is_one_batch() -> None:
         assert outcome.batch_size == 5
 
 
+async def test_little_that_is_alone_runs_without_a_turn_of_the_loop() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    bench.engine.hurry()  # with nothing to do
+    batch = [messages.random_attend(seed) for seed in range(3)]
+    entries = [bench.submit(message) for message in batch]
+    bench.engine.hurry()
+    assert device.sizes == [3]
+    for outcome, message in zip(await bench.outcomes(entries), batch, strict=True):
+        assert_right(outcome, message)
+    assert device.sizes == [3]
+
+
+async def test_what_has_company_or_costs_much_waits_for_the_turn_of_the_loop() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    bench.admission.admit("another", 1, 1)
+    entry = bench.submit(messages.random_attend(0))
+    bench.engine.hurry()
+    assert device.sizes == []
+    await bench.outcome(entry)
+    assert device.sizes == [1]
+    for large in (Bench(HeldDevice(BESIDE)), Bench(HeldDevice(INLINE), max_wait=1e-3)):
+        entry = large.submit(messages.random_attend(1))
+        large.engine.hurry()
+        assert large.engine.running is None
+        assert large.queue.requests == 1
+        await large.outcomes([entry])
+
+
 async def test_a_batch_forms_while_the_device_is_busy() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
