@@ -122,7 +122,8 @@ class _Head:
         self._blocks = blocks
         self._group, self._length, width = query.shape
         query = query * (call.scale if self._bias is not None else call.scale * LOG2_E)
-        query = pad(query, (0, 0, 0, len(blocks) * rows - self._length))
+        if self._length < len(blocks) * rows:
+            query = pad(query, (0, 0, 0, len(blocks) * rows - self._length))
         query = query.view(self._group, len(blocks), rows, width).transpose(0, 1)
         # By blocks: [B, G * R, n]; what stands behind a head's last query is of no meaning.
         self._query = query.reshape(len(blocks), self._group * rows, width)
