@@ -32,6 +32,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
     """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and only there."""
     out = logging.StreamHandler(stream or sys.stderr)
+    out.addFilter(soften)
     out.addFilter(Throttle())
     out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)
@@ -51,6 +52,18 @@ def shown(value: object) -> Any:
         return f"<{value.DESCRIPTOR.full_name}>"
     size = len(value) if isinstance(value, bytes | bytearray) else getattr(value, "nbytes", None)
     return f"<{type(value).__name__}>" if size is None else f"<{type(value).__name__} of {size} bytes>"
+
+
+def soften(record: logging.LogRecord) -> bool:
+    """Makes a line of what gRPC tells as a fault of the server, with a traceback: that an RPC was over before it could
+    be ended. gRPC itself had ended it, because its caller sent a message that is too large, and has told the caller so.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
+        return True
+    record.levelno, record.levelname, record.exc_info = logging.INFO, logging.getLevelName(logging.INFO), None
+    record.msg, record.args = "gRPC has ended an RPC: its message is too large, most likely", ()
+    return logging.getLogger().isEnabledFor(logging.INFO)
 
 
 class Throttle(logging.Filter):

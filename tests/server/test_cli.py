@@ -20,6 +20,7 @@ import calls
 import numpy as np
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from grpc._cython import cygrpc
 
 from attnserve_server import __version__, logs
 from attnserve_server.config import settings
@@ -181,12 +182,32 @@ def test_payloads_are_never_written(log_format: str) -> None:
 
 
 @pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("error", 0)])
+def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
+    """A message that is too large, in the midst of a stream, ends as a traceback in gRPC's own words."""
+    out = io.StringIO()
+    logs.configure(level, "text", out)
+    theirs = logging.getLogger("grpc._cython.cygrpc")
+    try:
+        raise cygrpc.ExecuteBatchError("Failed to send")
+    except cygrpc.ExecuteBatchError:
+        theirs.exception("ExecuteBatchError raised in core by servicer method [/x]")
+    assert out.getvalue().count("\n") == lines
+    assert out.getvalue().count(" info grpc._cython.cygrpc gRPC has ended an RPC") == lines
+    try:
+        raise ValueError("of another kind")
+    except ValueError:
+        theirs.exception("Unexpected")
+    assert "ValueError: of another kind" in out.getvalue()
+
+
+@pytest.mark.usefixtures("root_logger")
 def test_what_goes_wrong_again_and_again_is_written_a_few_times() -> None:
     """By place in the code; what is no warning always is."""
     now, out = [0.0], io.StringIO()
     logs.configure("info", "json", out)
     (handler,) = logging.getLogger().handlers
-    (throttle,) = handler.filters
+    _, throttle = handler.filters
     throttle._clock = lambda: now[0]  # type: ignore[union-attr]
     logger = logging.getLogger("attnserve_server.test")
 

@@ -185,3 +185,6 @@ def test_messages_above_the_limits(start_server: Callable[..., Server]) -> None:
         assert stream.error()[0] == grpc.StatusCode.INVALID_ARGUMENT
         calls.assert_answers(attend(channel, request), request)
     calls.until_nothing_is_in_flight(server.http_address)
+    assert server.stop() == 0
+    assert " error " not in server.stderr(), "it is no fault of the server"
+    assert "Traceback" not in server.stderr()
