@@ -57,7 +57,7 @@ bench-tune: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## find the fastest
 chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)
 
-fuzz: $(VENV)/.fuzz ## bad bytes into the codec and every RPC, millions of them: about half an hour
+fuzz: $(VENV)/.fuzz ## bad bytes into the codec and every RPC, two million of them: ten minutes on two cores
 	$(BIN)/python tests/fuzz/fuzz.py codec --inputs 1000000
 	$(BIN)/python tests/fuzz/fuzz.py server --inputs 100000
 	$(BIN)/python tests/fuzz/fuzz.py guided-codec --inputs 1000000
