@@ -10,7 +10,7 @@ import random_layers as make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server.devices.compute import shares
+from attnserve_server.devices.compute import UNEVEN, even_shares, shares
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 
@@ -33,6 +33,34 @@ def test_every_item_is_in_one_part(costs: list[int], threads: int) -> None:
     # Nobody has more than another by more than one item, the smallest of its own.
     for part, load in zip(parts, loads, strict=True):
         assert load - min(costs[place] for place in part) <= min(loads)
+
+
+@given(costs=st.lists(st.integers(1, 1000), max_size=30), threads=st.integers(1, 5))
+def test_even_shares(costs: list[int], threads: int) -> None:
+    parts, rest = even_shares(costs, threads)
+    assert sorted([*rest, *(place for part in parts for place in part)]) == list(range(len(costs)))
+    assert len(parts) in (0, threads)
+    loads = [sum(costs[place] for place in part) for part in parts]
+    assert max(loads, default=0) * threads <= UNEVEN * sum(loads)
+    assert len(rest) <= 1 or not parts
+
+
+@pytest.mark.parametrize(("count", "threads", "shared"), [(5, 2, 4), (3, 2, 2), (4, 2, 4), (1, 2, 0), (7, 3, 6)])
+def test_the_odd_one_of_equal_items_is_left(count: int, threads: int, shared: int) -> None:
+    parts, rest = even_shares([100] * count, threads)
+    assert sum(map(len, parts)) == shared
+    assert len(rest) == count - shared
+
+
+def test_an_odd_item_is_computed_by_itself(devices: dict[int, CpuDevice]) -> None:
+    calls = []
+
+    def compute(items: Sequence[int]) -> list[int]:
+        calls.append((len(items), threading.current_thread() is threading.main_thread()))
+        return [item * 10 for item in items]
+
+    assert devices[2].share(compute, range(5), [EACH] * 5) == [0, 10, 20, 30, 40]
+    assert sorted(calls) == [(1, True), (2, False), (2, False)]
 
 
 def test_equal_items_are_shared_out_in_halves(devices: dict[int, CpuDevice]) -> None:

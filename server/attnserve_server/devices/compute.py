@@ -26,6 +26,12 @@ functions like exp and tanh applied, at widths that are multiples of 16 too.
 MAX_ROWS = 512
 
 
+UNEVEN = 1.15
+"""Items are shared out among threads if the busiest has no more than so many times its part: then each computes its own
+from end to end, where step by step all would wait for the last, and join what they made.
+"""
+
+
 class Compute(Protocol):
     """A device, as layers see it; used by one thread at a time."""
 
@@ -47,6 +53,25 @@ class Compute(Protocol):
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, in their order. `flops` is what they cost together."""
+
+
+def even_shares(costs: Sequence[int], threads: int) -> tuple[list[list[int]], list[int]]:
+    """The places of items for each thread, if that is even, and those that are better divided among all: none, one, or
+    all of them.
+    """
+    places = list(range(len(costs)))
+    rest: list[int] = []
+    for _ in range(2):
+        parts = [[places[place] for place in part] for part in shares([costs[place] for place in places], threads)]
+        loads = [sum(costs[place] for place in part) for part in parts]
+        if len(parts) == threads and max(loads) * threads <= UNEVEN * sum(loads):
+            return parts, rest
+        if len(places) < 2:
+            break
+        busiest = parts[loads.index(max(loads))]
+        rest = [min(busiest, key=costs.__getitem__)]
+        places.remove(rest[0])
+    return [], list(range(len(costs)))
 
 
 def shares(costs: Sequence[int], threads: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ import torch
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, chunks, shares
+from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, chunks, even_shares
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -33,12 +33,6 @@ SPLIT_FLOPS = 20_000_000
 
 TASKS = 8
 """Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
-
-
-UNEVEN = 1.15
-"""Requests are shared out among threads if the busiest has no more than so many times its part: then each computes its
-own from end to end, where step by step all would wait for the last, and join what they made.
-"""
 
 
 class CpuDevice:
@@ -77,16 +71,17 @@ class CpuDevice:
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`, or of parts of them on all threads, if they cost enough and can be shared out evenly."""
-        total = sum(flops)
-        pool = self._pool_for(total)
-        if pool is None or len(items) < self.threads:
-            return compute(items)
-        parts = shares(flops, self.threads)
-        if max(sum(flops[place] for place in part) for part in parts) * self.threads > UNEVEN * total:
+        """`compute(items)`, or of parts of them on all threads, if they cost enough and can be shared out evenly; one
+        item that is too many for that is computed afterwards, by itself.
+        """
+        pool = self._pool_for(sum(flops))
+        parts, rest = ([], []) if pool is None else even_shares(flops, self.threads)
+        if pool is None or not parts:
             return compute(items)
         computed = pool.map(compute, [[items[place] for place in part] for part in parts])
         results = dict(zip(itertools.chain(*parts), itertools.chain.from_iterable(computed), strict=True))
+        if rest:
+            results |= zip(rest, compute([items[place] for place in rest]), strict=True)
         return [results[place] for place in range(len(items))]
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
