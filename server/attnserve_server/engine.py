@@ -127,7 +127,7 @@ class Engine:
                 self._admission.computed(entry.caller, entry.cost)
                 self._admission.release(entry.caller, entry.size)
                 raise
-            if not self._turns.enter(entry, entry.request.needs):
+            if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
                 self._idle.clear()
                 return
         self._idle.clear()

@@ -57,8 +57,12 @@ class Work(Protocol):
     @property
     def needs(self) -> Sequence[Hashable]:
         """The things that it needs for itself while it runs, such as caches: what needs the same one runs in the order
-        in which it came. Only where there are any are the four below called, all on the event loop.
+        in which it came. Only where there are any are those below called, all on the event loop.
         """
+
+    @property
+    def shares(self) -> bool:
+        """Whether it leaves those things as they are, and can have them together with others who do."""
 
     def enter(self) -> None:
         """Is admitted, and may wait from now on. Raises RequestError if it may not."""
@@ -124,6 +128,11 @@ class Independent:
     def needs(self) -> Sequence[Hashable]:
         """Nothing."""
         return ()
+
+    @property
+    def shares(self) -> bool:
+        """Nothing is there to be shared."""
+        return True
 
     @property
     def scratch_bytes(self) -> int:

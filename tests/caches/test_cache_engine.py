@@ -193,6 +193,23 @@ async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench
     await bench.finished()
 
 
+async def test_those_who_only_read_a_cache_do_not_wait_for_each_other(bench: Bench) -> None:
+    """They are one batch; but an append between them waits for those before, and those behind wait for it."""
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    readers = [bench.attend(cache) for _ in range(3)]
+    append = bench.attend(cache, seed=1, appended=1)
+    behind = [bench.attend(cache) for _ in range(2)]
+    assert bench.engine.waiting_for_turns == 3
+    assert cache.length(0) == 3
+    bench.device.may_run.set()
+    for entries, parts in ((readers, [(0, 3)]), ([append], [(0, 3), (1, 1)]), (behind, [(0, 3), (1, 1)])):
+        for entry in entries:
+            await bench.check(entry, *parts)
+            assert (await bench.output(entry)).batch_size == len(entries)
+    await bench.finished()
+
+
 async def test_who_is_cancelled_while_waiting_changes_nothing_and_lets_others_on(bench: Bench) -> None:
     cache = bench.create(3)
     bench.device.may_run.clear()

@@ -1,4 +1,4 @@
-"""Whose turn it is, against a model that looks at everybody: it is one's turn when nobody before needs the same."""
+"""Whose turn it is, against a model that sees everybody: it is one's turn when nobody before needs the same, unless both share it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Model:
     """Who is there, in the order in which they entered."""
 
     def __init__(self) -> None:
-        self.present: dict[int, Set[str]] = {}
+        self.present: dict[int, tuple[Set[str], bool]] = {}
 
     def ready(self) -> set[int]:
         """Whose turn it is."""
-        found, needed = set(), set[str]()
-        for who, needs in self.present.items():
-            if not needs & needed:
+        found, needed, alone = set(), set[str](), set[str]()
+        for who, (needs, shares) in self.present.items():
+            if not needs & (alone if shares else needed):
                 found.add(who)
             needed |= needs
+            alone |= set() if shares else needs
         return found
 
 
@@ -37,14 +38,15 @@ def test_turns_are_those_of_the_model(data: st.DataObject) -> None:
     turns: Turns[int] = Turns()
     model = Model()
     entered = 0
-    needs_of = st.lists(st.sampled_from(THINGS), unique=True, max_size=len(THINGS))
+    needs_of = st.tuples(st.lists(st.sampled_from(THINGS), unique=True, max_size=len(THINGS)), st.booleans())
     steps = data.draw(st.lists(st.one_of(st.none(), needs_of), max_size=40), label="enter, or one leaves")
     # Behind those steps all leave who are there, whoever goes first.
     for needs in [*steps, *[None] * len(steps)]:
         before = model.ready()
         if needs is not None:
-            model.present[entered] = frozenset(needs)
-            assert turns.enter(entered, needs) == (entered in model.ready())
+            things, shares = needs
+            model.present[entered] = frozenset(things), shares
+            assert turns.enter(entered, things, shares) == (entered in model.ready())
             assert before <= model.ready()
             entered += 1
         elif before:
@@ -87,15 +89,29 @@ def test_who_needs_two_things_holds_up_neither_longer_than_the_order_says() -> N
     assert turns.leave("behind") == []
 
 
+def test_who_only_shares_a_thing_has_it_together_with_others() -> None:
+    """But not before who came first and wants it alone."""
+    turns: Turns[str] = Turns()
+    assert turns.enter("one", "ab", shares=True)
+    assert turns.enter("other", "a", shares=True)
+    assert not turns.enter("alone", "a")
+    assert not turns.enter("behind", "a", shares=True)
+    assert not turns.enter("behind too", "a", shares=True)
+    assert turns.leave("one") == []
+    assert turns.leave("other") == ["alone"]
+    assert turns.leave("alone") == ["behind", "behind too"]
+    assert turns.leave("behind") == turns.leave("behind too") == []
+
+
 @given(st.data())
 def test_who_waits_may_give_up(data: st.DataObject) -> None:
     """Whoever leaves, whether its turn has come or not: it is one's turn when nobody before needs the same."""
     turns: Turns[int] = Turns()
     model = Model()
-    needs = data.draw(st.lists(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), max_size=12))
-    for who, each in enumerate(needs):
-        model.present[who] = frozenset(each)
-        assert turns.enter(who, each) == (who in model.ready())
+    needs_of = st.tuples(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), st.booleans())
+    for who, (needs, shares) in enumerate(data.draw(st.lists(needs_of, max_size=12))):
+        model.present[who] = frozenset(needs), shares
+        assert turns.enter(who, needs, shares) == (who in model.ready())
     while model.present:
         before = model.ready()
         assert {who for who in model.present if turns.waits(who)} == model.present.keys() - before
@@ -103,7 +119,7 @@ def test_who_waits_may_give_up(data: st.DataObject) -> None:
         del model.present[who]
         assert set(turns.leave(who)) == model.ready() - before
     assert turns.waiting == 0
-    assert (turns._lines, turns._needs) == ({}, {})
+    assert (turns._lines, turns._entered) == ({}, {})
 
 
 def test_nobody_leaves_who_is_not_there() -> None:

@@ -47,6 +47,11 @@ class CachedRequest(CacheWork):
         return self.uses[0].cache.shape, self.problem.group
 
     @property
+    def shares(self) -> bool:
+        """Whether it only reads its caches."""
+        return not self.problem.kv_length
+
+    @property
     def priority(self) -> int:
         """Higher goes first."""
         return self.problem.priority

@@ -64,6 +64,11 @@ class CacheWork:
         return list(dict.fromkeys(use.cache.name for use in self.uses))
 
     @property
+    def shares(self) -> bool:
+        """Whether it leaves its caches as they are."""
+        return False
+
+    @property
     def layer(self) -> None:
         """No layer."""
 
