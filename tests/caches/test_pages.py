@@ -174,6 +174,32 @@ def test_whole_pages_of_finite_tokens() -> None:
     assert whole(count) == [(0, 2, 1), (per_page, 3, 1), *runs[1:]]
 
 
+@pytest.mark.parametrize("poisoned", [None, 1])
+@EVERY_SHAPE
+def test_one_token_each_is_written_as_if_by_itself(shape: CacheShape, poisoned: int | None) -> None:
+    """To first slots and others, of pages that held something else before."""
+    key, value = (part.transpose(0, 1) for part in tokens(shape, 3, torch.float32))
+    if poisoned is not None:
+        value[poisoned] = torch.inf
+    together, apart = pool_of(shape, 8, 8), pool_of(shape, 8, 8)
+    places = [Write(5, 0, 1), Write(2, 3, 1), Write(6, 1, 1)]
+    for pool in (together, apart):
+        for page in (2, 6):
+            pool.write(shape, Placement([], [Write(page, 0, 3)]), *(torch.ones_like(part) for part in tokens(shape, 3)))
+    together.write_tokens(shape, places, key, value)
+    for n, place in enumerate(places):
+        apart.write(shape, Placement([], [place]), key[n].unsqueeze(1), value[n].unsqueeze(1))
+    for page, count in ((5, 1), (2, 4), (6, 2)):
+        one, other = (pool.blocks(shape, [page], count)[0] for pool in (together, apart))
+        assert one.finite == other.finite
+        assert torch.equal(one.key, other.key)
+        assert torch.equal(one.value, other.value)
+        one_whole, other_whole = (pool.whole(shape, [page], count) for pool in (together, apart))
+        assert (one_whole is None) == (other_whole is None) == (poisoned is not None and page == places[poisoned].page)
+        if one_whole is not None and other_whole is not None:
+            assert torch.equal(one_whole[0].value, other_whole[0].value)
+
+
 def test_one_page_is_gathered_without_a_copy() -> None:
     shape = CacheShape(2, 8, 8, 1, "float32")
     pool = pool_of(shape, 4, 4)

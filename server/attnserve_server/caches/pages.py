@@ -93,12 +93,28 @@ class PagePool:
                 written = part[:, begin:end].reshape(len(part), count, tokens, part.shape[2])
                 whole[page : page + count, :, slot : slot + tokens].copy_(written.transpose(0, 1))
             if self._looks:
-                if (
-                    not slot and tokens < views.tokens_per_page
-                ):  # what others left there is weighted by 0, which NaN survives
+                if not slot and tokens < views.tokens_per_page:
+                    # What others left there will be weighted by 0, and NaN would survive that.
                     views.value[page, :, tokens:].zero_()
                 self._look(views, page, count, slot, tokens)
             begin = end
+
+    def write_tokens(self, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies key [n, Hk, D] and value [n, Hk, Dv] of one token each to n places in different pages, as `write`."""
+        views = self._views(shape)
+        key, value = key.to(views.key.dtype), value.to(views.value.dtype)
+        pages, slots = torch.tensor([place[:2] for place in places], device=key.device).unbind(1)
+        views.key[pages, :, slots], views.value[pages, :, slots] = key, value
+        if not self._looks:
+            return
+        finite = all(isfinite(part.sum(dtype=torch.float32).item()) for part in (key, value))
+        for page, slot, _ in places:
+            if not slot:
+                views.value[page, :, 1:].zero_()
+            if not finite:
+                self._look(views, page, 1, slot, 1)
+            elif not slot:
+                self._finite[page] = True
 
     def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block]:
         """What the first `tokens` slots of pages hold, which reach into the last page.

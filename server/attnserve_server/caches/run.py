@@ -66,6 +66,12 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     if not request.placements:
         return
     key, value = (_heads_first(name, request, device) for name in ("key", "value"))
+    placements = request.placements
+    if len(placements) > 1 and key.shape[2] == 1 and not any(placement.copies for placement in placements):
+        pool.write_tokens(
+            request.uses[0].cache.shape, [placement.writes[0] for placement in placements], key[:, :, 0], value[:, :, 0]
+        )
+        return
     for b, (use, placement) in enumerate(zip(request.uses, request.placements, strict=True)):
         pool.write(use.cache.shape, placement, key[b], value[b])
 
