@@ -1,4 +1,4 @@
-"""Whose turn it is, against a model that sees everybody: it is one's turn when nobody before needs the same, unless both share it."""
+"""Whose turn it is, by a model that sees everybody: when nobody before needs the same thing, unless both share it."""
 
 from __future__ import annotations
 

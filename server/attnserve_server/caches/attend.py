@@ -41,7 +41,9 @@ def attend_cache(
     running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in others]
     for wave in _waves(running):
         _run(wave, pool, compute)
-    stepped = _run_steps([step for step in steps if step is not None], compute)
+    stepped = (
+        _run_steps([step for step in steps if step is not None], compute) if len(others) < len(steps) else iter(())
+    )
     attended = (attention.result() for attention in running)
     return [next(attended if step is None else stepped) for step in steps]
 
