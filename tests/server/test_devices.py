@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
-from attnserve_server.kernels import blocked_cpu
+from attnserve_server.kernels import KERNELS, blocked_cpu
 from attnserve_server.request import Request
 from attnserve_server.work import RequestResult
 
@@ -368,6 +369,17 @@ def test_what_a_device_says_of_itself(devices: dict[int, CpuDevice]) -> None:
     assert dict(batch.kernel_calls) == {"cpu_flash": 1}  # two requests, one call
     assert min(batch.staging, batch.compute, batch.fetch) > 0
     assert batch.padding == 0.0
+
+
+def test_every_kernel_for_requests_is_warm_before_they_come(
+    devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = devices[2]
+    device.take_kernel_calls()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "take_kernel_calls", Counter)  # which leaves them to be looked at
+        device.warm_up()
+    assert set(device.take_kernel_calls()) == {kernel.name for kernel in KERNELS if kernel.device in ("cpu", "any")}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -146,9 +146,9 @@ class CpuDevice:
 
     def warm_up(self) -> None:
         """Runs each kernel once, on each thread."""
-        query = torch.randn(1, 2 * self.threads, 16, 16)
-        for scores in (None, "weights"):
-            self.attend([AttentionCall(query, query, query, 0.25, return_scores=scores)], SPLIT_FLOPS)
+        for length, scores in ((16, None), (16, "weights"), (256, None)):
+            query = torch.randn(1, 2 * self.threads, length, 64)
+            self.attend([AttentionCall(query, query, query, 0.125, return_scores=scores)], SPLIT_FLOPS)
         self.take_kernel_calls()
 
     def memory(self) -> dict[str, int]:
