@@ -12,22 +12,20 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from defined import MULTI_HEAD, SHAPES, TRANSFORMER, define, directory, one, wrong
 from safetensors.torch import save_file
+from test_defects import PLAIN
 
 from attnserve_server.layers.checkpoint import load
 from attnserve_server.layers.definitions import examine, load_definitions
-from attnserve_server.layers.errors import Defect, LayerError
+from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.keys import KEYS, SOURCE
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.specification import (
-    Architecture,
     Attention,
     Block,
     Embedding,
     FeedForward,
-    LayerSpecification,
     LearnedScore,
     Norm,
     ParameterSource,
@@ -35,56 +33,9 @@ from attnserve_server.layers.specification import (
     Transformer,
 )
 
+__all__ = ["directory"]
+
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "layers.md"
-
-SHAPES: dict[str, tuple[int, ...]] = {
-    "q": (16, 12), "k": (8, 10), "v": (12, 10), "o": (7, 24), "bq": (16,), "bk": (8,), "bv": (12,), "bo": (7,),
-    "square": (16, 16), "vector": (16,), "row": (1, 16), "wide": (16, 12), "context": (16, 10), "w": (12, 10),
-    "fused": (12, 48), "fused_bias": (48,), "norm": (16,), "up": (40, 16), "down": (16, 40), "table": (30, 16),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    torch.manual_seed(3)
-    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    tensors |= {f"{n}.{name}": torch.randn(SHAPES[name]) for n in range(3) for name in ("square", "norm", "up", "down")}
-    save_file(tensors | {"none": torch.zeros(0, 12)}, directory / "file.safetensors")
-    save_file({"half": torch.zeros(4, 4).half(), "single": torch.zeros(4, 4)}, directory / "mixed.safetensors")
-    return directory
-
-
-def define(directory: Path, *tables: str) -> list[LayerSpecification]:
-    path = directory / "layers.toml"
-    path.write_text("".join(f"[[layers]]\n{table}\n" for table in tables))
-    return load_definitions(path, directory)
-
-
-def one(directory: Path, text: str) -> Architecture:
-    (layer,) = define(directory, f'name = "one"\nfile = "file.safetensors"\n{text}')
-    return layer.architecture
-
-
-def wrong(directory: Path, *tables: str) -> list[Defect]:
-    path = directory / "layers.toml"
-    path.write_text("".join(f"[[layers]]\n{table}\n" for table in tables))
-    return list(examine(path, directory).defects)
-
-
-MULTI_HEAD = """
-kind = "multi_head"
-heads = 4
-[layers.parameters]
-query.weight = "q"
-query.bias = "bq"
-key.weight = "k"
-key.bias = "bk"
-value.weight = "v"
-value.bias = "bv"
-output.weight = "o"
-output.bias = "bo"
-"""
 
 
 def test_dimensions_are_told_from_the_shapes(directory: Path) -> None:
@@ -254,31 +205,6 @@ def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_rows_that_make_no_heads_are_named_with_their_file(directory: Path) -> None:
-    """Either the definition or the tensor is wrong: the defect says where both are."""
-    (defect,) = wrong(directory, HEAD + MULTI_HEAD.replace("4", "3"))
-    assert (defect.file, defect.parameter, defect.found) == ("layers.toml", "heads", "3")
-    assert defect.expected == "a divisor of the 16 rows of query.weight in file.safetensors"
-
-
-TRANSFORMER = """
-kind = "transformer"
-heads = 4
-pre_norm = false
-activation = "gelu"
-norm = { kind = "layer", epsilon = 1e-5 }
-[layers.parameters]
-"blocks.{n}.self.query.weight" = "{n}.square"
-"blocks.{n}.self.key.weight" = "{n}.square"
-"blocks.{n}.self.value.weight" = "{n}.square"
-"blocks.{n}.self.output.weight" = "{n}.square"
-"blocks.{n}.self.norm.weight" = "{n}.norm"
-"blocks.{n}.feed_forward.up.weight" = "{n}.up"
-"blocks.{n}.feed_forward.down.weight" = "{n}.down"
-"blocks.{n}.feed_forward.norm.weight" = "{n}.norm"
-"""
-
-
 def test_a_transformer_by_its_tensors(directory: Path) -> None:
     attention = Attention(inputs=16, contexts=16, outputs=16, heads=4, kv_heads=4, head_dim=4, value_dim=4)
     norm = Norm(kind="layer", width=16, epsilon=1e-5, bias=False)
@@ -374,159 +300,6 @@ def test_dtypes(directory: Path) -> None:
     assert declared.parameter_bytes() == 2 * declared.parameter_count() == 64
 
 
-HEAD = 'name = "a"\nfile = "file.safetensors"\n'
-GENERAL = HEAD + 'kind = "general"\n'
-PLAIN = GENERAL + 'parameters = { score.weight = "w" }\n'
-WRONG: dict[str, tuple[str, str, str]] = {
-    "unknown key": (PLAIN + "cauzal = true", "cauzal", "a key of general layers, such as causal"),
-    "key of another kind": (PLAIN + "heads = 4", "heads", "a key of general layers"),
-    "no name": ('kind = "general"\nfile = "x"\nparameters = {}', "name", "text"),
-    "no file": ('name = "a"\nkind = "general"\nparameters = {}', "file", "text"),
-    "no kind": (HEAD + "parameters = {}", "kind", "multi_head or single_head"),
-    "another kind": (HEAD + 'kind = "recurrent"\nparameters = {}', "kind", "multi_head or single_head"),
-    "no parameters": (GENERAL, "parameters", "a table of tensors"),
-    "another preset": (HEAD + 'preset = "elmo"', "preset", "torch.multihead_attention or"),
-    "a preset of another kind": (HEAD + 'kind = "multi_head"\npreset = "bert"', "kind", "transformer, which"),
-    "whole numbers": (HEAD + MULTI_HEAD.replace("heads = 4", "heads = 4.0"), "heads", "a whole number of at least 1"),
-    "truth is no number": (HEAD + "head_dim = true" + MULTI_HEAD, "head_dim", "a whole number of at least 1"),
-    "truth": (PLAIN + 'causal = "yes"', "causal", "true or false"),
-    "a name with blanks": (PLAIN.replace('"a"', '"a b"'), "name", "1 to 128 letters"),
-    "an empty name": (PLAIN.replace('"a"', '""'), "name", "1 to 128 letters"),
-    "a name that is no text": (PLAIN.replace('"a"', "3"), "name", "text"),
-    "window": (PLAIN + "window = [1]", "window", "[left, right]"),
-    "window below -1": (PLAIN + "window = [-2, 0]", "window", "[left, right]"),
-    "infinite scale": (PLAIN + "scale = inf", "scale", "a finite number"),
-    "NaN": (HEAD + "softcap = nan" + MULTI_HEAD, "softcap", "a finite number of at least 0"),
-    "inner key": (HEAD + "rotary = { bass = 1.0 }" + MULTI_HEAD, "rotary.bass", "a key of rotary, such as base"),
-    "inner value": (HEAD + 'rotary = { base = "x" }' + MULTI_HEAD, "rotary.base", "a finite number above 0"),
-    "rotary without base": (HEAD + "rotary = { width = 4 }" + MULTI_HEAD, "rotary.base", "the base of the angles"),
-    "odd rotary": (HEAD + "rotary = { base = 1.0, width = 3 }" + MULTI_HEAD, "rotary", "an even number of a head's 4"),
-    "wide rotary": (HEAD + "rotary = { base = 1.0, width = 6 }" + MULTI_HEAD, "rotary", "an even number of a head's 4"),
-    "number of slopes": (HEAD + "alibi = [1.0]" + MULTI_HEAD, "alibi", "4 slopes, one a head"),
-    "heads that do not divide": (HEAD + MULTI_HEAD.replace("4", "3"), "heads", "a divisor of the 16 rows"),
-    "no heads": (HEAD + MULTI_HEAD.replace("heads = 4", ""), "heads", "a number of heads"),
-    "odd groups": (HEAD + "kv_heads = 3" + MULTI_HEAD, "kv_heads", "a divisor of the 4 query heads"),
-    "a parameter that there is not": (GENERAL + 'parameters.query.weight = "w"', "contexts", "a length"),
-    "one more parameter": (PLAIN.replace("{", '{ key.weight = "k", '), "key.weight", "a parameter of this layer"),
-    "a missing tensor": (PLAIN.replace('"w"', '"nothing"'), "score.weight", "tensor 'nothing'"),
-    "a number for a tensor": (PLAIN.replace('"w"', "3"), "parameters.score.weight", "a tensor's name"),
-    "nothing to leave out": (PLAIN.replace('"w"', "false"), "parameters.score.weight", "a tensor (false leaves out"),
-    "source key": (PLAIN.replace('"w"', '{ tensor = "w", turned = true }'), "parameters.score.weight.turned", "a key"),
-    "rows backwards": (PLAIN.replace('"w"', '{ tensor = "w", rows = [3, 1] }'), "parameters.score.weight.rows", "[f"),
-    "rows and part": (
-        PLAIN.replace('"w"', '{ tensor = "w", rows = [0, 1], part = [0, 2] }'),
-        "parameters.score.weight",
-        "rows or part",
-    ),
-    "a tensor without rows": (HEAD + MULTI_HEAD.replace('"q"', '"none"'), "head_dim", "a length, as no tensor"),
-    "uneven parts": (PLAIN.replace('"w"', '{ tensor = "w", part = [0, 5] }'), "score.weight", "'w' in 5 equal parts"),
-    "rows beyond the end": (
-        HEAD + MULTI_HEAD.replace('"bq"', '{ tensor = "q", rows = [0, 99] }'),
-        "query.bias",
-        "[16]",
-    ),
-    "numbers": (PLAIN + 'numbers = "0-"', "numbers", "block numbers"),
-    "numbers backwards": (PLAIN + 'numbers = "3-1"', "numbers", "block numbers"),
-    "no numbers": (PLAIN + "numbers = []", "numbers", "block numbers"),
-    "true numbers": (PLAIN + "numbers = true", "numbers", "block numbers"),
-    "a place without numbers": (PLAIN.replace('"a"', '"a{n}"'), "name", "numbers, for {n} to stand for"),
-    "a tensor's place without numbers": (PLAIN.replace('"w"', '"{n}"'), "parameters.score.weight", "numbers, for {n}"),
-    "one name for several": (PLAIN + 'numbers = "0-1"', "name", "a name that no other layer has"),
-    "too many": (PLAIN.replace('"a"', '"{n}"') + 'numbers = "0-99999"', "numbers", "at most 10000 layers"),
-    "half a place": (
-        HEAD + TRANSFORMER.replace('"{n}.square"', '"square"', 1),
-        "parameters.blocks.{n}.self.query.weight",
-        "{n} in the names of both",
-    ),
-    "no blocks": (HEAD + TRANSFORMER.replace("{n}.", "{n}.none."), "blocks", "1 to 10000 blocks"),
-    "too many blocks": (HEAD + "blocks = 999999" + TRANSFORMER, "blocks", "1 to 10000 blocks"),
-    "pre_norm is not guessed": (HEAD + TRANSFORMER.replace("pre_norm = false", ""), "pre_norm", "true (x + f(norm"),
-    "nor is the activation": (HEAD + TRANSFORMER.replace('activation = "gelu"', ""), "activation", "an activation"),
-    "nor the epsilon": (HEAD + TRANSFORMER.replace(", epsilon = 1e-5", ""), "norm.epsilon", "a small number"),
-    "activation": (HEAD + TRANSFORMER.replace('"gelu"', '"mish"'), "activation", "relu or gelu"),
-    "a preset of one block without number": (HEAD + 'preset = "bert.attention"', "numbers", "the number of the block"),
-    "a config that nothing reads": (
-        HEAD + 'preset = "torch.transformer_encoder"\nconfig = "c.json"',
-        "config",
-        "a preset that reads one",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_told(directory: Path, what: str) -> None:
-    text, key, expected = WRONG[what]
-    try:
-        defects = wrong(directory, text)
-    except LayerError as error:
-        defects = list(error.defects)
-    told = {defect.parameter: defect for defect in defects}
-    assert key in told, defects
-    assert told[key].expected.startswith(expected), told[key]
-    name = tomllib.loads(f"[[layers]]\n{text}")["layers"][0].get("name")
-    assert told[key].layer == (name if isinstance(name, str) and name else "number 1")
-    assert re.fullmatch(r"(layers\.toml|file\.safetensors)", told[key].file)
-
-
-def test_all_that_is_wrong_is_told_at_once(directory: Path) -> None:
-    """In the keys of several layers, in a checkpoint and in a file that is not there."""
-    defects = wrong(
-        directory,
-        PLAIN + 'cauzal = true\nscale = "x"\ndtype = "int8"',
-        PLAIN.replace('"a"', '"b"').replace('"w"', '"x"'),
-        PLAIN.replace('"a"', '"c"').replace("file.s", "nothing.s"),
-        PLAIN.replace('"a"', '"d"'),
-        PLAIN.replace('"a"', '"d"'),
-        HEAD.replace('"a"', '"e"') + "inputs = 13\noutputs = 8" + MULTI_HEAD.replace('"bk"', '"bv"'),
-    )
-    assert [(defect.layer, defect.parameter) for defect in defects] == [
-        ("a", "cauzal"),
-        ("a", "scale"),
-        ("a", "dtype"),
-        ("d", "name"),
-        ("b", "score.weight"),
-        ("c", ""),
-        ("e", "query.weight"),
-        ("e", "key.bias"),
-        ("e", "output.weight"),
-        ("e", "output.bias"),
-    ]
-    found = {defect.parameter: (defect.expected, defect.found) for defect in defects if defect.layer == "e"}
-    assert found["query.weight"] == ("[16, 13]", "[16, 12] ('q')")
-    assert found["output.bias"] == ("[8]", "[7] ('bo')")
-
-
-NO_DOCUMENTS = {
-    "no TOML": "[[layers",
-    "not UTF-8": b"\xff\xfe",
-    "empty": "",
-    "no layers": "[other]\nname = 1",
-    "one table": "[layers]\nname = 1",
-    "a list of numbers": "layers = [1]",
-    "an empty list": "layers = []",
-}
-
-
-@pytest.mark.parametrize("what", NO_DOCUMENTS)
-def test_what_is_no_file_of_definitions(tmp_path: Path, what: str) -> None:
-    text = NO_DOCUMENTS[what]
-    (tmp_path / "layers.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(LayerError, match=r"layers\.toml: "):
-        load_definitions(tmp_path / "layers.toml", tmp_path)
-
-
-def test_a_file_of_definitions_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LayerError, match=r"layers\.toml: expected a readable file, found No such file"):
-        load_definitions(tmp_path / "layers.toml", tmp_path)
-
-
-def test_another_key_beside_the_layers(directory: Path) -> None:
-    path = directory / "layers.toml"
-    path.write_text(f"version = 1\n[[layers]]\n{PLAIN}")
-    (defect,) = examine(path, directory).defects
-    assert (defect.parameter, defect.layer) == ("version", "")
-
-
 def test_some_layers_of_a_file(directory: Path) -> None:
     """Those that are not asked for may be wrong: their checkpoints are not even opened."""
     path = directory / "layers.toml"
@@ -536,56 +309,6 @@ def test_some_layers_of_a_file(directory: Path) -> None:
     with pytest.raises(LayerError) as caught:
         load_definitions(path, directory, ["a", "z"])
     assert [(defect.layer, defect.parameter) for defect in caught.value.defects] == [("z", "name")]
-
-
-SIDES = st.one_of(st.integers(0, 4), st.sampled_from([6, 8, 12, 16]))
-NAMES = (
-    "query.weight",
-    "key.weight",
-    "value.weight",
-    "output.weight",
-    "query.bias",
-    "score.weight",
-    "bias",
-    "norm.weight",
-)
-OPTIONS = {
-    "heads": st.integers(1, 5),
-    "kv_heads": st.integers(1, 5),
-    "head_dim": st.integers(1, 5),
-    "value_dim": st.integers(1, 5),
-    "inputs": st.integers(1, 16),
-    "contexts": st.integers(1, 16),
-    "units": st.integers(1, 16),
-    "alibi": st.just('"geometric"'),
-    "rotary": st.sampled_from(["{ base = 10.0 }", "{ base = 1, fraction = 0.3 }", "{ offset = 1 }"]),
-}
-
-
-@given(
-    kind=st.sampled_from(["multi_head", "single_head", "additive", "general", "transformer"]),
-    shapes=st.dictionaries(st.sampled_from(NAMES), st.lists(SIDES, max_size=3)),
-    options=st.fixed_dictionaries({}, optional=OPTIONS),
-)
-def test_any_shapes_make_a_layer_that_loads_or_defects(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, shapes: dict[str, list[int]], options: dict[str, Any]
-) -> None:
-    """No combination of shapes and options ends in another exception, or in a layer that cannot be loaded."""
-    directory = tmp_path_factory.getbasetemp()
-    scope = "blocks.0.self." if kind == "transformer" else ""
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "random.safetensors")
-    lines = [f"{key} = {value}" for key, value in options.items() if key in KEYS[kind]]
-    if kind == "transformer":
-        lines += ["pre_norm = true", 'activation = "relu"', 'norm = { kind = "rms", epsilon = 1e-5 }', "hidden = 2"]
-    lines += ["[layers.parameters]", *(f'"{scope}{name}" = "{name}"' for name in shapes)]
-    (directory / "random.toml").write_text(
-        f'[[layers]]\nname = "a"\nfile = "random.safetensors"\nkind = "{kind}"\n' + "\n".join(lines)
-    )
-    examination = examine(directory / "random.toml", directory)
-    assert len(examination.layers) + bool(examination.defects) == 1
-    for layer in examination.layers:
-        parameters = load(layer, directory)
-        assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == layer.architecture.shapes()
 
 
 def blocks() -> list[str]:

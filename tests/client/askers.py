@@ -1,0 +1,50 @@
+"""Both clients over both transports, for tests of what either must do: queries in, results and errors out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pytest
+from calls import PATIENCE_S
+
+from attnserve import AsyncClient, AttentionResult, Client
+
+Attend: TypeAlias = Callable[..., list[AttentionResult[Any]]]
+Transport: TypeAlias = Literal["stream", "unary"]
+
+
+def array(number: float, *shape: int) -> np.ndarray[Any, Any]:
+    return np.full(shape or (2, 3), number, np.float32)
+
+
+def attend_in_threads(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
+    with Client(address, **setup) as client:
+        futures = [client.submit(query, query, query, timeout=timeout) for query in queries]
+        wait(futures)
+        return [future.exception() or future.result() for future in futures]
+
+
+def attend_in_tasks(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
+    async def run() -> list[Any]:
+        async with AsyncClient(address, **setup) as client:
+            calls = (client.attend(query, query, query, timeout=timeout) for query in queries)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(params=[attend_in_threads, attend_in_tasks], ids=["Client", "AsyncClient"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """Attends to some queries at once and returns results and errors."""
+    function: Attend = request.param
+    return function
+
+
+@pytest.fixture(params=["stream", "unary"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    name: Transport = request.param
+    return name

@@ -1,0 +1,171 @@
+"""Replies about caches that are lost on the way: what was done is known, and nothing is done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from cache_keeper import Keeper, attention
+from cached import KEYS, QUERY, VALUES, D, H, Transport, address, client, keeper, normal, part, reference, transport
+from calls import PATIENCE_S
+
+from attnserve import Client, DeadlineExceededError, FailedPreconditionError
+
+__all__ = ["address", "client", "keeper", "transport"]
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_append_whose_reply_is_lost_is_not_doubled(client: Any, keeper: Keeper, losses: int) -> None:
+    cache = client.create_cache(H, D)
+    cache.append(*part(0, 2))
+    keeper.asked.clear()
+    keeper.lose = ["Append"] * losses
+    assert cache.append(*part(2, 5)) == 5
+    assert keeper.methods() == ["Append"] * (losses + 1)
+    assert (cache.length, list(keeper.caches[cache.name].describe().lengths)) == (5, [5])
+    np.testing.assert_allclose(cache.attend(QUERY).output, reference(5), atol=1e-6)
+
+
+@pytest.mark.parametrize("lose", [["Attend"], ["Attend"] * 2, ["Attend"] * 3])
+def test_an_attention_that_appends_is_not_doubled(client: Any, keeper: Keeper, lose: list[str]) -> None:
+    """Lost are the reply to the append, the refusal of the second append, and the reply without keys and values."""
+    caches = [client.create_cache(H, D) for _ in range(2)]
+    caches[0].append(*part(0, 4))
+    query, key, value = normal(5, 2, H, 2, D), normal(6, 2, H, 2, D), normal(7, 2, H, 2, D)
+    keeper.asked.clear()
+    keeper.lose = list(lose)
+    result = client.attend(query, key, value, caches=caches, causal=True)
+    sent = [request for _, request in keeper.asked]
+    assert [request.HasField("key") for request in sent[:2]] == [True, True]
+    assert [reference.expected_length for reference in sent[-1].caches] == [6, 2]
+    assert not sent[-1].HasField("key")
+    assert not sent[-1].HasField("value")
+    assert (result.cache_lengths, [cache.length for cache in caches]) == ((6, 2), [6, 2])
+    keys, values = np.concatenate([KEYS[0, :, :4], key[0]], 1), np.concatenate([VALUES[0, :, :4], value[0]], 1)
+    np.testing.assert_allclose(result.output[0], attention(query[0], keys, values, True), atol=1e-6)
+    np.testing.assert_allclose(result.output[1], attention(query[1], key[1], value[1], True), atol=1e-6)
+
+
+def test_an_attention_that_reads_is_asked_for_again(client: Any, keeper: Keeper) -> None:
+    cache = client.create_cache(H, D)
+    cache.append(*part(0, 4))
+    keeper.lose = ["Attend"]
+    np.testing.assert_allclose(cache.attend(QUERY).output, reference(4), atol=1e-6)
+
+
+@pytest.mark.parametrize("lose", [["Apply"], ["Apply", "Apply"], ["Apply", "Truncate"]])
+def test_a_layer_is_applied_again_from_where_its_caches_were(client: Any, keeper: Keeper, lose: list[str]) -> None:
+    caches = [client.create_cache(1, D, layers=2) for _ in range(2)]
+    input = normal(8, 2, 4, D)
+    first = client.apply("decoder", input, caches=caches, lengths=[4, 0])
+    keeper.lose = list(lose)
+    result = client.apply("decoder", input, caches=caches, lengths=[0, 3])
+    assert (result.cache_lengths, [cache.lengths for cache in caches]) == ((4, 3), [(4, 4), (3, 3)])
+    assert [list(kept.describe().lengths) for kept in keeper.caches.values()] == [[4, 4], [3, 3]]
+    np.testing.assert_array_equal(result.output[0], first.output[0])
+    np.testing.assert_allclose(result.output[1, 0], input[1, :3].sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_truncation_whose_reply_is_lost(client: Any, keeper: Keeper, losses: int) -> None:
+    cache = client.create_cache(H, D, layers=2)
+    cache.append(*part(0, 9), layer=1)
+    keeper.lose = ["Truncate"] * losses
+    cache.truncate(4)
+    assert cache.lengths == (0, 4)
+    assert cache.append(*part(4, 5), layer=1) == 5
+
+
+def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper) -> None:
+    """Ours was lost before it was carried out, and the cache is longer, but not by as much as ours would make it."""
+    cache = client.create_cache(H, D)
+
+    def somebody_else(request: Any) -> None:
+        keeper.before.clear()
+        keeper.caches[cache.name].append(0, KEYS[0, :, :2], VALUES[0, :, :2])
+
+    keeper.before["Append"] = keeper.before["Attend"] = somebody_else
+    keeper.lose = ["Append"]
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.append(*part(0, 3))
+    assert (caught.value.actual_length, caught.value.resent, cache.length) == (2, True, 0)
+    cache.refresh()
+    assert cache.length == 2
+
+
+def test_an_equal_length_on_the_first_try_is_no_success(client: Any, keeper: Keeper) -> None:
+    """Somebody else has appended as many tokens. Ours are not there."""
+    cache = client.create_cache(H, D)
+    keeper.caches[cache.name].append(0, KEYS[0, :, :3], VALUES[0, :, :3])
+    for operation in (cache.append, lambda key, value: cache.attend(QUERY, key, value)):
+        with pytest.raises(FailedPreconditionError) as caught:
+            operation(*part(5, 8))
+        assert (caught.value.actual_length, caught.value.resent) == (3, False)
+    assert (cache.length, keeper.methods()[1:]) == (0, ["Append", "Attend"])
+
+
+def test_what_makes_a_cache_makes_one_however_often_it_is_sent(client: Any, keeper: Keeper) -> None:
+    """A second one would be a cache that nobody knows of."""
+    keeper.lose = ["Create", "Create", "Fork"]
+    cache = client.create_cache(H, D)
+    cache.append(*part(0, 3))
+    fork = cache.fork()
+    assert keeper.methods() == ["Create"] * 3 + ["Append"] + ["Fork"] * 2
+    assert fork.lengths == (3,)
+    assert {info.name for info in client.caches.list()} == {cache.name, fork.name}
+    assert client.create_cache(H, D).name not in {cache.name, fork.name}
+
+
+def test_what_may_have_been_done_is_refused_rather_than_doubled(client: Any, keeper: Keeper) -> None:
+    """The caller's time ran out, and the append came through."""
+    cache = client.create_cache(H, D)
+    released, done = threading.Event(), threading.Event()
+    keeper.before["Append"] = lambda request: released.wait(PATIENCE_S)
+    keeper.after["Append"] = lambda answer, context: done.set()
+    with pytest.raises(DeadlineExceededError):
+        cache.append(*part(0, 3), timeout=1.0)
+    assert cache.length == 0
+    released.set()
+    assert done.wait(PATIENCE_S)
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.append(*part(0, 3))
+    assert caught.value.actual_length == 3
+    assert cache.refresh().lengths == cache.lengths == (3,)
+
+
+@pytest.mark.parametrize("query", [None, QUERY], ids=["append", "attend"])
+def test_a_server_that_is_killed_between_append_and_reply(keeper: Keeper, transport: Transport, query: Any) -> None:
+    """The next server on the port has the caches. What was in flight is sent again, and nothing is doubled."""
+    appended = threading.Event()
+
+    def hang(answer: Any, context: grpc.ServicerContext) -> None:
+        ended = threading.Event()
+        if context.add_callback(ended.set):
+            appended.set()
+            ended.wait(PATIENCE_S)
+
+    with contextlib.ExitStack() as first, ThreadPoolExecutor(1) as threads:
+        address = first.enter_context(keeper.serve())
+        with Client(address, transport=transport, retries=8) as client:
+            cache = client.create_cache(H, D)
+            assert cache.append(*part(0, 1)) == 1
+            keeper.after["Append"] = keeper.after["Attend"] = hang
+            operation: Callable[..., Any] = cache.append if query is None else partial(cache.attend, query)
+            future = threads.submit(operation, *part(1, 4))
+            assert appended.wait(PATIENCE_S)
+            keeper.after.clear()
+            first.close()
+            with keeper.serve(int(address.rpartition(":")[2])):
+                result = future.result()
+                assert cache.length == 4
+                if query is not None:
+                    np.testing.assert_allclose(result.output, reference(4), atol=1e-6)
+                assert cache.append(*part(4, 6)) == 6
+                np.testing.assert_allclose(cache.attend(QUERY).output, reference(6), atol=1e-6)

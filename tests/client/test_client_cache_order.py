@@ -1,0 +1,136 @@
+"""Operations on caches from threads and tasks: each cache has its order, and none waits for another, nor for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_keeper import Keeper
+from cached import QUERY, D, H, Transport, address, keeper, normal, part, reference, transport
+from calls import PATIENCE_S
+
+from attnserve import AsyncClient, Client, ClientClosedError, DeadlineExceededError
+
+__all__ = ["address", "keeper", "transport"]
+
+
+def test_threads_append_to_one_cache_in_some_order(address: str, keeper: Keeper, transport: Transport) -> None:
+    with Client(address, transport=transport) as client, ThreadPoolExecutor(8) as threads:
+        cache = client.create_cache(H, D)
+        other = client.create_cache(H, D)
+
+        def append(number: int) -> int:
+            if number % 3:
+                return cache.append(*part(0, number % 4 + 1))
+            caches = [cache, other] if number % 2 else [other, cache]
+            keys = [np.concatenate([tensor, tensor]) for tensor in part(0, 1)]
+            result = client.attend(normal(9, 2, H, 1, D), *keys, caches=caches)
+            return result.cache_lengths[caches.index(cache)]
+
+        lengths = list(threads.map(append, range(60)))
+    assert len(set(lengths)) == 60  # each saw a length of its own: none was refused, none was doubled
+    assert max(lengths) == cache.length == sum(number % 4 + 1 if number % 3 else 1 for number in range(60))
+    assert other.length == 20
+    assert "FAILED_PRECONDITION" not in str(keeper.asked)
+
+
+def test_what_is_submitted_takes_effect_in_its_order(address: str, transport: Transport) -> None:
+    with Client(address, transport=transport) as client:
+        cache = client.create_cache(H, D)
+        futures = [client.submit(QUERY, *part(step, step + 1), caches=cache) for step in range(20)]
+        for step, future in enumerate(futures):
+            assert future.result().cache_lengths == (step + 1,)
+            np.testing.assert_allclose(future.result().output, reference(step + 1), atol=1e-6)
+
+
+async def test_tasks_append_to_one_cache_in_their_order(address: str, transport: Transport) -> None:
+    async with AsyncClient(address, transport=transport) as client, await client.create_cache(H, D) as cache:
+        lengths = await asyncio.gather(*(cache.append(*part(step, step + 1)) for step in range(20)))
+        assert lengths == list(range(1, 21))
+        np.testing.assert_allclose((await cache.attend(QUERY)).output, reference(20), atol=1e-6)
+        assert len(await client.caches.list()) == 1
+    assert cache.length == 20
+
+
+def test_queries_of_a_resident_memory_run_side_by_side(address: str, keeper: Keeper, transport: Transport) -> None:
+    """The peer answers none of two before both are there; over a stream it reads one after the other."""
+    with Client(address, transport=transport, streams=2) as client, ThreadPoolExecutor(2) as threads:
+        cache = client.create_cache(H, D)
+        cache.append(*part(0, 5))
+        both = threading.Barrier(2)
+        keeper.before["Attend"] = lambda request: both.wait(PATIENCE_S)
+        for result in threads.map(cache.attend, [QUERY] * 2):
+            np.testing.assert_allclose(result.output, reference(5), atol=1e-6)
+
+
+def test_different_caches_do_not_wait_for_each_other(address: str, keeper: Keeper) -> None:
+    with Client(address) as client, ThreadPoolExecutor(2) as threads:
+        caches = [client.create_cache(H, D) for _ in range(2)]
+        both = threading.Barrier(2)
+        keeper.before["Append"] = lambda request: both.wait(PATIENCE_S)
+        assert list(threads.map(lambda cache: cache.append(*part(0, 5)), caches)) == [5, 5]
+
+
+def test_what_waits_for_its_turn_does_not_wait_beyond_its_timeout(address: str, keeper: Keeper) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(request: Any) -> None:
+        arrived.set()
+        released.wait(PATIENCE_S)
+
+    keeper.before["Append"] = hold
+    with Client(address) as client, ThreadPoolExecutor(1) as threads:
+        cache = client.create_cache(H, D)
+        slow = threads.submit(cache.append, *part(0, 4), timeout=None)
+        assert arrived.wait(PATIENCE_S)
+        waiting = [client.submit(QUERY, caches=cache, timeout=timeout) for timeout in (0.3, 0.1, PATIENCE_S, None)]
+        for future in waiting[:2]:
+            with pytest.raises(DeadlineExceededError):
+                future.result(PATIENCE_S)
+        assert waiting[3].cancel()
+        assert not waiting[2].done()
+        released.set()
+        np.testing.assert_allclose(waiting[2].result().output, reference(4), atol=1e-6)
+        assert slow.result() == cache.append(*part(0, 1)) - 1 == 4
+    assert keeper.methods() == ["Create", "Append", "Attend", "Append"]
+
+
+async def test_a_task_that_is_cancelled_lets_go_of_its_turn(address: str, keeper: Keeper) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(request: Any) -> None:
+        arrived.set()
+        released.wait(PATIENCE_S)
+
+    keeper.before["Attend"] = hold
+    async with AsyncClient(address, transport="unary") as client:
+        cache = await client.create_cache(H, D)
+        stuck = asyncio.create_task(cache.attend(QUERY, *part(0, 3)))
+        await asyncio.to_thread(arrived.wait, PATIENCE_S)
+        waiting = asyncio.create_task(cache.append(*part(0, 3)))
+        too_late = asyncio.create_task(cache.append(*part(0, 3), timeout=0.1))
+        with pytest.raises(DeadlineExceededError):
+            await too_late
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        assert await waiting == 3
+        released.set()
+
+
+def test_a_client_that_is_closed_lets_go_of_all_that_waits(address: str, keeper: Keeper) -> None:
+    """More than a stack is deep."""
+    released = threading.Event()
+    keeper.before["Attend"] = lambda request: released.wait(PATIENCE_S)
+    client = Client(address)
+    cache = client.create_cache(H, D)
+    futures = [client.submit(QUERY, *part(0, 1), caches=cache) for _ in range(3000)]
+    client.close()
+    released.set()
+    assert {type(future.exception(PATIENCE_S)) for future in futures} == {ClientClosedError}
+    with pytest.raises(ClientClosedError):
+        cache.append(*part(0, 1))

@@ -1,0 +1,231 @@
+"""What is sent again and what is not, by both clients: streams that break, servers that are full, messages too long."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from askers import Attend, Transport, array, attend, transport
+from calls import PATIENCE_S
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from peers import good, good_unary, peer, replies
+
+from attnserve import InvalidRequestError, OverloadedError, UnavailableError
+from attnserve.v1 import attention_pb2 as pb
+
+__all__ = ["attend", "transport"]
+
+
+def test_a_peer_that_ends_the_stream_in_good_order_after_every_message(attend: Attend) -> None:
+    """The calls that it left unanswered are sent again."""
+    lost = []
+
+    def forgetful(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        message = next(messages)
+        if len(lost) < 2:
+            lost.append(message)
+            return
+        yield from replies(message)
+        yield from good(messages, context)
+
+    with peer(forgetful) as address:
+        results = attend(address, [array(number) for number in range(20)])
+    assert [result.output[0, 0] for result in results] == list(range(20))
+    assert len(lost) == 2
+
+
+@pytest.mark.parametrize(
+    "code", [getattr(grpc.StatusCode, name) for name in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")]
+)
+def test_a_stream_that_breaks_is_followed_by_another(attend: Attend, code: grpc.StatusCode) -> None:
+    broken = []
+
+    def breaking(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        message = next(messages)
+        if not broken:
+            broken.append(message)
+            context.abort(code, "gone")
+        yield from replies(message)
+        yield from good(messages, context)
+
+    with peer(breaking) as address:
+        results = attend(address, [array(number) for number in range(20)])
+    assert [result.output[0, 0] for result in results] == list(range(20))
+
+
+def test_a_stream_that_always_breaks(attend: Attend) -> None:
+    attempts = []
+
+    def breaking(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        attempts.append(next(messages))
+        context.abort(grpc.StatusCode.INTERNAL, "gone")
+        yield b""
+
+    with peer(breaking) as address:
+        (result,) = attend(address, [array(1)], retries=2)
+    assert isinstance(result, UnavailableError)
+    assert result.code is grpc.StatusCode.INTERNAL
+    assert "gone" in str(result)
+    assert len(attempts) == 3
+
+
+def test_a_reply_unavailable_is_tried_again_on_another_stream(attend: Attend) -> None:
+    streams: list[object] = []
+
+    def draining(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        streams.append(context)
+        if len(streams) > 1:
+            yield from good(messages, context)
+            return
+        for message in messages:
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                error = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="draining")
+                reply = pb.AttendStreamReply(id=call.id, error=error)
+                yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+
+    with peer(draining) as address:
+        results = attend(address, [array(1), array(2)])
+    assert [result.output[0, 0] for result in results] == [1, 2]
+    assert len(streams) == 2
+
+
+def test_unary_calls_are_tried_again(attend: Attend) -> None:
+    attempts = []
+
+    def reluctant(message: bytes, context: grpc.ServicerContext) -> bytes:
+        attempts.append(message)
+        if len(attempts) <= 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        return good_unary(message, context)
+
+    with peer(good, reluctant) as address:
+        (result,) = attend(address, [array(1)], transport="unary")
+        assert result.output[0, 0] == 1
+        attempts.clear()
+        (result,) = attend(address, [array(1)], transport="unary", retries=1)
+    assert isinstance(result, UnavailableError)
+    assert len(attempts) == 2
+
+
+def overloaded(reason: str, delay_ms: int) -> Status:
+    """What a server that is full replies."""
+    error = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(delay_ms)
+    error.details.add().Pack(retry)
+    error.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))
+    return error
+
+
+def refusing(error: Status, attempts: list[float], times: int = 1000) -> Any:
+    """A peer that refuses so many calls, and answers all others."""
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            attempts.append(time.monotonic())
+            if len(attempts) > times:
+                yield from replies(message)
+                continue
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                reply = pb.AttendStreamReply(id=call.id, error=error)
+                yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+
+    return stream
+
+
+def test_a_full_server_is_asked_again_when_it_says(attend: Attend) -> None:
+    attempts: list[float] = []
+    with peer(refusing(overloaded("OVERLOADED", 60), attempts, times=2)) as address:
+        (result,) = attend(address, [array(7)])
+    assert result.output[0, 0] == 7
+    assert len(attempts) == 3
+    first, second = (after - before for before, after in itertools.pairwise(attempts))
+    assert first >= 0.06, "no sooner than it was told"
+    assert second >= 0.12, "and twice that, the second time"
+
+
+@pytest.mark.parametrize(
+    ("reason", "delay_ms", "count"), [("SHARE_EXCEEDED", 5, 3), ("CACHE_FULL", 5, 1), ("OVERLOADED", 60_000, 1)]
+)
+def test_a_server_that_stays_full(attend: Attend, reason: str, delay_ms: int, count: int) -> None:
+    """It is asked as often as retries are allowed; not at all where waiting does not help, or takes too long."""
+    attempts: list[float] = []
+    with peer(refusing(overloaded(reason, delay_ms), attempts)) as address:
+        (result,) = attend(address, [array(1)], retries=2)
+    assert isinstance(result, OverloadedError)
+    assert (result.retry_delay, result.reason) == (delay_ms / 1000, reason)
+    assert len(attempts) == count
+
+
+def test_a_bad_call_fails_alone(attend: Attend) -> None:
+    def strict(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            calls = pb.AttendStreamRequest.FromString(message)
+            for call in list(calls.calls):
+                if len(call.attend.query.shape) != 2:
+                    bad = error_details_pb2.BadRequest()
+                    bad.field_violations.add(field="query")
+                    error = Status(code=3, message="query: expected rank 2")
+                    error.details.add().Pack(bad)
+                    calls.calls.remove(call)
+                    reply = pb.AttendStreamReply(id=call.id, error=error)
+                    yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+            yield from replies(calls.SerializeToString())
+
+    with peer(strict) as address:
+        first, bad, last = attend(address, [array(1), array(2, 1, 1, 1), array(3)])
+    assert (first.output[0, 0], last.output[0, 0]) == (1, 3)
+    assert isinstance(bad, InvalidRequestError)
+    assert bad.field == "query"
+
+
+def test_a_message_that_is_too_long_fails_alone(attend: Attend) -> None:
+    """The whole stream ends at a message that is over the server's limit. Where it ends while it is written to, gRPC's
+    asyncio may call that an error of its own, for which there are retries.
+    """
+
+    def limited(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            if len(message) > 1 << 20:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
+            yield from replies(message)
+
+    with peer(limited) as address:
+        first, long, last = attend(address, [array(1), array(2, 700, 700), array(3)], retries=8)
+    assert (first.output[0, 0], last.output[0, 0]) == (1, 3)
+    assert isinstance(long, InvalidRequestError)
+    assert long.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_nobody_there(attend: Attend, transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    begin = time.monotonic()
+    (result,) = attend(address, [array(1)], transport=transport)
+    assert isinstance(result, UnavailableError)
+    assert time.monotonic() - begin < PATIENCE_S
+
+
+@pytest.mark.parametrize("code", [getattr(grpc.StatusCode, name) for name in ("CANCELLED", "INTERNAL", "UNKNOWN")])
+def test_unary_calls_that_fail_with_the_connection_are_tried_again(attend: Attend, code: grpc.StatusCode) -> None:
+    """What has reached a server that ends, or travelled on a connection that is garbled, ends with gRPC's own word."""
+    attempts = []
+
+    def ending(message: bytes, context: grpc.ServicerContext) -> bytes:
+        attempts.append(message)
+        if len(attempts) == 1:
+            context.abort(code, "gRPC's word")
+        return good_unary(message, context)
+
+    with peer(good, ending) as address:
+        (result,) = attend(address, [array(1)], transport="unary")
+        assert result.output[0, 0] == 1
+        attempts.clear()
+        (result,) = attend(address, [array(1)], transport="unary", retries=0)
+    assert isinstance(result, UnavailableError)
