@@ -1,7 +1,7 @@
 """A device that is busy for as long as a test wants, so that what is asked for meanwhile waits.
 
-In: a server that is `PATIENT`. Nothing here depends on how fast a machine is: the next request that occupies the device
-waits before the last one ends.
+In: a server that is `PATIENT`. Nothing here depends on how fast a machine is, and this process may even stand still for
+a second: the next requests that occupy the device wait before the last one ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 
 # Some hundredths of a second of a CPU. Being written out, it costs more than a batch may, and so runs alone.
 _REQUEST = messages.random_attend(0, 1024, heads=1, width=128, softcap=1.0, priority=8)
+_AHEAD = 16
+"""How many of them are there at once: one runs."""
 
 
 class Occupied:
@@ -37,8 +39,6 @@ class Occupied:
     """Those of each request that occupies the device."""
 
     def __init__(self, server: Server) -> None:
-        self.computed = 0
-        """How many requests have occupied the device: all of them, once the block has ended."""
         self._server = server
         self._over = threading.Event()
         self._failed: BaseException | None = None
@@ -61,30 +61,39 @@ class Occupied:
 
         def waiting() -> bool:
             assert self._thread.is_alive(), f"the device is not occupied any more: {self._failed!r}"
-            in_queue = calls.metric(self._server.http_address, "attnserve_queue_requests")
-            return in_queue > count  # one of them is the next to occupy the device
+            return calls.metric(self._server.http_address, "attnserve_queue_requests") >= count + _AHEAD - 1
 
         calls.until(waiting, f"{count} requests wait")
 
     def _occupy(self) -> None:
-        """Has one request run and another wait, until the block ends or the server takes no more."""
+        """Has one request run and others wait, until the block ends or the server takes no more."""
         numbers = itertools.count(1)
+        waiting: set[int] = set()
+
+        def send(stream: calls.Stream) -> None:
+            waiting.add(number := next(numbers))
+            stream.send(calls.call(number, _REQUEST))
+
         try:
             with grpc.insecure_channel(self._server.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
                 stream = calls.Stream(channel)
-                stream.send(*(calls.call(next(numbers), _REQUEST) for _ in range(2)))
-                while not self._over.is_set() and self._goes_on(*stream.replies(1)):
-                    stream.send(calls.call(next(numbers), _REQUEST))
+                for _ in range(_AHEAD):
+                    send(stream)
+                while not self._over.is_set():
+                    (reply,) = stream.replies(1)
+                    waiting.discard(reply.id)
+                    if not self._goes_on(reply):
+                        break
+                    send(stream)
+                stream.send(cancel=waiting)
                 stream.half_close()
                 for reply in stream.rest():
                     self._goes_on(reply)
         except BaseException as error:
             self._failed = error
 
-    def _goes_on(self, reply: pb.AttendStreamReply) -> bool:
-        """Counts a reply; whether the server takes more."""
-        if reply.error.code == code_pb2.UNAVAILABLE:
-            return False
-        assert not reply.error.code, reply.error
-        self.computed += 1
-        return True
+    @staticmethod
+    def _goes_on(reply: pb.AttendStreamReply) -> bool:
+        """Whether the server takes more."""
+        assert reply.error.code in (code_pb2.OK, code_pb2.UNAVAILABLE, code_pb2.CANCELLED), reply.error
+        return reply.error.code == code_pb2.OK

@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     metrics, health = Metrics("1.2.3", "2.13.0", "cpu"), Health()
-    server = HttpServer("127.0.0.1:0", metrics.registry, health, Callers(), patience_s=0.5)
+    server = HttpServer("127.0.0.1:0", metrics.registry, health, Callers(), patience_s=1.5)
     address = parse_address(await server.start())
     assert address.host == "127.0.0.1"
     yield Served(address.port, metrics, health)
