@@ -1,4 +1,7 @@
-"""Every way for a request to be bad: what is sound, what is put into which field, and the field that must be named."""
+"""Every way for a request to be bad: what is put into which field, and the field that must be named.
+
+What holds of all tensors, enumerations and names comes from the descriptors; the rest is written out.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,16 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from sound import HK, HQ, B, Caches, D, S, ids, requests, tensor
-from test_bad_input import (
-    APPEND,
-    APPLY,
-    ATTEND,
-    CREATE,
-    EXPIRED,
-    FORK,
-    INVALID,
-    NOT_FOUND,
-    PRECONDITION,
-    STREAM,
-    TRUNCATE,
-    caches,
-)
 
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
-__all__ = ["caches"]
+INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+NOT_FOUND, EXPIRED = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DEADLINE_EXCEEDED
+ATTEND, APPLY, STREAM = (f"AttentionService/{name}" for name in ("Attend", "Apply", "AttendStream"))
+CREATE, APPEND, FORK, TRUNCATE = (f"CacheService/{name}" for name in ("Create", "Append", "Fork", "Truncate"))
+
 UNSET: Final = "unset"
 """The value of a field that is not there."""
 PLACEHOLDERS: Final = Caches("plain-cache", "decoder-cache")

@@ -1,8 +1,7 @@
 """Every field of every message of every RPC, given what it must not be: the error names it, over a real socket.
 
-`CASES` is the table. What holds of all tensors, enumerations and names comes from the descriptors; the rest is written
-out. A field that has no case, and is not in `ANYTHING_GOES`, fails a test: one that is added to the protos must be
-added here.
+The table is `bad_input.CASES`. A field that has no case, and is not in `ANYTHING_GOES`, fails a test: one that is added
+to the protos must be added there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,22 @@ import grpc
 import messages
 import numpy as np
 import pytest
-from bad_input import ANYTHING_GOES, CASES, PLACEHOLDERS, Case, broken, leaves, put, sound
+from bad_input import (
+    ANYTHING_GOES,
+    APPEND,
+    APPLY,
+    ATTEND,
+    CASES,
+    CREATE,
+    INVALID,
+    PLACEHOLDERS,
+    STREAM,
+    Case,
+    broken,
+    leaves,
+    put,
+    sound,
+)
 from conftest import Server
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -26,11 +40,6 @@ from sound import DECODER_CACHE, HK, HQ, METHODS, PLAIN_CACHE, B, Caches, D, S, 
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-
-INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-NOT_FOUND, EXPIRED = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DEADLINE_EXCEEDED
-ATTEND, APPLY, STREAM = (f"AttentionService/{name}" for name in ("Attend", "Apply", "AttendStream"))
-CREATE, APPEND, FORK, TRUNCATE = (f"CacheService/{name}" for name in ("Create", "Append", "Fork", "Truncate"))
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,12 @@ from askers import Attend, Transport, array, attend, attend_in_tasks, attend_in_
 from calls import PATIENCE_S
 from google.rpc.status_pb2 import Status
 from peers import good, good_unary, peer, replies
-from test_client_leaving import silent
 
 from attnserve import AsyncClient, Client, DeadlineExceededError, ProtocolError, ServerError, UnavailableError
 from attnserve._reply import Reply, decode_replies
 from attnserve.v1 import attention_pb2 as pb
 
-__all__ = ["attend", "silent", "transport"]
+__all__ = ["attend", "transport"]
 
 
 def test_a_good_peer(attend: Attend, transport: Transport) -> None:

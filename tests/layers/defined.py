@@ -78,3 +78,7 @@ norm = { kind = "layer", epsilon = 1e-5 }
 "blocks.{n}.feed_forward.down.weight" = "{n}.down"
 "blocks.{n}.feed_forward.norm.weight" = "{n}.norm"
 """
+
+HEAD = 'name = "a"\nfile = "file.safetensors"\n'
+GENERAL = HEAD + 'kind = "general"\n'
+PLAIN = GENERAL + 'parameters = { score.weight = "w" }\n'

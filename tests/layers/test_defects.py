@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from defined import MULTI_HEAD, TRANSFORMER, directory, wrong
+from defined import GENERAL, HEAD, MULTI_HEAD, PLAIN, TRANSFORMER, directory, wrong
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -29,9 +29,6 @@ def test_rows_that_make_no_heads_are_named_with_their_file(directory: Path) -> N
     assert defect.expected == "a divisor of the 16 rows of query.weight in file.safetensors"
 
 
-HEAD = 'name = "a"\nfile = "file.safetensors"\n'
-GENERAL = HEAD + 'kind = "general"\n'
-PLAIN = GENERAL + 'parameters = { score.weight = "w" }\n'
 WRONG: dict[str, tuple[str, str, str]] = {
     "unknown key": (PLAIN + "cauzal = true", "cauzal", "a key of general layers, such as causal"),
     "key of another kind": (PLAIN + "heads = 4", "heads", "a key of general layers"),

@@ -12,9 +12,8 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from defined import MULTI_HEAD, SHAPES, TRANSFORMER, define, directory, one, wrong
+from defined import MULTI_HEAD, PLAIN, SHAPES, TRANSFORMER, define, directory, one, wrong
 from safetensors.torch import save_file
-from test_defects import PLAIN
 
 from attnserve_server.layers.checkpoint import load
 from attnserve_server.layers.definitions import examine, load_definitions
