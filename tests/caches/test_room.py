@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import accuracy
@@ -95,11 +96,13 @@ def test_leases(start_server: StartServer) -> None:
         described = caller.get(long)
         assert described.ttl.ToNanoseconds() == 1_000_500_000_000
         calls.until(lambda: caller.get(long).remaining.ToSeconds() < 1000, "asking renews nothing")
+        begin = monotonic()
         caller.append(long, *tokens(0, 8 * PAGE_TOKENS))
-        assert caller.get(long).remaining.ToSeconds() == 1000, "its use renews a lease"
+        remaining = caller.get(long).remaining.ToNanoseconds() * 1e-9
+        assert remaining >= 1000.49 - (monotonic() - begin), "its use renews a lease"
         assert caller.fork(long, ttl={"seconds": 7}).ttl.seconds == 7
         assert caller.fork(long).ttl == described.ttl
-        first, second = caller.create(ttl=0.2), caller.create(ttl=2000.0)
+        first, second = caller.create(ttl=2), caller.create(ttl=2000.0)
         for name in (first, second):
             caller.append(name, *tokens(1, 4 * PAGE_TOKENS))
         assert pool_pages(server) == [0, 0, 16]
@@ -112,8 +115,8 @@ def test_leases(start_server: StartServer) -> None:
             except grpc.RpcError as error:
                 _, delay = overloaded(error, "CACHE_FULL")
                 refused += 1
-                if delay > 0.5:
-                    raise AssertionError(f"the next lease ends in 0.2 s, not {delay} s") from None
+                if delay > 2.5:
+                    raise AssertionError(f"the next lease ends in 2 s, not {delay} s") from None
                 return False
             return True
 
