@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve_server.devices.staging import TORCH, Allocate, Upload
+from attnserve_server.devices.inputs import Allocate
+from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedCall, RaggedKernel

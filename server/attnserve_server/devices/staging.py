@@ -6,18 +6,14 @@ call for each span. Neither changes a bit of any result: kernels compute each se
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import isfinite
-from typing import Any, Final, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
@@ -32,21 +28,6 @@ TORCH: dict[int, torch.dtype] = {
 """The torch dtype that the elements of each dtype of the wire are read as."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
-Allocate = Callable[[int], torch.Tensor]
-
-ALIGNMENT: Final = 64
-"""Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
-LOOKED_AT: Final = 4 << 20
-"""Up to so many bytes, whether inputs are finite is seen here, all at once; kernels look at larger ones, on threads."""
-KEPT: Final = 1 << 20
-"""Up to so many bytes, the inputs of a batch that is one call are put where those of the last such batch were."""
-MOST_KEPT: Final = 64
-"""So many layouts of that memory are remembered."""
-COPIED_ASIDE: Final = 64 << 10
-"""Payloads from here on are copied while other threads run Python."""
-
-Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries, keys and values."""
 
 
 @dataclass(slots=True)
@@ -67,7 +48,7 @@ class Stager:
         self._allocate = allocate
         self._upload = upload
         self._looks = looks
-        self._kept = _Kept()
+        self._kept = KeptPlace()
 
     def stage(self, requests: Sequence[Request]) -> list[StagedCall]:
         """The calls for a batch."""
@@ -143,10 +124,8 @@ class Stager:
         the device computes what it is given, before anything else is staged on this thread.
         """
         problem = members[0].problem
-        if only and self._looks:
-            place = self._kept.place(problem, len(members), self._allocate)
-        else:
-            place = _Place(problem, len(members), self._allocate)
+        choose = self._kept.place if only and self._looks else Place
+        place = choose(problem, TORCH[problem.dtype], len(members), self._allocate)
         place.fill(members)
         elements = self._upload(place.elements)
         query, key, value = place.inputs if elements is place.elements else place.inputs_in(elements)
@@ -201,75 +180,6 @@ class Stager:
         return AdditiveScore(query_weight, key_weight, parameter("bias"), parameter("output_weight"))
 
 
-class _Place:
-    """Host memory for the queries, keys and values of so many requests that share a problem."""
-
-    __slots__ = ("_array", "_bytes", "_parts", "_views", "elements", "inputs", "problem", "whole")
-
-    def __init__(self, problem: Problem, count: int, allocate: Allocate) -> None:
-        specs = [problem.tensors[name] for name in ("query", "key", "value")]
-        parts, views, end, used = [], [], 0, 0
-        itemsize = TORCH[problem.dtype].itemsize
-        for spec in specs:
-            size = spec.size
-            if size:
-                parts.append((spec.payload, end, size))
-            views.append((*_arranged(spec.shape, problem.length_first, count), end // itemsize))
-            used += size * count
-            end += -(-size * count // ALIGNMENT) * ALIGNMENT
-        raw = allocate(end)
-        self.problem = problem
-        self._array: NDArray[Any] = raw.numpy()
-        self._bytes = memoryview(self._array)  # type: ignore[arg-type]
-        self._parts, self._views = parts, views
-        self.elements = raw.view(TORCH[problem.dtype])
-        self.inputs = self.inputs_in(self.elements)
-        """Views of the elements [N, H, L, D], in the layout of the payloads."""
-        self.whole = used == end <= LOOKED_AT
-        """Whether all elements are of inputs, and few enough to be looked at."""
-
-    def fill(self, members: Sequence[Request]) -> None:
-        """Puts the payloads of requests there, one behind the other."""
-        target = self._bytes
-        for payload, start, size in self._parts:
-            for member in members:
-                if size < COPIED_ASIDE:
-                    target[start : start + size] = member.payloads[payload]
-                else:
-                    self._array[start : start + size] = np.frombuffer(member.payloads[payload], np.uint8)
-                start += size
-
-    def inputs_in(self, elements: torch.Tensor) -> Inputs:
-        """The same views of other elements, such as those that have been uploaded."""
-        query, key, value = (elements.as_strided(*view) for view in self._views)
-        return query, key, value
-
-
-class _Kept(threading.local):
-    """Memory that each thread uses again and again, and where in it inputs lay the last times."""
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._places: dict[tuple[int, int], _Place] = {}
-
-    def place(self, problem: Problem, count: int, allocate: Allocate) -> _Place:
-        """Where inputs go, until the next ones do."""
-        found = self._places.get((id(problem), count))
-        if found is not None:  # it keeps its problem alive, so that no other has this id
-            return found
-        place = _Place(problem, count, lambda size: self._part(size) if size <= KEPT else allocate(size))
-        if place.elements.nbytes <= KEPT:
-            if len(self._places) >= MOST_KEPT:
-                self._places.clear()
-            self._places[id(problem), count] = place
-        return place
-
-    def _part(self, size: int) -> torch.Tensor:
-        if self._memory is None:
-            self._memory = torch.empty(KEPT, dtype=torch.uint8)
-        return self._memory[:size]
-
-
 def _stacks(requests: Sequence[Request]) -> list[list[int]]:
     """The batch as lists of places: requests that can be one call, in the order in which they came."""
     stacks: dict[object, list[int]] = {}
@@ -300,22 +210,9 @@ def heads_first(
     """[N, H, L, D], packed, of elements in one piece of memory that hold `count` tensors of a shape, of rank 2 to 4 and
     in some layout, one behind the other from element `start` on.
     """
-    axes, strides = _arranged(shape, length_first, count)
+    axes, strides = arranged(shape, length_first, count)
     tensor = elements.as_strided(axes, strides, start)
     return tensor.contiguous() if length_first else tensor
-
-
-@lru_cache(maxsize=4096)
-def _arranged(
-    shape: tuple[int, ...], length_first: bool, count: int
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Axes [N, H, L, D] of packed tensors behind each other, and their strides in elements."""
-    batch = count * shape[0] if len(shape) == 4 else count
-    heads, length, width = (1, *shape) if len(shape) == 2 else shape[-3:]
-    if not length_first or len(shape) == 2:
-        return (batch, heads, length, width), (heads * length * width, length * width, width, 1)
-    length, heads = heads, length
-    return (batch, heads, length, width), (length * heads * width, width, heads * width, 1)
 
 
 def _cut(tensor: torch.Tensor | None, *bounds: slice) -> torch.Tensor | None:

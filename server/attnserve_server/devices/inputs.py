@@ -1,0 +1,117 @@
+"""Where queries, keys and values of requests lie in host memory, from where devices take them.
+
+In: requests that share a problem, and memory. Out: their payloads in it, one behind the other, and views of these. What
+is computed before anything else is staged goes where the last such inputs were: most of what staging a small request
+costs is to get memory and to lay out views.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnserve_server.problem import Problem
+from attnserve_server.request import Request
+
+Allocate = Callable[[int], torch.Tensor]
+
+ALIGNMENT: Final = 64
+"""Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
+LOOKED_AT: Final = 4 << 20
+"""Up to so many bytes, whether inputs are finite is seen all at once; kernels look at larger ones, on threads."""
+KEPT: Final = 1 << 20
+"""Up to so many bytes are put into memory that is kept."""
+MOST_KEPT: Final = 64
+"""So many layouts of that memory are remembered."""
+COPIED_ASIDE: Final = 64 << 10
+"""Payloads from here on are copied while other threads run Python."""
+
+Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values."""
+
+
+class Place:
+    """Host memory for the queries, keys and values of so many requests that share a problem."""
+
+    __slots__ = ("_array", "_bytes", "_parts", "_views", "elements", "inputs", "problem", "whole")
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, count: int, allocate: Allocate) -> None:
+        specs = [problem.tensors[name] for name in ("query", "key", "value")]
+        parts, views, end, used = [], [], 0, 0
+        for spec in specs:
+            size = spec.size
+            if size:
+                parts.append((spec.payload, end, size))
+            views.append((*arranged(spec.shape, problem.length_first, count), end // dtype.itemsize))
+            used += size * count
+            end += -(-size * count // ALIGNMENT) * ALIGNMENT
+        raw = allocate(end)
+        self.problem = problem
+        self._array: NDArray[Any] = raw.numpy()
+        self._bytes = memoryview(self._array)  # type: ignore[arg-type]
+        self._parts, self._views = parts, views
+        self.elements = raw.view(dtype)
+        self.inputs = self.inputs_in(self.elements)
+        """Views of the elements [N, H, L, D], in the layout of the payloads."""
+        self.whole = used == end <= LOOKED_AT
+        """Whether all elements are of inputs, and few enough to be looked at."""
+
+    def fill(self, members: Sequence[Request]) -> None:
+        """Puts the payloads of requests there, one behind the other."""
+        target = self._bytes
+        for payload, start, size in self._parts:
+            for member in members:
+                if size < COPIED_ASIDE:
+                    target[start : start + size] = member.payloads[payload]
+                else:
+                    self._array[start : start + size] = np.frombuffer(member.payloads[payload], np.uint8)
+                start += size
+
+    def inputs_in(self, elements: torch.Tensor) -> Inputs:
+        """The same views of other elements, such as those that have been uploaded."""
+        query, key, value = (elements.as_strided(*view) for view in self._views)
+        return query, key, value
+
+
+class KeptPlace(threading.local):
+    """Memory that each thread uses again and again, and where in it inputs lay the last times."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._places: dict[tuple[int, int], Place] = {}
+
+    def place(self, problem: Problem, dtype: torch.dtype, count: int, allocate: Allocate) -> Place:
+        """Where inputs go, until the next ones do."""
+        found = self._places.get((id(problem), count))
+        if found is not None:  # it keeps its problem alive, so that no other has this id
+            return found
+        place = Place(problem, dtype, count, lambda size: self._part(size) if size <= KEPT else allocate(size))
+        if place.elements.nbytes <= KEPT:
+            if len(self._places) >= MOST_KEPT:
+                self._places.clear()
+            self._places[id(problem), count] = place
+        return place
+
+    def _part(self, size: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(KEPT, dtype=torch.uint8)
+        return self._memory[:size]
+
+
+@lru_cache(maxsize=4096)
+def arranged(
+    shape: tuple[int, ...], length_first: bool, count: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Axes [N, H, L, D] of packed tensors behind each other, and their strides in elements."""
+    batch = count * shape[0] if len(shape) == 4 else count
+    heads, length, width = (1, *shape) if len(shape) == 2 else shape[-3:]
+    if not length_first or len(shape) == 2:
+        return (batch, heads, length, width), (heads * length * width, length * width, width, 1)
+    length, heads = heads, length
+    return (batch, heads, length, width), (length * heads * width, width, heads * width, 1)
