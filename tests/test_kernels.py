@@ -295,6 +295,15 @@ def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> N
     assert_same_bits(result.output[0], expected.output[0])
 
 
+def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:
+    """Heads may be computed apart: their bits must not show it."""
+    plan = Plan(batch=1, key_heads=8, group=1, query_length=1536, key_length=1536, alibi=True, causal=True)
+    call = call_of(plan.case(14), return_lse=True)
+    half, whole = run(call.kv_heads(0, 4)), run(call)
+    assert_same_bits(half.output, whole.output[:, :4])
+    assert_same_bits(half.lse, whole.lse[:, :4])
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize(

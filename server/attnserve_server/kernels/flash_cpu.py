@@ -28,6 +28,10 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 WINDOW_BLOCK = 256
 """The queries of a block where a window or offset excludes keys: fewer reach fewer keys, more run faster."""
 MIN_BLOCK = 16
+BIASED_HEADS = 16
+"""For so many heads ALiBi's biases have MAX_BLOCK_ELEMENTS. Blocks do not follow the number of heads that a call has,
+which may be a part of a request's: their ends show in the bits.
+"""
 CAUSAL_BLOCK = 32
 CAUSAL_LENGTHS = range(64, 512 + 1)
 """So many queries are computed in blocks of CAUSAL_BLOCK, each over the keys that it reaches: the kernel itself skips
@@ -66,7 +70,7 @@ def attend(call: AttentionCall) -> AttentionResult:
             return _attend_plain(call, True)
     rows = query_length
     if call.alibi_slopes is not None:
-        rows = max(MIN_BLOCK, MAX_BLOCK_ELEMENTS // (kv_length * call.query.shape[1]))
+        rows = max(MIN_BLOCK, MAX_BLOCK_ELEMENTS // (kv_length * BIASED_HEADS))
     elif not (band.is_everything or band.is_lower_triangle):
         rows = max(MIN_BLOCK, min(WINDOW_BLOCK, MAX_BLOCK_ELEMENTS // kv_length))
     if rows >= query_length:
