@@ -295,6 +295,32 @@ def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> N
     assert_same_bits(result.output[0], expected.output[0])
 
 
+def test_a_score_that_overflows_leaves_other_heads_their_bits() -> None:
+    """Heads may be computed apart: their bits must not show it."""
+    plan = Plan(causal=True, query_length=500, key_length=500, head_dim=64, key_dim=64)
+    call = call_of(plan.case(12), return_lse=True)
+    first = call.kv_heads(0, 1)
+    group = first.query.shape[1]
+    call.key[1, 1, -1] = 3e38
+    call.query[1, group:] = call.query[1, group:].abs() + 3e2
+    assert torch.isnan(attend(call).output[1, group:]).any()
+    assert_same_bits(run(first).output, run(call).output[:, :group])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "excluding", [{"mask_shape": (2, 1, 9, 7)}, {"window": (2, 1)}, {"alibi": True, "causal": True}]
+)
+def test_an_excluded_score_that_overflows_is_excluded(dtype: str, excluding: dict[str, Any]) -> None:
+    """Query and key are finite and their score is not: plus minus infinity it would be NaN."""
+    case = Plan(dtype=dtype, query_length=9, key_length=7, **excluding).case(13)
+    if "mask" in case.options:
+        case.options["mask"][..., -1] = False
+    case.query[:, :, :2] = case.key[:, :, -1] = 1e300 if dtype == "float64" else 1e30
+    result = run(call_of(case, return_lse=True))
+    assert np.isfinite(result.output.astype(np.float64)).all()
+
+
 def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:
     """Heads may be computed apart: their bits must not show it."""
     plan = Plan(batch=1, key_heads=8, group=1, query_length=1536, key_length=1536, alibi=True, causal=True)

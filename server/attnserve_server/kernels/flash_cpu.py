@@ -118,6 +118,8 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
+    # Of large values a score may be infinite, and infinite less infinite is NaN where that key is excluded.
+    overflowed = None if excluded is None or isfinite(lse.sum().item()) else ~lse.isfinite()
     if shift is not None:
         lse = lse + shift
     if excluded is not None and bias is not None and not isfinite(bias.amax(-1).amin().item()):
@@ -128,9 +130,9 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
     inputs = () if call.finite else (call.query, key, value)
-    if not _is_finite(*inputs, call.bias):
+    if overflowed is not None or not _is_finite(*inputs, call.bias):
         output, lse = output.contiguous(), lse.contiguous()
-        math.attend_heads(call, _non_finite_heads(call.query, key, value, call.bias), output, lse)
+        math.attend_heads(call, _suspect_heads(call.query, key, value, call.bias, overflowed), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -202,9 +204,12 @@ def _run_causal(
     output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
     if not isfinite(lse.sum().item()):
         # Of large values a score may be infinite, and infinite less infinite is NaN where that key is excluded.
-        for place in torch.nonzero(~lse.isfinite().flatten(1).all(1)).flatten().tolist():
-            one = slice(place, place + 1)
-            output[one], lse[one] = _flash(query[one], key[one], value[one], 0.0, True, scale=scale)
+        kv_heads = key.shape[1]
+        group = heads // kv_heads
+        for n, head in torch.nonzero(~lse.isfinite().view(count, kv_heads, -1).all(2)).tolist():
+            one = slice(n, n + 1), slice(head, head + 1)
+            mine = one[0], slice(head * group, (head + 1) * group)
+            output[mine], lse[mine] = _flash(query[mine], key[one], value[one], 0.0, True, scale=scale)
     return output, lse
 
 
@@ -229,12 +234,20 @@ def _is_finite(*tensors: torch.Tensor | None) -> bool:
     return all(isfinite(tensor.sum().item()) for tensor in tensors if tensor is not None)
 
 
-def _non_finite_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+def _suspect_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    overflowed: torch.Tensor | None,
 ) -> list[list[int]]:
-    """The [sequence, key head] whose queries, keys, values or biases are not all finite."""
+    """The [sequence, key head] whose queries, keys, values or biases are not all finite, or of which rows [N, Hq, Lq]
+    have overflowed.
+    """
     count, kv_heads = key.shape[:2]
     finite = torch.isfinite(query).flatten(2).all(2).view(count, kv_heads, -1).all(2)
+    if overflowed is not None:
+        finite &= ~overflowed.flatten(2).any(2).view(count, kv_heads, -1).any(2)
     for tensor in (key, value):
         finite &= torch.isfinite(tensor).flatten(2).all(2)
     if bias is not None:
