@@ -138,7 +138,8 @@ class CpuDevice:
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""
-        taken, self._kernel_calls = self._kernel_calls, Counter()
+        with self._counting:  # of a batch that has failed, threads may still compute
+            taken, self._kernel_calls = self._kernel_calls, Counter()
         return taken
 
     def blame(self, error: Exception) -> Blame:
@@ -146,7 +147,7 @@ class CpuDevice:
         return "memory" if is_out_of_memory(error) else "request"
 
     def warm_up(self) -> None:
-        """Runs each kernel once, on each thread."""
+        """Runs each kernel, and what can be divided on all threads."""
         for length in (16, 256):
             query = torch.randn(1, 2 * self.threads, length, 64)
             call = AttentionCall(query, query, query, 0.125)
@@ -203,7 +204,9 @@ def _combine(parts: list[AttentionResult], axis: int) -> AttentionResult:
     return AttentionResult(
         torch.cat([part.output for part in parts], axis),
         torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
-        torch.cat([part.scores for part in parts if part.scores is not None]) if parts[0].scores is not None else None,
+        torch.cat([part.scores for part in parts if part.scores is not None], axis)
+        if parts[0].scores is not None
+        else None,
         parts[0].kernel,
     )
 

@@ -2,9 +2,10 @@
 
 The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
 with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through and swallows NaN in queries (such heads are done again by the math kernel), scales what it has
-masked (scales are made positive), and its bits depend on the alignment of the rows modulo 16 bytes (rows are padded to
-16 elements) and on the number of threads (one, always: parallelism is across calls).
+excluded places through, be they inputs or scores that overflow, and swallows NaN in queries (such heads are done again
+by the math kernel), scales what it has masked (scales are made positive), and its bits depend on the alignment of the
+rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one, always: parallelism is across
+calls).
 """
 
 from __future__ import annotations
