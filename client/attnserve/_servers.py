@@ -104,8 +104,8 @@ class Servers(Generic[C]):
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
 
     def look(self, timeout: float | None) -> Sequence[str]:
-        """The addresses that there are now. UnavailableError if there are none, and DeadlineExceededError if that is
-        not known after so many seconds.
+        """The addresses that there are now. UnavailableError if there are none, DeadlineExceededError if that is not
+        known after so many seconds, and ClientClosedError if the client is closed before.
         """
         try:
             return self._looked_up().result(timeout)
@@ -124,10 +124,19 @@ class Servers(Generic[C]):
             return self._first_look
 
     def _look(self, found: Future[Sequence[str]]) -> None:
+        addresses: Sequence[str] = ()
+        failure: Exception | None = None
         try:
-            found.set_result(self._look_up())
+            addresses = self._look_up()
         except Exception as error:
-            found.set_exception(error)
+            failure = error
+        with self._lock:
+            if found.done():  # the client has been closed
+                return
+            if failure is None:
+                found.set_result(addresses)
+            else:
+                found.set_exception(failure)
 
     def _look_up(self) -> Sequence[str]:
         assert self._target.look_up is not None  # or they are known
@@ -156,9 +165,11 @@ class Servers(Generic[C]):
         self._run(lambda: self.take(addresses))
 
     def close(self) -> Sequence[C]:
-        """Looks no more, and gives every connection to whoever closes it."""
+        """Looks no more, tells those who wait for a look, and gives every connection to whoever closes it."""
         with self._lock:
             self._closed = True
+            if self._first_look is not None and not self._first_look.done():
+                self._first_look.set_exception(ClientClosedError())
             if self._lookout is not None:
                 self._lookout.close()
             return self._replicas.all()

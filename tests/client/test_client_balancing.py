@@ -15,7 +15,7 @@ import calls
 import numpy as np
 import pytest
 
-from attnserve import AsyncClient, Client, DeadlineExceededError, NotFoundError, UnavailableError
+from attnserve import AsyncClient, Client, ClientClosedError, DeadlineExceededError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -224,6 +224,26 @@ async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: L
             await in_tasks_too.create_cache(2, 8, timeout=0.05)
         known.set()
         await in_tasks_too.attend(*arrays(), timeout=calls.PATIENCE_S)
+
+
+def test_closing_ends_the_wait_for_a_name() -> None:
+    """Whoever waits for as long as it takes to look it up is told, however long that is."""
+    looking, over = threading.Event(), threading.Event()
+
+    def endless() -> list[str]:
+        looking.set()
+        over.wait()
+        return []
+
+    client = Client(endless)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.attend, *arrays(), timeout=None)
+        try:
+            assert looking.wait(calls.PATIENCE_S)
+            client.close()
+            assert isinstance(waiting.exception(calls.PATIENCE_S), ClientClosedError)
+        finally:
+            over.set()
 
 
 async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: str) -> None:
