@@ -78,7 +78,7 @@ def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: 
     cases = [Plan(dtype=dtype, **SAME_KIND[kind]).case(seed) for dtype in DTYPES for seed in seeds]
     alone = [case.attend(client, return_lse=True) for case in cases]
     with Occupied(server) as device:
-        futures = [case.submit(client, return_lse=True) for case in cases]
+        futures = [case.submit(client, return_lse=True, timeout=None) for case in cases]
         device.until_waiting(len(cases))
     together = [future.result() for future in futures]
     assert min(result.batch_size for result in together) >= len(seeds)

@@ -119,7 +119,7 @@ def test_many_callers_at_once(layer_client: Client, layer_server: Server, seed: 
         def call(caller: int) -> list[tuple[int, Future[LayerResult[Array]]]]:
             client = another if caller == 0 else layer_client
             own = order[caller::callers]
-            return [(n, client.submit_apply(asked[n][0], asked[n][1], **asked[n][2])) for n in own]
+            return [(n, client.submit_apply(asked[n][0], asked[n][1], timeout=None, **asked[n][2])) for n in own]
 
         with Occupied(layer_server) as device, ThreadPoolExecutor(callers) as pool:
             futures = [each for part in pool.map(call, range(callers)) for each in part]

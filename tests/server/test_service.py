@@ -112,7 +112,7 @@ def test_a_caller_that_gives_up_leaves_nothing_behind(server: Server, channel: g
 
     before = cancelled()
     with Occupied(server) as device:
-        call = calls.unary_future(channel, "Attend", messages.random_attend(0).SerializeToString())
+        call = calls.unary_future(channel, "Attend", messages.random_attend(0).SerializeToString(), timeout=None)
         device.until_waiting(1)
         call.cancel()
         calls.until(lambda: cancelled() == before + 1, "it is cancelled")

@@ -104,7 +104,10 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         lse = lse + shift
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
-    return AttentionResult(output, lse if call.return_lse else None, None, NAME, _suspect(call, key, value))
+    suspect = _suspect(call, key, value)
+    if excluded is not None:  # a score that overflows is NaN where it is excluded: inf - inf
+        suspect = suspect | lse.isnan().flatten(1).any(1)
+    return AttentionResult(output, lse if call.return_lse else None, None, NAME, suspect)
 
 
 def _run(
