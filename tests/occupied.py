@@ -27,7 +27,7 @@ PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 # Some hundredths of a second of a CPU. Being written out, it costs more than a batch may, and so runs alone.
 _REQUEST = messages.random_attend(0, 1024, heads=1, width=128, softcap=1.0, priority=8)
 _AHEAD = 32
-"""How many of them are there at once: one runs. They are most of a second ahead, for which a test may stand still meanwhile."""
+"""How many of them are there at once: one runs. They are most of a second ahead: a test may stand still meanwhile."""
 
 
 class Occupied:

@@ -52,7 +52,7 @@ def on_a_stream(server: Server, channel: grpc.Channel, stack: ExitStack, how: st
 
 def by_themselves(server: Server, channel: grpc.Channel, stack: ExitStack, how: str) -> Leave:
     request = messages.random_attend(0).SerializeToString()
-    futures = [calls.unary_future(channel, "Attend", request) for _ in range(QUEUED)]
+    futures = [calls.unary_future(channel, "Attend", request, timeout=None) for _ in range(QUEUED)]
     return lambda: [future.cancel() for future in futures]
 
 
