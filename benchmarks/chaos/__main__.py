@@ -18,7 +18,7 @@ from typing import Final
 from benchmarks import machine
 from benchmarks.chaos.experiments import NAMES, experiment
 from benchmarks.chaos.outcome import Outcome, Result, exactly
-from benchmarks.chaos.report import DOCUMENT, report, table, with_report
+from benchmarks.chaos.report import DOCUMENT, report, table, with_kept, with_report
 
 DEFAULT_JSON: Final = Path("bench-results/chaos.json")
 
@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = together(earlier, made)
         result.write(chosen.json)
         if chosen.document is not None:
-            chosen.document.write_text(with_report(chosen.document.read_text("utf-8"), report(result)), "utf-8")
+            document = chosen.document.read_text("utf-8")
+            chosen.document.write_text(with_report(document, with_kept(document, report(result))), "utf-8")
     return 0 if all(outcome.kept for outcome in made.values()) else 1
 
 

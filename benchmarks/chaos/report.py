@@ -14,6 +14,9 @@ from benchmarks.chaos.outcome import Figure, Outcome, Result
 DOCUMENT: Final = Path("docs/reliability.md")
 WIDTH: Final = 120
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+HEADING: Final = "### "
+SECTION: Final = f"\n\n{HEADING}"
+"""What begins the section of an experiment, behind another."""
 
 
 def report(result: Result) -> str:
@@ -48,7 +51,21 @@ def _section(outcome: Outcome) -> str:
     load = "" if outcome.load is None else " Load average {:.1f} before and {:.1f} after.".format(*outcome.load)
     made = f"At {outcome.begun}, for {outcome.minutes:g} min where it goes on, {outcome.seconds:,.0f} s in all.{load}"
     texts = (textwrap.fill(text, WIDTH) for text in (outcome.promise, made))
-    return "\n\n".join((f"### {outcome.experiment}", *texts, table(outcome)))
+    return "\n\n".join((f"{HEADING}{outcome.experiment}", *texts, table(outcome)))
+
+
+def with_kept(document: str, text: str) -> str:
+    """A text with the sections that a document has between its markers and the text has not, in the document's order:
+    of experiments that were made elsewhere, and whose JSON file is not here.
+    """
+    before, *made = text.split(SECTION)
+    sections = {_name(each): each for each in document.partition(BEGIN)[2].partition(END)[0].split(SECTION)[1:]}
+    sections |= {_name(each): each for each in made}
+    return SECTION.join((before, *(each.rstrip() for each in sections.values())))
+
+
+def _name(section: str) -> str:
+    return section.partition("\n")[0]
 
 
 def with_report(document: str, text: str) -> str:

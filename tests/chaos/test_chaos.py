@@ -11,7 +11,7 @@ from benchmarks.chaos import device, drain, kill
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
 from benchmarks.chaos.experiments import NAMES
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
-from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_report
+from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept, with_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +60,15 @@ def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
     assert with_report(with_report(document, text), "nothing") == with_report(document, "nothing")
     with pytest.raises(ValueError, match="followed by"):
         with_report(f"{END}{BEGIN}", text)
+
+
+def test_figures_of_other_experiments_stay_in_a_document() -> None:
+    """Their JSON file may be on another machine. What was made again takes the place of what was there."""
+    document = f"by hand\n{BEGIN}\nmade once\n\n### drain\n\nold\n\n### kill\n\nkept\n{END}\nby hand"
+    text = with_kept(document, "made now\n\n### soak\n\nnew\n\n### drain\n\nnewer")
+    assert text == "made now\n\n### drain\n\nnewer\n\n### kill\n\nkept\n\n### soak\n\nnew"
+    again = with_report(document, text)
+    assert with_report(again, with_kept(again, text)) == again
 
 
 def test_what_was_made_earlier_stays_unless_it_is_made_again() -> None:
