@@ -1,8 +1,7 @@
 """The life of a request between its decoding and its reply: admit, queue, batch, run, complete.
 
 The engine lives on the event loop. A batch forms while the device is busy, and an idle device starts at once: there is
-no timer. A small batch runs on the loop itself, because handing it to a thread costs more than computing it; a larger
-one runs beside the loop, which meanwhile receives and decodes what comes next.
+no timer. The device itself is the worker's (`worker.py`), one batch at a time.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.computation import compute
 from attnserve_server.deadlines import Deadlines
 from attnserve_server.delivery import Delivery
 from attnserve_server.entry import Entry
@@ -34,16 +30,13 @@ from attnserve_server.errors import (
 )
 from attnserve_server.metrics import Metrics
 from attnserve_server.turns import Turns
-from attnserve_server.work import BatchResult
+from attnserve_server.worker import Part, Worker
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
     from attnserve_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
-
-Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
-"""What came of some entries of a batch."""
 
 
 @dataclass(slots=True)
@@ -68,28 +61,24 @@ class Engine:
         max_wait: float = 0.0,
         tracing: Tracing | None = None,
     ) -> None:
-        self._device = device
         self._queue = queue
         self._admission = admission
         self._metrics = metrics
         self._max_wait = max_wait
         self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
-        self._worker = ThreadPoolExecutor(1, "attnserve-device")
         self._turns: Turns[Entry] = Turns()
-        self._running: Batch[Entry] | None = None
-        self._batch_begin = 0.0
-        self._batch_end = 0.0
         self._deadlines = Deadlines(queue, admission.pace)
         self._last: Ran | None = None
         self._drop_due: asyncio.Handle | None = None
         self._cancelled: list[Entry] = []
-        self._busy_seconds = 0.0
         self._next_step: asyncio.Handle | None = None
         self._waits = False
         self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
         self._idle = asyncio.Event()
         self._idle.set()
+        self.worker = Worker(device, self._complete, lambda: self.fail("the thread that computes is dead"))
+        """What computes, a batch at a time."""
         self.failure: str | None = None
         """Why the device was given up, for good; None while it works."""
         self.failed = asyncio.Event()
@@ -118,7 +107,7 @@ class Engine:
         """
         self.check_open()
         if entry.deadline < inf:
-            self._deadlines.check(entry, None if self._running is None else self._batch_end)
+            self._deadlines.check(entry, self.worker.free_at)
         self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)
         if entry.request.needs:
             try:
@@ -139,7 +128,7 @@ class Engine:
         flight: for company it would wait longer than it takes.
         """
         step = self._next_step
-        if step is None or self._waits or self._queue.cost > self._device.inline_flops:
+        if step is None or self._waits or not self.worker.is_small(self._queue.cost):
             return
         if self._admission.requests == self._queue.requests:
             step.cancel()
@@ -183,27 +172,7 @@ class Engine:
     @property
     def stuck(self) -> bool:
         """Whether something is being computed, which nothing can interrupt."""
-        return self._running is not None
-
-    @property
-    def running(self) -> object | None:
-        """The batch that is being computed; None while the device is idle."""
-        return self._running
-
-    @property
-    def running_cost(self) -> int:
-        """What that batch costs, in FLOPs."""
-        return 0 if self._running is None else self._running.cost
-
-    @property
-    def batch_seconds(self) -> float:
-        """How long the device has had the batch that it has now; 0 if it has none."""
-        return perf_counter() - self._batch_begin if self._running is not None else 0.0
-
-    @property
-    def busy_seconds(self) -> float:
-        """In how much time the device has had a batch."""
-        return self._busy_seconds + self.batch_seconds
+        return self.worker.batch is not None
 
     def open(self) -> None:
         """Lets requests in: the device is ready."""
@@ -211,8 +180,8 @@ class Engine:
             self._closed = None
 
     def close(self) -> None:
-        """Ends the worker thread. What it runs is not waited for: see `stuck`."""
-        self._worker.shutdown(wait=self._running is None)
+        """Ends the worker. What it computes is not waited for: see `stuck`."""
+        self.worker.close()
 
     def fail(self, why: str) -> None:
         """Gives up the device, for good. Everybody who waits for it is told to go elsewhere, whatever else is wrong."""
@@ -220,7 +189,7 @@ class Engine:
             return
         self.failure, self._closed = why, DeviceFailed
         logger.critical("%s; requests are told to go elsewhere", why)
-        batches = [] if self._running is None else [self._running]
+        batches = [] if self.worker.batch is None else [self.worker.batch]
         try:
             while self._queue.requests:
                 batches.append(self._queue.pop(perf_counter()))
@@ -234,7 +203,7 @@ class Engine:
 
     def _schedule(self) -> None:
         """Has the next batch run, if the device is idle."""
-        if self._running is not None or (self._next_step is not None and not self._waits):
+        if self.worker.batch is not None or (self._next_step is not None and not self._waits):
             return
         wait = self._remaining_wait() if self._max_wait > 0 else 0.0
         if self._next_step is not None:
@@ -266,24 +235,20 @@ class Engine:
     def _run_next(self) -> None:
         if self.failure is not None:
             return
-        self._batch_begin = begin = perf_counter()
+        begin = perf_counter()
         self._learn(begin)
-        self._running = batch = self._queue.pop(begin)
+        batch = self._queue.pop(begin)
+        self.worker.take(batch, begin)
         self._drop(batch.cancelled, "cancelled", Cancelled)
         self._drop(batch.expired, "deadline", DeadlineExceeded)
         if batch.entries and batch.entries[0].request.needs:
             self._begin(batch)
         if not batch.entries:
-            self._running = None
+            self.worker.free(perf_counter())
             if self._queue.requests:
                 self._schedule()
             return
-        self._batch_end = begin + self._admission.pace.seconds(batch.cost, len(batch.entries))
-        if batch.cost <= self._device.inline_flops:
-            self._complete(batch, begin, compute(self._device, batch.entries))
-        else:
-            future = self._loop.run_in_executor(self._worker, compute, self._device, batch.entries)
-            future.add_done_callback(partial(self._computed, batch, begin))
+        self.worker.run(self._admission.pace.seconds(batch.cost, len(batch.entries)))
 
     def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
         """Replies to what will not run, because nobody waits for it."""
@@ -338,14 +303,6 @@ class Engine:
         for ready in self._turns.leave(entry):
             self._queue.push(ready)
 
-    def _computed(self, batch: Batch[Entry], begin: float, done: asyncio.Future[list[Part]]) -> None:
-        """Takes what the worker thread made of a batch, if it lives."""
-        if (error := done.exception()) is not None:
-            logger.critical("a batch ended the thread that computed it", exc_info=error)
-            self.fail("the thread that computes is dead")
-        else:
-            self._complete(batch, begin, done.result())
-
     def _complete(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
         """Hands results to their callers, and has the next batch run."""
         if self.failure is not None:  # everybody has been told
@@ -353,16 +310,15 @@ class Engine:
         try:
             self._hand_over(batch, begin, parts)
         except Exception as bug:
-            self._running = batch
+            self.worker.take(batch, begin)
             self._fail_by(bug)
 
     def _hand_over(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
         if isinstance(parts[0][1], DeviceFailed):
             self.fail("the device is lost")
             return
-        self._running = None
         now = perf_counter()
-        self._busy_seconds += now - begin
+        self.worker.free(now)
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.cost)
         if len(parts) == 1:  # of a batch that failed, the time says nothing

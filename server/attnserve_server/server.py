@@ -121,9 +121,8 @@ class Server:
                 "seconds": config.max_queue_time,
             },
         )
-        self.metrics.watch_device(
-            lambda: self.engine.busy_seconds, lambda: self.engine.batch_seconds, self.device.memory
-        )
+        worker = self.engine.worker
+        self.metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, self.device.memory)
         self.metrics.watch_state(self.health)
         directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
         self.registry = Registry(

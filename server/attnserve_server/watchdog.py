@@ -14,7 +14,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from attnserve_server.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +30,6 @@ FAILED: Final = 4
 """The exit status of a server whose device failed."""
 
 
-class Watched(Protocol):
-    """What the watchdog must know of the engine."""
-
-    @property
-    def running(self) -> object | None:
-        """The batch that is being computed, None while the device is idle; another object for each."""
-
-    @property
-    def running_cost(self) -> int:
-        """What that batch costs, in FLOPs."""
-
-    def fail(self, why: str) -> None:
-        """Gives up the device, and all that waits for it."""
-
-
 def end(why: str) -> None:
     """Ends the process at once, whatever it does."""
     logger.critical("%s; ending, so that it is started again", why)
@@ -52,7 +40,7 @@ def end(why: str) -> None:
 class Watchdog:
     """Watches an engine from its start on. Made on the engine's loop; `patience` is in seconds."""
 
-    def __init__(self, engine: Watched, patience: float, end: Callable[[str], object] = end) -> None:
+    def __init__(self, engine: Engine, patience: float, end: Callable[[str], object] = end) -> None:
         self._engine = engine
         self._patience = patience
         self._end = end
@@ -88,9 +76,10 @@ class Watchdog:
     def _beat(self) -> None:
         """On the loop: it turns, and the batch that runs is looked at."""
         self._unanswered = 0
-        batch = self._engine.running
+        worker = self._engine.worker
+        batch = worker.batch
         self._batch_beats = self._batch_beats + 1 if batch is self._batch else 0
         self._batch = batch
-        allowed = self._patience + self._engine.running_cost / SLOWEST_FLOPS
+        allowed = self._patience + worker.cost / SLOWEST_FLOPS
         if batch is not None and self._batch_beats * self._beat_s > allowed:
             self._engine.fail(f"a batch has been computed for more than {allowed:.3g} s, and counts as stuck")

@@ -203,26 +203,26 @@ async def test_the_bits_do_not_depend_on_the_thread() -> None:
 @pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
 async def test_the_device_is_busy_while_it_has_a_batch(inline_flops: int) -> None:
     bench = Bench(HeldDevice(inline_flops))
-    assert (bench.engine.busy_seconds, bench.engine.batch_seconds) == (0, 0)
+    assert (bench.engine.worker.busy_seconds, bench.engine.worker.batch_seconds) == (0, 0)
     begin = perf_counter()
     (outcome,) = await bench.outcomes([bench.submit(messages.random_attend(0))])
     assert isinstance(outcome, Outcome)
-    busy = bench.engine.busy_seconds
+    busy = bench.engine.worker.busy_seconds
     assert outcome.phases.staging + outcome.phases.compute <= busy <= perf_counter() - begin
-    assert bench.engine.batch_seconds == 0
-    assert bench.engine.busy_seconds == busy, "an idle device is not busy"
+    assert bench.engine.worker.batch_seconds == 0
+    assert bench.engine.worker.busy_seconds == busy, "an idle device is not busy"
 
 
 async def test_a_batch_that_still_runs_counts_already() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
     entry = await hold(bench, device)
-    assert 0 < bench.engine.batch_seconds <= bench.engine.busy_seconds
-    before = bench.engine.busy_seconds
-    assert bench.engine.busy_seconds > before
+    assert 0 < bench.engine.worker.batch_seconds <= bench.engine.worker.busy_seconds
+    before = bench.engine.worker.busy_seconds
+    assert bench.engine.worker.busy_seconds > before
     device.may_run.set()
     await bench.outcomes([entry])
-    assert bench.engine.batch_seconds == 0
+    assert bench.engine.worker.batch_seconds == 0
 
 
 async def test_what_comes_in_one_turn_of_the_loop_is_one_batch() -> None:
@@ -262,7 +262,7 @@ async def test_what_has_company_or_costs_much_waits_for_the_turn_of_the_loop() -
     for large in (Bench(HeldDevice(BESIDE)), Bench(HeldDevice(INLINE), max_wait=1e-3)):
         entry = large.submit(messages.random_attend(1))
         large.engine.hurry()
-        assert large.engine.running is None
+        assert large.engine.worker.batch is None
         assert large.queue.requests == 1
         await large.outcomes([entry])
 
