@@ -1,0 +1,65 @@
+"""Builds the native kernel with the package, where there is a C compiler; without it the package is pure Python.
+
+`python hatch_build.py` builds it in place, for work on the sources.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from platform import machine
+from sysconfig import get_platform
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = Path(__file__).parent / "server" / "attnserve_server" / "native"
+LIBRARY = NATIVE / "attention.so"
+SOURCES = ("attention.c", "attend_avx2.c", "attend_avx512.c")
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra")
+
+
+def build() -> str | None:
+    """Builds the library beside its sources. Returns what hindered it, if anything did."""
+    LIBRARY.unlink(missing_ok=True)
+    if sys.platform != "linux" or machine() not in ("x86_64", "AMD64"):
+        return f"it is for Linux on x86-64, and this is {sys.platform} on {machine()}"
+    compiler = (
+        shlex.split(os.environ.get("CC", ""))
+        or [found for found in map(shutil.which, ("cc", "gcc", "clang")) if found][:1]
+    )
+    if not compiler:
+        return "there is no C compiler"
+    command = [*compiler, *FLAGS, "-o", str(LIBRARY), *(str(NATIVE / source) for source in SOURCES), "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as error:
+        return f"{compiler[0]} does not run: {error}"
+    except subprocess.CalledProcessError as error:
+        return f"{shlex.join(command)} failed: {error.stderr}"
+    return None
+
+
+class NativeKernel(BuildHookInterface[Any]):
+    """What hatchling runs before it builds a wheel, be it for an editable installation."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Adds the library to the wheel, which is then one for this platform, whatever the Python."""
+        if self.target_name != "wheel":
+            return
+        hindrance = build()
+        if hindrance is not None:
+            self.app.display_warning(f"attnserve: without its native kernel, since {hindrance}")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{get_platform().replace('-', '_').replace('.', '_')}"
+
+
+if __name__ == "__main__":
+    sys.exit(build())

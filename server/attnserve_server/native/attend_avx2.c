@@ -1,0 +1,20 @@
+/* Attention by AVX2. */
+
+#include "attention.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define ATTEND attnserve_attend_avx2
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "avx2.h"
+#include "kernel.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif

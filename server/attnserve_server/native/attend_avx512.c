@@ -1,0 +1,20 @@
+/* Attention by AVX-512. */
+
+#include "attention.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define ATTEND attnserve_attend_avx512
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#include "avx512.h"
+#include "kernel.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif

@@ -1,0 +1,48 @@
+/* Exact attention on a processor: what a caller hands over. Every field has 8 bytes, so that it is packed without gaps.
+
+   Strides are in elements. What a score is, and in which order options apply, is the contract of the protos. */
+
+#ifndef ATTNSERVE_ATTENTION_H
+#define ATTNSERVE_ATTENTION_H
+
+#include <stdint.h>
+
+enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+/* One sequence: Lq queries of Hq heads over S keys of Hk heads. Hq is a multiple of Hk, and none of the
+   widths is 0. Inputs may lie at any address. */
+struct call {
+    /* Where the first token of the first head lies. The elements of a head of a token are adjacent. */
+    const void *query;      /* [Lq, Hq, D] by strides, of query_dtype */
+    const void *key;        /* [S, Hk, D] by strides, of kv_dtype; or, if page_tokens, one address for each page */
+    const void *value;      /* [S, Hk, Dv], likewise */
+    void *output;           /* [Lq, Hq, Dv] by strides, of query_dtype */
+    float *lse;             /* [Hq, Lq] by lse_head, or NULL */
+    const uint8_t *mask;    /* [Hq, Lq, S] by strides, 0 excludes; or NULL. A stride of 0 broadcasts, mask_key is 0 or 1. */
+    const float *bias;      /* [Hq, Lq, S], likewise, or NULL */
+    const float *slopes;    /* ALiBi: [Hq], or NULL */
+    const float *sinks;     /* [Hq], or NULL */
+    int64_t shared;         /* so many first pages are also those of the call before this one, which is like it but for
+                               its pages, length and position: they are read once for both. 0 where there is none. */
+    int64_t finite;         /* set by the caller to 1; 0 afterwards if any result is NaN or infinite, but for rows with
+                               nothing to attend: the result has then no meaning */
+    int64_t query_length, kv_length, offset;    /* Lq, S; query i stands at offset + i */
+    int64_t query_heads, kv_heads, head_dim, value_dim;
+    int64_t query_dtype, kv_dtype;
+    int64_t page_tokens;    /* tokens in each page but the last; 0: all keys and all values are in one piece */
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head, output_token, output_head, lse_head;
+    int64_t mask_head, mask_query, mask_key, bias_head, bias_query, bias_key;
+    int64_t left, right;    /* query i reaches keys from offset + i - left to offset + i + right; below 0 is no bound */
+    double scale, softcap;  /* softcap 0: none */
+};
+
+/* Computes calls, together with all threads that were given the same calls and the same counter, which begins at 0:
+   each takes the next unit of work until none is left. A unit's bits do not depend on who computes it, nor on the other
+   calls. Returns 0, or -1 if there was no memory: then nothing of this thread's is of any meaning. */
+int64_t attnserve_attend_avx512(struct call *calls, int64_t count, int64_t *next);
+int64_t attnserve_attend_avx2(struct call *calls, int64_t count, int64_t *next);
+
+/* The best of them that this processor has the instructions for: 512, 2, or 0 for neither. */
+int64_t attnserve_instructions(void);
+
+#endif

@@ -1,0 +1,110 @@
+"""Attention to torch tensors by the native kernel.
+
+In: calls as all kernels have them. Out: their results; what has come out with NaN or infinities is left to the other
+kernels, whose answers for such values are those of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from attnserve_server.kernels import AttentionCall, AttentionResult, attend
+from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Addresses, Library, Shape, Strides, pack
+
+NAME: Final = "cpu_native"
+MAX_WIDTH: Final = 1024
+"""Of heads: a block of keys and one of values are to stay near the processor."""
+
+DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+
+Each: TypeAlias = Callable[[Callable[[], None]], None]
+"""Runs a function on each of several threads, and returns when it has returned on all."""
+
+
+def applies(call: AttentionCall) -> bool:
+    """Whether the native kernel computes a call."""
+    tensors = call.query, call.key, call.value
+    return (
+        call.score is None
+        and call.return_scores is None
+        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+        and (call.alibi_slopes is None or call.mask is None)
+        and max(call.query.shape[3], call.value.shape[3]) <= MAX_WIDTH
+        and all(tensor.dtype in DTYPES and tensor.stride(3) == 1 for tensor in tensors)
+        and call.key.dtype == call.value.dtype
+    )
+
+
+def attend_all(library: Library, calls: Sequence[AttentionCall], each: Each | None) -> list[AttentionResult]:
+    """The results of calls to which `applies` applies. `each` is for `Library.attend`."""
+    packed = bytearray()
+    results = []
+    for call in calls:
+        (count, heads, length, _), dtype = call.query.shape, torch.float32
+        output = call.query.new_empty(count, heads, length, call.value.shape[3])
+        lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
+        results.append(AttentionResult(output, lse, None, NAME))
+        _add(packed, call, output, lse)
+    finite = library.attend(packed, each)
+    if not finite.all():
+        begin = 0
+        for call, result in zip(calls, results, strict=True):
+            end = begin + call.query.shape[0]
+            for place in (~finite[begin:end]).nonzero()[0].tolist():
+                other = attend(call.sequences(place, place + 1))
+                result.output[place] = other.output[0]
+                if result.lse is not None and other.lse is not None:
+                    result.lse[place] = other.lse[0]
+            begin = end
+    return results
+
+
+def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Packs each sequence of a call."""
+    query, key, value = call.query, call.key, call.value
+    mask, bias = (None if each is None else _broadcast(each, query.shape, key.shape) for each in (call.mask, call.bias))
+    shape = Shape(
+        query_length=query.shape[2],
+        kv_length=key.shape[2],
+        offset=call.offset,
+        query_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        query_dtype=DTYPES[query.dtype],
+        kv_dtype=DTYPES[key.dtype],
+        page_tokens=0,
+        query=_strides(query),
+        key=_strides(key),
+        value=_strides(value),
+        output=_strides(output),
+        lse_head=query.shape[2],
+        mask=(0, 0, 0) if mask is None else mask.stride()[1:],
+        bias=(0, 0, 0) if bias is None else bias.stride()[1:],
+        left=call.window[0],
+        right=0 if call.causal else call.window[1],
+        scale=call.scale,
+        softcap=call.softcap,
+    ).packed()
+    bases = query, key, value, output, lse, mask, bias
+    starts = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
+    steps = [0 if tensor is None else tensor.stride(0) * tensor.itemsize for tensor in bases]
+    constant = [0 if tensor is None else tensor.data_ptr() for tensor in (call.alibi_slopes, call.sinks)]
+    for n in range(query.shape[0]):
+        places = (start + n * step for start, step in zip(starts, steps, strict=True))
+        addresses: Addresses = (*places, *constant)  # type: ignore[assignment]
+        packed += pack(addresses, shape)
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    return Strides(tensor.stride(2), tensor.stride(1))
+
+
+def _broadcast(tensor: torch.Tensor, query: torch.Size, key: torch.Size) -> torch.Tensor:
+    """A mask or bias of rank 4 as [N, Hq, Lq, S], whose strides are 0 where it is broadcast, and 1 from key to key."""
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        tensor = tensor.contiguous()
+    return tensor.expand(query[0], query[1], query[2], key[2])

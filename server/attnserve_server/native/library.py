@@ -1,0 +1,140 @@
+"""The kernel that is compiled for the processor (`attention.h` says what it computes), and the calls that it is given.
+
+In: addresses, shapes and strides, packed as the kernel reads them. Out: results where the calls want them, and which of
+the calls came out finite. Where the library was not built, or the processor lacks the instructions, there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+PATH: Final = Path(__file__).with_name("attention.so")
+"""Where building the package puts the library."""
+
+FLOAT32, FLOAT16, BFLOAT16 = range(3)
+"""The dtypes, as calls have them."""
+
+Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+"""Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Biases and what comes behind are of
+float32, masks of bytes; in pages, key and value are the addresses of arrays of addresses.
+"""
+_VARYING: Final = struct.Struct("=9Qqq")
+_FIXED: Final = struct.Struct("=27q2d")
+CALL_BYTES: Final = _VARYING.size + _FIXED.size
+_FINITE: Final = 10
+"""The place of a call's `finite` among its fields."""
+
+
+class Strides(NamedTuple):
+    """From token to token and from head to head, in elements."""
+
+    token: int
+    head: int
+
+
+class Shape(NamedTuple):
+    """All of a call but where its tensors lie: see `attention.h`. Strides of 0 broadcast a mask or bias."""
+
+    query_length: int
+    kv_length: int
+    offset: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    query_dtype: int
+    kv_dtype: int
+    page_tokens: int
+    query: Strides
+    key: Strides
+    value: Strides
+    output: Strides
+    lse_head: int
+    mask: tuple[int, ...]
+    """[3]: from head to head, from query to query, and 1 or 0 from key to key."""
+    bias: tuple[int, ...]
+    left: int
+    right: int
+    scale: float
+    softcap: float
+
+    def packed(self) -> bytes:
+        """As the kernel reads it."""
+        head, tail = self[:10], self[17:]
+        return _FIXED.pack(
+            *head,
+            *self.query,
+            *self.key,
+            *self.value,
+            *self.output,
+            self.lse_head,
+            *self.mask,
+            *self.bias,
+            *tail,
+        )
+
+
+def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:
+    """A call, of which so many first pages are also those of the call before it."""
+    return _VARYING.pack(*addresses, shared, 1) + shape
+
+
+class Library:
+    """The kernel for one set of instructions."""
+
+    def __init__(self, instructions: str) -> None:
+        """Raises OSError if there is no library."""
+        symbol = f"attnserve_attend_{instructions.replace('-', '').lower()}"
+        self.instructions = instructions
+        self._aside = _function(ctypes.CDLL(str(PATH)), symbol)
+        # Work that takes less than to hand over the interpreter's lock and wait to have it back.
+        self._at_once = _function(ctypes.PyDLL(str(PATH)), symbol)
+
+    def attend(self, calls: bytearray, each: Callable[[Callable[[], None]], None] | None = None) -> NDArray[np.bool_]:
+        """Computes packed calls: which of them came out finite, but for rows with nothing to attend.
+
+        Of a call that did not, nothing has any meaning. `each` runs a function on each of several threads and returns
+        when it has returned on all: they share the work. Without it, the caller computes, and holds the interpreter.
+        Raises MemoryError.
+        """
+        count = len(calls) // CALL_BYTES
+        fields = np.frombuffer(calls, np.int64).reshape(count, -1)
+        counter = ctypes.c_int64(0)
+        arguments = fields.ctypes.data, count, ctypes.addressof(counter)
+        if each is None:
+            _check(self._at_once(*arguments))
+        else:
+            each(lambda: _check(self._aside(*arguments)))
+        finite: NDArray[np.bool_] = fields[:, _FINITE] != 0
+        return finite
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for what the native kernel keeps while it computes")
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = ctypes.c_int64
+    return function
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The sets of instructions that the library was built for and this processor has, the best first."""
+    try:
+        instructions = ctypes.CDLL(str(PATH)).attnserve_instructions
+    except OSError:
+        return ()
+    instructions.restype = ctypes.c_int64
+    return {512: ("AVX-512", "AVX2"), 2: ("AVX2",)}.get(instructions(), ())
