@@ -136,15 +136,7 @@ class Admission:
         """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
         counted, if there is no room now, and InvalidRequest if there never will be.
         """
-        if size > self._max_bytes:
-            raise InvalidRequest(
-                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", LIMIT_EXCEEDED
-            )
-        if reply_bytes > self._max_reply_bytes:
-            expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
-            raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED)
-        if flops > self._max_flops:
-            raise InvalidRequest("", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", LIMIT_EXCEEDED)
+        self._check_whole(size, flops, reply_bytes)
         self.check(caller, size)
         if self._everybody.flops + flops > self._max_flops:
             raise self._full("flops", self._max_flops)
@@ -155,6 +147,20 @@ class Admission:
             usage.requests += 1
             usage.bytes += size
             usage.waiting += 1
+            usage.flops += flops
+
+    def recount(self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int) -> None:
+        """Counts a request anew that has not been computed: its bytes and FLOPs are others than it was admitted with.
+        Raises, with nothing counted anew, what `admit` does.
+        """
+        self._check_whole(*now, reply_bytes)
+        size, flops = now[0] - before[0], now[1] - before[1]
+        if size > 0 and self._everybody.bytes + size > self._max_bytes:
+            raise self._full("bytes", self._max_bytes)
+        if flops > 0 and self._everybody.flops + flops > self._max_flops:
+            raise self._full("flops", self._max_flops)
+        for usage in (self._everybody, self._callers[caller]):
+            usage.bytes += size
             usage.flops += flops
 
     def computed(self, caller: Hashable, flops: int) -> None:
@@ -171,6 +177,18 @@ class Admission:
             usage.bytes -= size
         if not own.requests:
             del self._callers[caller]
+
+    def _check_whole(self, size: int, flops: int, reply_bytes: int) -> None:
+        """Raises InvalidRequest if a request is larger than all the room that there is."""
+        if size > self._max_bytes:
+            raise InvalidRequest(
+                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", LIMIT_EXCEEDED
+            )
+        if reply_bytes > self._max_reply_bytes:
+            expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
+            raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED)
+        if flops > self._max_flops:
+            raise InvalidRequest("", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", LIMIT_EXCEEDED)
 
     def _full(self, bound: str, limit: float) -> Overloaded:
         self._stands = True

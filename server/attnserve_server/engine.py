@@ -286,6 +286,7 @@ class Engine:
         for entry in batch.entries:
             try:
                 entry.request.begin()
+                self._recount(batch, entry)
             except Exception as error:
                 self._admission.computed(entry.caller, entry.cost)
                 batch.cost -= entry.cost
@@ -294,6 +295,21 @@ class Engine:
             else:
                 able.append(entry)
         batch.entries = able
+
+    def _recount(self, batch: Batch[Entry], entry: Entry) -> None:
+        """Takes notice of what a request costs that has had its turn. Raises what `admit` does if there is no room."""
+        cost, size = entry.cost, entry.size
+        entry.count()
+        if entry.cost == cost and entry.size == size:
+            return
+        try:
+            reply_bytes = entry.request.reply_bytes
+            self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes)
+        except RequestError:
+            entry.cost, entry.size = cost, size
+            entry.request.end(failed=True)
+            raise
+        batch.cost += entry.cost - cost
 
     def _leave(self, entry: Entry) -> None:
         """Gives up what a request needed; who waited for it has its turn."""

@@ -49,6 +49,11 @@ class Entry:
     """The bytes that it may take until its reply has left."""
 
     def __post_init__(self) -> None:
+        """Counts what the request takes."""
+        self.count()
+
+    def count(self) -> None:
+        """Counts what the request takes, as far as is known now."""
         request = self.request
         self.cost = request.cost
         self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes

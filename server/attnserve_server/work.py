@@ -68,7 +68,7 @@ class Work(Protocol):
         """Is admitted, and may wait from now on. Raises RequestError if it may not."""
 
     def begin(self) -> None:
-        """Is about to run: its turn has come. Raises RequestError if it cannot."""
+        """Is about to run: its turn has come, and what it costs is known for sure. Raises RequestError if it cannot."""
 
     def end(self, failed: bool) -> None:
         """Has run, or failed to, after `begin`."""

@@ -150,8 +150,11 @@ async def test_resident_keys_cost(bench: Bench) -> None:
     """What every input attends to is counted, not what is appended alone."""
     cache = bench.create()
     empty = bench.read(cache, tokens=3)
-    await bench.output(cache, tokens=10)
+    appending = bench.submit(cache, tokens=10)
+    waiting = bench.read(cache, tokens=3)
+    assert isinstance(await asyncio.wait_for(appending, PATIENCE_S), Outcome)
     request = bench.read(cache, tokens=3)
+    assert waiting.cost == request.cost, "what has been admitted before it is counted in already"
     assert request.flops - empty.flops == BLOCKS * 3 * 10 * HEADS * 2 * (2 * WIDTH // HEADS)
     assert request.cost - empty.cost == request.flops - empty.flops
     assert request.query_tokens == 3

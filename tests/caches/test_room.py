@@ -204,6 +204,22 @@ def test_metrics_tell_what_happened(start_server: StartServer) -> None:
             assert calls.metric(server.http_address, requests, operation=operation, code=code) == times
 
 
+def test_steps_that_come_together_cost_what_they_would_one_after_the_other(start_server: StartServer) -> None:
+    """Each attends to what those before it, in the same message, have appended."""
+    server = start_server(*POOL)
+    query, steps = np.ones((2, 1, 8), np.float32), PAGES  # each waits with a page that it may need
+    with grpc.insecure_channel(server.address) as channel:
+        caller, stream = Caller(channel), calls.Stream(channel)
+        name = caller.create()
+        stream.send(
+            *(calls.call(n, attend_request(Case(query, query, query), [name], tokens(n, 1))) for n in range(steps))
+        )
+        replies = {reply.id: reply.attend for reply in stream.replies(steps)}
+    assert [list(replies[n].cache_lengths) for n in range(steps)] == [[n + 1] for n in range(steps)]
+    one_key = 2 * 2 * (8 + 8)
+    assert calls.metric(server.http_address, "attnserve_flops_total") == one_key * sum(range(1, steps + 1))
+
+
 def test_draining_finishes_what_waits_for_its_turn(start_server: StartServer) -> None:
     """Told to stop while one operation on a cache runs and more wait for the cache, a server answers them all."""
     server = start_server("--device", "cpu")

@@ -210,6 +210,29 @@ def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
         admission.check(ME, 1)
 
 
+def test_what_costs_something_else_after_all_is_counted_anew() -> None:
+    admission = Admission(max_requests=2, max_bytes=100, max_flops=1000, max_reply_bytes=50)
+    admission.admit(ME, 40, 400)
+    admission.admit(OTHER, 10, 100)
+    admission.recount(ME, (40, 400), (90, 900), 50)  # all the room that there is
+    assert counts(admission) == (2, 100, 1000)
+    admission.recount(ME, (90, 900), (20, 200), 0)
+    assert counts(admission) == (2, 30, 300)
+    for now, bound in (((91, 200), "bytes"), ((20, 901), "flops")):
+        with pytest.raises(Overloaded) as refused:
+            admission.recount(ME, (20, 200), now, 0)
+        assert refused.value.bound == bound
+    for now, reply in (((101, 200), 0), ((20, 1001), 0), ((20, 200), 51)):
+        with pytest.raises(InvalidRequest):
+            admission.recount(ME, (20, 200), now, reply)
+    assert counts(admission) == (2, 30, 300)
+    for caller, size, flops in ((ME, 20, 200), (OTHER, 10, 100)):
+        admission.computed(caller, flops)
+        admission.release(caller, size)
+    assert counts(admission) == (0, 0, 0)
+    assert admission._callers == {}
+
+
 def test_nothing_is_kept_of_callers_who_have_gone() -> None:
     admission = Admission(10, 100, 10**9)
     for caller in range(1000):

@@ -61,6 +61,10 @@ class Cache:
         """The tokens of a layer."""
         return self.layers[layer].length
 
+    def coming_length(self, layer: int) -> int:
+        """The tokens that a layer has when all who wait for their turn have had it, as far as can be told."""
+        return self.layers[layer].coming_length
+
     @property
     def lengths(self) -> list[int]:
         """The tokens of each layer."""

@@ -31,7 +31,7 @@ class Placement(NamedTuple):
 class CacheLayer:
     """The tokens and pages of one layer."""
 
-    __slots__ = ("_allocator", "_pages", "_tokens_per_page", "length")
+    __slots__ = ("_allocator", "_pages", "_tokens_per_page", "coming", "length")
 
     def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
         """An empty layer."""
@@ -40,6 +40,8 @@ class CacheLayer:
         # C's int, the allocator's int32: NumPy reads it in place.
         self._pages = array("i")
         self.length = 0
+        self.coming = 0
+        """By how many tokens those who wait for their turn mean to make it longer, or shorter."""
 
     def __len__(self) -> int:
         """How many pages it has."""
@@ -49,6 +51,11 @@ class CacheLayer:
     def pages(self) -> array[int]:
         """Its pages, in the order of its tokens, as they are now: the caller's to keep."""
         return self._pages[:]
+
+    @property
+    def coming_length(self) -> int:
+        """The tokens that it has when all who wait have had their turn, unless something comes of none of them."""
+        return max(0, self.length + self.coming)
 
     @property
     def shared(self) -> int:

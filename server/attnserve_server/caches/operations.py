@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from attnserve import _dtypes, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.layer import CacheLayer
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.tensors import TensorSpec, float_tensor, shown
@@ -99,8 +100,14 @@ class Truncate(_Operation):
 
     length: int
 
+    def changes(self) -> list[tuple[CacheLayer, int]]:
+        """By how many tokens which layers will be shorter."""
+        layers = self.uses[0].cache.layers
+        return [(layer, min(0, self.length - layer.coming_length)) for layer in layers]
+
     def begin(self) -> None:
         """Cuts the cache off. Raises InvalidRequest if it has not so many tokens."""
+        self.announce_no_more()
         use = self.uses[0]
         longest = max(use.cache.lengths)
         use.check_length(longest)

@@ -35,9 +35,13 @@ class CachedRequest(CacheWork):
 
     problem: Problem
     payloads: list[memoryview]
-    flops: int
-    cost: int
-    reply_bytes: int
+    limits: RequestLimits
+    flops: int = field(init=False)
+    cost: int = field(init=False)
+    reply_bytes: int = field(init=False)
+    scratch_bytes: int = field(init=False)
+    """The memory that the projections of an additive score take."""
+    _counted: list[int] = field(default_factory=list, init=False)
     kv_lengths: list[int] = field(default_factory=list, init=False)
     offsets: list[int] = field(default_factory=list, init=False)
 
@@ -66,10 +70,19 @@ class CachedRequest(CacheWork):
         """The Lq and S of a reply's scores."""
         return self.problem.query_length, max(self.lengths, default=0)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """The memory that the projections of an additive score take."""
-        return self.problem.scratch_bytes(max(use.cache.length(use.layer) + use.tokens for use in self.uses))
+    def count(self, lengths: list[int]) -> None:
+        """Counts what it costs where its caches have so many tokens, after the appends. Raises InvalidRequest."""
+        if lengths == self._counted:
+            return
+        problem, keys, longest = self.problem, sum(lengths), max(lengths)
+        rows = problem.batch * problem.query_length
+        flops = problem.flops(problem.query_length * keys, rows, keys)
+        self.limits.check_flops(flops * problem.weight)
+        self.flops = flops
+        self.cost = flops * problem.weight + CALL_COST * problem.batch
+        self.reply_bytes = reply_bytes(problem, rows, longest)
+        self.scratch_bytes = problem.scratch_bytes(longest)
+        self._counted = lengths
 
     def check(self, longest: int) -> None:
         """Raises InvalidRequest if masks, lengths or offsets do not fit the caches."""
@@ -184,21 +197,11 @@ def _read(
     )
     if len(uses) > 1:
         check_distinct(uses)
-    keys = [use.cache.length(use.layer) + use.tokens for use in uses]
-    rows = problem.batch * problem.query_length
-    flops = problem.flops(problem.query_length * sum(keys), rows, sum(keys))
-    cost = flops * problem.weight
-    limits.check_flops(cost)
-    return CachedRequest(
-        host=host,
-        uses=uses,
-        received_bytes=size,
-        problem=problem,
-        payloads=payloads,
-        flops=flops,
-        cost=cost + CALL_COST * problem.batch,
-        reply_bytes=reply_bytes(problem, rows, max(keys)),
+    request = CachedRequest(
+        host=host, uses=uses, received_bytes=size, problem=problem, payloads=payloads, limits=limits
     )
+    request.count([use.cache.coming_length(use.layer) + use.tokens for use in uses])
+    return request
 
 
 def _check(header: bytes, resident: KeyShape, limits: RequestLimits) -> Problem:

@@ -2,7 +2,8 @@
 
 A request holds its caches from its admission on, so that none is evicted, and the pages that its append may need are
 reserved then: what has been admitted does not fail for want of room. Lengths are compared with what the caller expects
-when the turn has come, because what came before may change them.
+when the turn has come, because what came before may change them. Until then, what a request costs is counted by the
+length that those before it mean to leave; at its turn, by the length that it meets.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.layer import CacheLayer
 from attnserve_server.caches.store import CacheStore, Placement, Reservation
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
 
@@ -56,6 +58,7 @@ class CacheWork:
     lengths: list[int] = field(default_factory=list, init=False)
     placements: list[Placement] = field(default_factory=list, init=False)
     _before: list[int] = field(default_factory=list, init=False)
+    _announced: list[tuple[CacheLayer, int]] = field(default_factory=list, init=False)
     _reservation: Reservation | None = field(default=None, init=False)
 
     @property
@@ -92,18 +95,41 @@ class CacheWork:
                 if self._reservation is not None:
                     store.cancel(self._reservation)
                 raise
+        self._announced = self.changes()
+        for layer, tokens in self._announced:
+            layer.coming += tokens
+
+    def changes(self) -> list[tuple[CacheLayer, int]]:
+        """By how many tokens which layers will be longer, or shorter, when it has had its turn."""
+        return [(use.cache.layers[use.layer], use.tokens) for use in self.uses if use.tokens]
 
     def begin(self) -> None:
-        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected."""
+        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected, and what
+        `count` and `check` do.
+        """
+        self.announce_no_more()
         store = self.host.store
         self._before = [use.cache.length(use.layer) for use in self.uses]
         for use, before in zip(self.uses, self._before, strict=True):
             use.check_length(before)
-        self.check(max((before + use.tokens for use, before in zip(self.uses, self._before, strict=True)), default=0))
+        lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
+        self.check(max(lengths, default=0))
+        self.count(lengths)
         for use in self.uses:
             if use.tokens and self._reservation is not None:
                 self.placements.append(store.append(use.cache, use.layer, use.tokens, self._reservation))
-        self.lengths = [use.cache.length(use.layer) for use in self.uses]
+        self.lengths = lengths
+
+    def announce_no_more(self) -> None:
+        """What it means to do to its caches is done now, or never will be."""
+        for layer, tokens in self._announced:
+            layer.coming -= tokens
+        self._announced = []
+
+    def count(self, lengths: list[int]) -> None:
+        """Counts what it costs where the layers have so many tokens, with its own. Raises InvalidRequest if that is
+        more than a request may cost.
+        """
 
     def check(self, longest: int) -> None:
         """Raises InvalidRequest if something does not fit the longest of the caches, after the appends."""
@@ -115,6 +141,7 @@ class CacheWork:
 
     def leave(self) -> None:
         """Lets go of everything."""
+        self.announce_no_more()
         store, now = self.host.store, monotonic()
         if self._reservation is not None:
             store.cancel(self._reservation)

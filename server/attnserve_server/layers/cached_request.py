@@ -8,7 +8,7 @@ all its caches, or to none.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
@@ -52,7 +52,9 @@ class CachedLayerRequest(CacheWork):
     applied: LayerRequest
     decoder: TransformerLayer
     mask: torch.Tensor | None
-    resident_flops: int
+    limits: RequestLimits
+    resident_flops: int = field(default=0, init=False)
+    """The operations over what the caches have before it."""
 
     @property
     def layer(self) -> str:  # type: ignore[override]
@@ -71,7 +73,7 @@ class CachedLayerRequest(CacheWork):
 
     @property
     def flops(self) -> int:
-        """The floating-point operations that it asks for, over what caches had when it came."""
+        """The floating-point operations that it asks for."""
         return self.applied.flops + self.resident_flops
 
     @property
@@ -93,6 +95,16 @@ class CachedLayerRequest(CacheWork):
     def reply_bytes(self) -> int:
         """The bytes of the reply's tensors."""
         return self.applied.reply_bytes
+
+    def count(self, lengths: list[int]) -> None:
+        """Counts what it costs, at its turn. Raises InvalidRequest if that is more than a request may cost."""
+        self.count_over(self._before[:: self._layers])
+
+    def count_over(self, resident: Sequence[int]) -> None:
+        """Counts what it costs over caches that have so many tokens before it. Raises InvalidRequest."""
+        resident_flops = self.decoder.resident_flops(self.applied.input.lengths, resident)
+        self.limits.check_flops(self.applied.flops + resident_flops)
+        self.resident_flops = resident_flops
 
     def check(self, longest: int) -> None:
         """Raises FailedPrecondition if a cache has layers of different lengths, and InvalidRequest if the positions of
@@ -199,17 +211,17 @@ def _read(
         for layer in range(architecture.blocks)
     ]
     check_distinct(uses[:: architecture.blocks])
-    resident_flops = decoder.resident_flops(given.lengths, [cache.length(0) for cache in caches])
-    limits.check_flops(applied.flops + resident_flops)
-    return CachedLayerRequest(
+    request = CachedLayerRequest(
         host=host,
         uses=tuple(uses),
         received_bytes=size,
         applied=applied,
         decoder=decoder,
         mask=read_mask(application, payloads),
-        resident_flops=resident_flops,
+        limits=limits,
     )
+    request.count_over([cache.coming_length(0) for cache in caches])
+    return request
 
 
 def _expects(reference: pb.CacheReference) -> bool:

@@ -1,0 +1,175 @@
+"""An engine with caches, and its callers, for tests that say what is under way at any moment.
+
+The device is a real one that a test can hold up (with events, never with time) and make fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from time import monotonic, perf_counter
+
+import accuracy
+import numpy as np
+import pytest
+import torch
+from caller import Reference, attend_request, result, tokens
+from cases import Case
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import caches_pb2
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.operations import Truncate, read_append
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.request import read_attend
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host, Use
+from attnserve_server.callers import anybody
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
+from attnserve_server.errors import RequestError
+from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.metrics import Metrics
+from attnserve_server.work import Work
+
+PAGE_BYTES, PAGES = 1024, 64
+"""A page holds 8 tokens of 2 heads, 8 wide, float32."""
+PATIENCE_S = 60.0
+SHAPE = CacheShape(2, 8, 8, 1, "float32")
+QUERY = np.random.default_rng(0).standard_normal((2, 1, 8)).astype(np.float32)
+
+
+class HeldDevice(CpuDevice):
+    """A CPU that attends to nothing while it is held, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1, -1)
+        self.entered = threading.Semaphore(0)
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.failures = 0
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        self.entered.release()
+        assert self.may_run.wait(PATIENCE_S)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a message of the device's own")
+        return super().attend(calls, flops)
+
+    async def until_entered(self) -> None:
+        """Waits until a batch is being computed; call it once for each."""
+        assert await asyncio.get_running_loop().run_in_executor(None, lambda: self.entered.acquire(timeout=PATIENCE_S))
+
+
+class Bench:
+    """An engine with caches, and the callers' side of it."""
+
+    def __init__(self) -> None:
+        self.device = HeldDevice()
+        pool_bytes = PAGES * PAGE_BYTES
+        self.store = CacheStore(pool_bytes, PAGE_BYTES, 100)
+        self.host = Host(self.store, PagePool(pool_bytes, PAGE_BYTES, self.device.torch_device))
+        self.admission = Admission(1000, 10**12, 10**15)
+        queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
+        self.engine = Engine(self.device, queue, self.admission, Metrics("0", "0", "cpu"))
+        self.engine.open()
+        self.order: list[Entry] = []
+        self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
+
+    def create(self, count: int = 0, ttl: float | None = None) -> Cache:
+        """A cache with `count` tokens, which are those of `tokens(0, count)`."""
+        cache = self.store.create(SHAPE, ttl, monotonic())
+        reservation = self.store.reserve([(cache, 0, count)], 0.0)
+        key, value = map(torch.from_numpy, tokens(0, count))
+        self.host.pages.write(SHAPE, self.store.append(cache, 0, count, reservation), key, value)
+        self.store.cancel(reservation)
+        return cache
+
+    def submit(self, request: Work) -> Entry:
+        """Hands a request to the engine. Raises RequestError."""
+        entry = Entry(request, self._reply, perf_counter(), math.inf, 1e-6)
+        self._futures[entry] = asyncio.get_running_loop().create_future()
+        self.engine.submit(entry)
+        return entry
+
+    def attend(
+        self, *caches: Cache, seed: int = 0, appended: int = 0, expected_length: int | None = None, scores: bool = False
+    ) -> Entry:
+        """Attends to caches with `QUERY`, having appended `tokens(seed, appended)` to each."""
+        batch = len(caches)
+        query = np.stack([QUERY] * batch)
+        pair = None
+        if appended:
+            key, value = tokens(seed, appended)
+            pair = np.stack([key] * batch), np.stack([value] * batch)
+        references = [Reference(cache.name, 0, expected_length) for cache in caches]
+        message = attend_request(
+            Case(query, query, query), references, pair, return_scores="weights" if scores else None
+        )
+        data = message.SerializeToString()
+        return self.submit(read_attend(self.host, anybody("here"), data, 0, len(data)))
+
+    def append(self, cache: Cache, seed: int, count: int) -> Entry:
+        """Appends `tokens(seed, count)`."""
+        wire = attend_request(Case(QUERY, *tokens(seed, count)))
+        message = caches_pb2.CacheServiceAppendRequest(name=cache.name, key=wire.key, value=wire.value)
+        return self.submit(read_append(self.host, None, message.SerializeToString()))
+
+    def truncate(self, cache: Cache, length: int) -> Entry:
+        """Cuts a cache off behind `length` tokens."""
+        return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length))
+
+    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        self.order.append(entry)
+        self.engine.release(entry)
+        self._futures[entry].set_result(outcome)
+
+    async def outcome(self, entry: Entry) -> Outcome | RequestError:
+        """What came of it."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._futures[entry]
+
+    async def output(self, entry: Entry) -> pb.AttendResponse:
+        """The reply to what must have been computed."""
+        outcome = await self.outcome(entry)
+        assert isinstance(outcome, Outcome), outcome
+        pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
+        return pb.AttendResponse.FromString(b"".join(pieces))
+
+    async def check(self, entry: Entry, *parts: tuple[int, int]) -> None:
+        """The reply is that of `tokens(seed, count)`, one after the other, for the one cache of a request."""
+        reply = await self.output(entry)
+        key, value = (np.concatenate(each, axis=1) for each in zip(*itertools.starmap(tokens, parts), strict=True))
+        assert list(reply.cache_lengths) == [key.shape[1]]
+        case = Case(QUERY[None], key[None], value[None])
+        accuracy.check(case, result(reply))
+
+    async def finished(self) -> None:
+        """Everything has been answered, and nothing of it is left anywhere but in caches."""
+        assert await self.engine.drain(PATIENCE_S)
+        assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
+        assert self.engine.waiting_for_turns == 0
+        assert self.store.reserved_pages == 0
+        assert set(Counter(self.order).values()) == {1}
+        assert all(cache.users == 0 for cache in self.store.list(None, 0.0))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    before = torch.get_num_threads()
+    bench = Bench()
+    yield bench
+    bench.device.may_run.set()
+    assert await bench.engine.drain(PATIENCE_S)
+    bench.engine.close()
+    bench.device.close()
+    torch.set_num_threads(before)

@@ -1,0 +1,160 @@
+"""What an operation on a cache costs: counted by the length that those before it mean to leave, and at its turn by the
+length that it meets.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cache_bench import Bench, bench
+
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.operations import Truncate
+from attnserve_server.caches.request import CachedRequest
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.work import Use
+from attnserve_server.entry import Entry, Outcome
+from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
+from attnserve_server.limits import RequestLimits
+
+__all__ = ["bench"]
+
+
+async def cost_of(bench: Bench, length: int) -> tuple[int, int]:
+    """What it costs to attend to a cache of so many tokens for which nobody waits, and the bytes that it takes."""
+    cache = bench.create(length)
+    entry = bench.attend(cache, scores=True)
+    await bench.output(entry)
+    await bench.device.until_entered()
+    bench.store.delete(cache)
+    return entry.cost, entry.size
+
+
+async def hold(bench: Bench, cache: Cache, appended: int = 0) -> Entry:
+    """An attention to a cache that runs until `may_run` is set."""
+    bench.device.may_run.clear()
+    entry = bench.attend(cache, seed=1, appended=appended)
+    await bench.device.until_entered()
+    return entry
+
+
+async def test_it_is_counted_over_what_those_before_it_leave(bench: Bench) -> None:
+    """Appended by themselves or with an attention, and cut off, each more than once: whoever waits is counted in, and
+    who runs already, too, but not twice.
+    """
+    assert (await cost_of(bench, 40)) > (await cost_of(bench, 39)), "each token counts"
+    costs = {length: await cost_of(bench, length) for length in (4, 6, 36, 2, 42)}
+    cache = bench.create(3)
+    running = await hold(bench, cache, appended=1)
+    readers = [bench.attend(cache, scores=True)]
+    changes = []
+    for change in (
+        lambda: bench.attend(cache, seed=2, appended=2),
+        lambda: bench.append(cache, 3, 30),
+        lambda: bench.truncate(cache, 2),
+        lambda: bench.append(cache, 4, 40),
+        lambda: bench.truncate(cache, 42),
+    ):
+        changes.append(change())
+        readers.append(bench.attend(cache, scores=True))
+    expected = [costs[length] for length in (4, 6, 36, 2, 42, 42)]
+    assert [(entry.cost, entry.size) for entry in readers] == expected
+    in_flight = [running, *changes, *readers]
+    assert bench.admission.flops == sum(entry.cost for entry in in_flight)
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(running), Outcome)
+    for entry, length in zip(readers, (4, 6, 36, 2, 42, 42), strict=True):
+        assert list((await bench.output(entry)).cache_lengths) == [length]
+    assert [(entry.cost, entry.size) for entry in readers] == expected, "they met what was foreseen"
+    assert cache.layers[0].coming == 0
+    await bench.finished()
+
+
+async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> None:
+    """Whoever meant to change the cache before it was cancelled, or could not."""
+    short, long = await cost_of(bench, 4), await cost_of(bench, 44)
+    cache = bench.create(3)
+    running = await hold(bench, cache, appended=1)
+    given_up = bench.append(cache, 2, 40)
+    refused = bench.attend(cache, seed=3, appended=40, expected_length=7)
+    impossible = bench.truncate(cache, 1000)
+    reader = bench.attend(cache, scores=True)
+    assert (reader.cost, reader.size) > long
+    bench.engine.cancel([given_up])
+    assert isinstance(await bench.outcome(given_up), Cancelled)
+    behind = bench.attend(cache, scores=True)
+    assert (behind.cost, behind.size) == long
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(running), Outcome)
+    assert isinstance(await bench.outcome(refused), FailedPrecondition)
+    assert isinstance(await bench.outcome(impossible), InvalidRequest)
+    for entry in (reader, behind):
+        assert list((await bench.output(entry)).cache_lengths) == [4]
+        assert (entry.cost, entry.size) == short
+    await bench.finished()
+
+
+@pytest.mark.parametrize("bound", ["bytes", "flops"])
+async def test_it_may_lack_room_for_what_it_meets(bench: Bench, bound: str) -> None:
+    """Then it is refused as it would have been when it came, its append is taken back, and others go on."""
+    few, many = await cost_of(bench, 1), await cost_of(bench, 301)
+    cache = bench.create(300)
+    running = await hold(bench, cache)
+    cut = bench.truncate(cache, 0)
+    readers = [bench.attend(cache, seed=n, appended=1, scores=True) for n in range(3)]
+    bench.engine.cancel([cut])
+    bench.admission.admit("another", 10 * many[1], 10 * many[0])
+    if bound == "bytes":
+        bench.admission._max_bytes = bench.admission.bytes - running.size + (many[1] - few[1]) // 2
+    else:
+        bench.admission._max_flops = bench.admission.flops - running.cost + (many[0] - few[0]) // 2
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(running), Outcome)
+    outcomes = [await bench.outcome(entry) for entry in readers]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, Overloaded)]
+    assert refused
+    assert {outcome.bound for outcome in refused} == {bound}
+    assert all(isinstance(outcome, Overloaded | Outcome) for outcome in outcomes)
+    bench.admission.computed("another", 10 * many[0])
+    bench.admission.release("another", 10 * many[1])
+    assert cache.length(0) == 300 + len(readers) - len(refused)
+    await bench.check(bench.attend(cache), (0, 300), *((n, 1) for n in range(3) if outcomes[n] not in refused))
+    await bench.finished()
+
+
+async def test_it_may_be_more_than_one_request_may_cost(bench: Bench) -> None:
+    cache = bench.create(300)
+    running = await hold(bench, cache)
+    cut = bench.truncate(cache, 0)
+    reader = bench.attend(cache, seed=1, appended=1)
+    assert isinstance(reader.request, CachedRequest)
+    reader.request.limits = RequestLimits(max_request_flops=10 * reader.request.flops)  # and it meets 300 times as many
+    bench.engine.cancel([cut])
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(running), Outcome)
+    refused = await bench.outcome(reader)
+    assert isinstance(refused, InvalidRequest)
+    assert refused.reason == "LIMIT_EXCEEDED"
+    assert cache.length(0) == 300
+    await bench.finished()
+
+
+async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_it(bench: Bench) -> None:
+    """A truncation shortens the layers that are longer, whether one comes in by itself or behind others."""
+    store = bench.store
+    cache = store.create(CacheShape(2, 8, 8, 3, "float32"), None, 0.0)
+    reservation = store.reserve([(cache, 0, 9), (cache, 1, 2)], 0.0)
+    for layer, tokens in ((0, 9), (1, 2)):
+        store.append(cache, layer, tokens, reservation)
+    store.cancel(reservation)
+    operations = [Truncate(bench.host, (Use(cache, 0, 0, None),), 0, length) for length in (4, 1)]
+    seen = []
+    for operation in operations:
+        operation.enter()
+        seen.append([cache.coming_length(layer) for layer in range(3)])
+    assert seen == [[4, 2, 0], [1, 1, 0]]
+    operations[0].leave()
+    operations[1].begin()
+    assert cache.lengths == [1, 1, 0]
+    assert [layer.coming for layer in cache.layers] == [0, 0, 0]
+    operations[1].leave()
+    assert cache.users == 0
