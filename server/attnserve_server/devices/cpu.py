@@ -1,7 +1,7 @@
 """The CPU: every kernel call runs on one thread, and threads are used across calls and parts of calls.
 
 So the bits of a result depend on nothing but its request, and no thread ever spins beside the event loop, as the
-intra-op threads of torch would.
+intra-op threads of torch would. The native kernel computes what it can, the kernels on torch tensors all else.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from threading import Lock, local
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
@@ -26,11 +28,19 @@ from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
+from attnserve_server.native.calls import applies, attend_all
+from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Threads
+from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided."""
+
+ALONE_FLOPS = 4_000_000
+"""Work below this is done by the native kernel before another thread could have taken the interpreter, and given it
+back.
+"""
 
 TASKS = 8
 """Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
@@ -41,12 +51,14 @@ class CpuDevice:
 
     name = "cpu"
 
-    def __init__(self, threads: int, inline_flops: int) -> None:
+    def __init__(self, threads: int, inline_flops: int, native: Library | None = None) -> None:
         torch.set_num_threads(1)
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
         self.description = _processor()
+        self.native = native
+        self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)
         self._kernel_calls: Counter[str] = Counter()
         self._counting = Lock()
@@ -55,11 +67,32 @@ class CpuDevice:
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch."""
+        if self._native_requests is None:
+            return self._run_on_tensors(requests)
+        begin = perf_counter()
+        found = self._native_requests.run(requests, self._threads_for(sum(request.flops for request in requests)))
+        compute = perf_counter() - begin
+        done = [result for result in found if result is not None]
+        self._count(NAME, len(done))
+        if len(done) == len(requests):
+            return BatchResult(done, 0.0, compute, 0.0, kernel_calls=self.take_kernel_calls())
+        others = self._run_on_tensors(
+            [request for request, result in zip(requests, found, strict=True) if result is None]
+        )
+        rest = iter(others.results)
+        return replace(
+            others,
+            results=[next(rest) if result is None else result for result in found],
+            compute=others.compute + compute,
+        )
+
+    def _run_on_tensors(self, requests: Sequence[Request]) -> BatchResult:
+        """Computes requests by the kernels on torch tensors."""
         begin = perf_counter()
         staged = self._stager.stage(requests)
         after_staging = perf_counter()
         flops = sum(request.flops for request in requests)
-        results = self.attend([staged_call.call for staged_call in staged], flops)
+        results = self._attend_tensors([staged_call.call for staged_call in staged], flops)
         after_compute = perf_counter()
         return BatchResult(
             results=collect(requests, staged, results),
@@ -100,6 +133,27 @@ class CpuDevice:
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, which are computed on all threads if they cost enough."""
+        native = [] if self.native is None else [call for call in calls if applies(call)]
+        if self.native is None or not native:
+            return self._attend_tensors(calls, flops)
+        found = iter(attend_all(self.native, native, self._threads_for(flops)))
+        self._count(NAME, len(native))
+        if len(native) == len(calls):
+            return list(found)
+        others = iter(self._attend_tensors([call for call in calls if not applies(call)], flops))
+        return [next(found if applies(call) else others) for call in calls]
+
+    def attend_packed(self, calls: bytearray, flops: int) -> NDArray[np.bool_]:
+        """What the native kernel makes of packed calls, as `Library.attend` says, on all threads if they cost enough.
+
+        There must be a native kernel.
+        """
+        assert self.native is not None
+        self._count(NAME, len(calls) // CALL_BYTES)
+        return self.native.attend(calls, self._threads_for(flops))
+
+    def _attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """The same by the kernels on torch tensors."""
         pool = self._pool_for(flops)
         if pool is None:
             results = [attend(call) for call in calls]
@@ -111,6 +165,17 @@ class CpuDevice:
         with self._counting:
             self._kernel_calls.update(result.kernel for result in results)
         return results
+
+    def _threads_for(self, flops: int) -> Threads | None:
+        """Those who compute work of this cost by the native kernel: None is the caller, who lets nobody else run."""
+        if flops < ALONE_FLOPS:
+            return None
+        pool = self._pool_for(flops)
+        return _alone if pool is None else partial(_together, pool, self.threads)
+
+    def _count(self, kernel: str, calls: int) -> None:
+        with self._counting:
+            self._kernel_calls[kernel] += calls
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, which run on all threads if they cost enough."""
@@ -161,12 +226,30 @@ class CpuDevice:
     def kernels(self) -> list[tuple[str, str]]:
         """The kernels for a CPU."""
         of_calls = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
+        if self.native is not None:
+            of_calls.insert(0, (NAME, f"{DESCRIPTION}; by {self.native.instructions}"))
         return [(step.NAME, step.DESCRIPTION), *of_calls]
 
     def close(self) -> None:
         """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _alone(compute: Callable[[], None]) -> None:
+    """Computes here, while others run Python."""
+    compute()
+
+
+def _together(pool: ThreadPoolExecutor, threads: int, compute: Callable[[], None]) -> None:
+    """Computes here and on all other threads, which share the work."""
+    others = [pool.submit(compute) for _ in range(threads - 1)]
+    try:
+        compute()
+    finally:
+        wait(others)  # what they write to must not go before them
+    for other in others:
+        other.result()
 
 
 def _run_each(computations: Sequence[Callable[[], AttentionResult]]) -> list[AttentionResult]:

@@ -64,8 +64,9 @@ def open_device(name: str, threads: int, inline_flops: int) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         from attnserve_server.devices.cpu import CpuDevice
+        from attnserve_server.native import library
 
-        return CpuDevice(threads, inline_flops)
+        return CpuDevice(threads, inline_flops, library.best())
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")
     from attnserve_server.devices.cuda import CudaDevice

@@ -6,22 +6,27 @@ kernels, whose answers for such values are those of the contract.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, attend
-from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Addresses, Library, Shape, Strides, pack
-
-NAME: Final = "cpu_native"
-MAX_WIDTH: Final = 1024
-"""Of heads: a block of keys and one of values are to stay near the processor."""
+from attnserve_server.native.library import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    MAX_WIDTH,
+    NAME,
+    Addresses,
+    Library,
+    Shape,
+    Strides,
+    Threads,
+    pack,
+)
 
 DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-
-Each: TypeAlias = Callable[[Callable[[], None]], None]
-"""Runs a function on each of several threads, and returns when it has returned on all."""
 
 
 def applies(call: AttentionCall) -> bool:
@@ -38,8 +43,8 @@ def applies(call: AttentionCall) -> bool:
     )
 
 
-def attend_all(library: Library, calls: Sequence[AttentionCall], each: Each | None) -> list[AttentionResult]:
-    """The results of calls to which `applies` applies. `each` is for `Library.attend`."""
+def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Threads | None) -> list[AttentionResult]:
+    """The results of calls to which `applies` applies. `threads` as in the library."""
     packed = bytearray()
     results = []
     for call in calls:
@@ -48,7 +53,7 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], each: Each | No
         lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
         results.append(AttentionResult(output, lse, None, NAME))
         _add(packed, call, output, lse)
-    finite = library.attend(packed, each)
+    finite = library.attend(packed, threads)
     if not finite.all():
         begin = 0
         for call, result in zip(calls, results, strict=True):

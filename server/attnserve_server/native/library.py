@@ -19,8 +19,17 @@ from numpy.typing import NDArray
 PATH: Final = Path(__file__).with_name("attention.so")
 """Where building the package puts the library."""
 
+NAME: Final = "cpu_native"
+DESCRIPTION: Final = "dot-product scores with all options but ALiBi under a mask, in pages and in one piece"
+
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """The dtypes, as calls have them."""
+
+MAX_WIDTH: Final = 1024
+"""Of heads: a block of keys and one of values are to stay near the processor."""
+
+Threads: TypeAlias = Callable[[Callable[[], None]], None]
+"""Runs a function on each of several threads, and returns when it has returned on all."""
 
 Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Biases and what comes behind are of
@@ -98,21 +107,20 @@ class Library:
         # Work that takes less than to hand over the interpreter's lock and wait to have it back.
         self._at_once = _function(ctypes.PyDLL(str(PATH)), symbol)
 
-    def attend(self, calls: bytearray, each: Callable[[Callable[[], None]], None] | None = None) -> NDArray[np.bool_]:
+    def attend(self, calls: bytearray, threads: Threads | None = None) -> NDArray[np.bool_]:
         """Computes packed calls: which of them came out finite, but for rows with nothing to attend.
 
-        Of a call that did not, nothing has any meaning. `each` runs a function on each of several threads and returns
-        when it has returned on all: they share the work. Without it, the caller computes, and holds the interpreter.
-        Raises MemoryError.
+        Of a call that did not, nothing has any meaning. `threads` share the work. Without them the caller computes, and
+        holds the interpreter. Raises MemoryError.
         """
         count = len(calls) // CALL_BYTES
         fields = np.frombuffer(calls, np.int64).reshape(count, -1)
         counter = ctypes.c_int64(0)
         arguments = fields.ctypes.data, count, ctypes.addressof(counter)
-        if each is None:
+        if threads is None:
             _check(self._at_once(*arguments))
         else:
-            each(lambda: _check(self._aside(*arguments)))
+            threads(lambda: _check(self._aside(*arguments)))
         finite: NDArray[np.bool_] = fields[:, _FINITE] != 0
         return finite
 
@@ -127,6 +135,12 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int64
     return function
+
+
+def best() -> Library | None:
+    """The kernel for the best instructions that there are, if there is any."""
+    names = available()
+    return Library(names[0]) if names else None
 
 
 @cache
