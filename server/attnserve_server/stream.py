@@ -116,6 +116,7 @@ class CallStream:
             if self._retiring is not None:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
+            self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
             for unsent in self._outbox:
                 if unsent.entry is not None:
                     self._engine.release(unsent.entry)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import calls
 import grpc
@@ -125,3 +126,27 @@ def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
         assert in_flight() <= bound
         stream.vanish()
         calls.until_nothing_is_in_flight(server.http_address)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process' own memory")
+def test_the_memory_of_what_waits_is_let_go_with_its_stream(server: Server, channel: grpc.Channel) -> None:
+    """At once, not when garbage is collected, which is late where there is much memory in few objects: what waits next
+    takes the same place.
+    """
+
+    def own_bytes() -> int:
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    request, count = messages.random_attend(0, 1024, heads=8, width=64), 24
+    found = []
+    for _ in range(2):
+        stream = calls.Stream(channel)
+        with Occupied(server) as device:
+            for number in range(1, count + 1):
+                stream.send(calls.call(number, request))
+            device.until_waiting(count)
+            found.append(own_bytes())
+            stream.vanish()
+        calls.until_nothing_is_in_flight(server.http_address)
+    assert found[1] - found[0] < count * request.ByteSize() / 2
