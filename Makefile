@@ -13,7 +13,11 @@ ARGS ?=
 BIN := $(VENV)/bin
 PEERS := triton mosec
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
-INGREDIENTS := pyproject.toml constraints.txt
+NATIVE := server/attnserve_server/native
+INGREDIENTS := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[ch])
+# Of what pip builds it shows nothing, and of what it lacked for that as little.
+CHECK_NATIVE = @test -e $(NATIVE)/attention.so || \
+  echo "without a C compiler, or not on Linux on x86-64: attention on the processor is torch's alone" >&2
 
 .DELETE_ON_ERROR:
 .PHONY: help demo serve test check format docs bench bench-peers bench-tune chaos fuzz sbom audit protos protos-baseline clean
@@ -76,7 +80,7 @@ protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it break
 	$(BIN)/python scripts/protos.py baseline
 
 clean: ## remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)/attention.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
@@ -97,12 +101,14 @@ $(VENV)/.demo: $(INGREDIENTS) | $(BIN)/python
 	@echo "installing, once, which takes a few minutes"
 	$(PIP) $(TORCH_INSTALL)
 	$(PIP) --editable '.[demo]'
+	$(CHECK_NATIVE)
 	@touch $@
 
 $(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
 	@echo "installing, once, which takes a few minutes"
 	$(PIP) $(TORCH_INSTALL)
 	$(PIP) --editable '.[dev]'
+	$(CHECK_NATIVE)
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.fuzz: $(VENV)/.dev

@@ -1,6 +1,6 @@
 """Builds the native kernel with the package, where there is a C compiler; without it the package is pure Python.
 
-`python hatch_build.py` builds it in place, for work on the sources.
+`python hatch_build.py` builds it in place, for work on the sources. HATCH_BUILD_NO_HOOKS=true leaves it out.
 """
 
 from __future__ import annotations
@@ -17,31 +17,44 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path(__file__).parent / "server" / "attnserve_server" / "native"
+ROOT = Path(__file__).parent
+NATIVE = ROOT / "server" / "attnserve_server" / "native"
 LIBRARY = NATIVE / "attention.so"
 SOURCES = ("attention.c", "attend_avx2.c", "attend_avx512.c")
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra")
+# Products and sums are one operation only where the sources say so: bits do not follow what a compiler sees together.
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
 def build() -> str | None:
-    """Builds the library beside its sources. Returns what hindered it, if anything did."""
-    LIBRARY.unlink(missing_ok=True)
+    """Builds the library beside its sources, unless it is newer than they are. Returns what hindered it, if any did."""
     if sys.platform != "linux" or machine() not in ("x86_64", "AMD64"):
         return f"it is for Linux on x86-64, and this is {sys.platform} on {machine()}"
+    if LIBRARY.exists() and all(path.stat().st_mtime <= LIBRARY.stat().st_mtime for path in ingredients()):
+        return None
     compiler = (
         shlex.split(os.environ.get("CC", ""))
         or [found for found in map(shutil.which, ("cc", "gcc", "clang")) if found][:1]
     )
     if not compiler:
         return "there is no C compiler"
-    command = [*compiler, *FLAGS, "-o", str(LIBRARY), *(str(NATIVE / source) for source in SOURCES), "-lm"]
+    # Processes may have the old one loaded, and others may look for it meanwhile.
+    made = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
+    command = [*compiler, *FLAGS, "-o", str(made), *(str(NATIVE / source) for source in SOURCES), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
+        made.replace(LIBRARY)
     except OSError as error:
         return f"{compiler[0]} does not run: {error}"
     except subprocess.CalledProcessError as error:
         return f"{shlex.join(command)} failed: {error.stderr}"
+    finally:
+        made.unlink(missing_ok=True)
     return None
+
+
+def ingredients() -> list[Path]:
+    """What the library is made of, and by."""
+    return [Path(__file__), *NATIVE.glob("*.[ch]")]
 
 
 class NativeKernel(BuildHookInterface[Any]):
@@ -57,6 +70,7 @@ class NativeKernel(BuildHookInterface[Any]):
         if hindrance is not None:
             self.app.display_warning(f"attnserve: without its native kernel, since {hindrance}")
             return
+        build_data["artifacts"].append(f"/{LIBRARY.relative_to(ROOT).as_posix()}")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{get_platform().replace('-', '_').replace('.', '_')}"
 

@@ -81,13 +81,22 @@ def test_the_last_stage_only_takes_what_was_installed(dockerfile: list[Instructi
     (run,) = values(last, "RUN")
     assert run.startswith("useradd ")
     assert not values(dockerfile, "ADD")
-    # Nothing is compiled anywhere: whatever has no wheel fails the build.
+    # Of others nothing is compiled: whatever has no wheel fails the build.
     assert all(
         "--only-binary :all:" in run or "--no-deps ." in run
         for run in values(dockerfile, "RUN")
         if "pip install" in run
     )
-    assert not any(re.search(r"\b(apt|apt-get|gcc|make)\b", run) for run in values(dockerfile, "RUN"))
+
+
+def test_the_compiler_is_where_the_native_kernel_is_built_and_stays_there(dockerfile: list[Instruction]) -> None:
+    (compiler,) = [each for each in dockerfile if re.search(r"\b(apt|apt-get|gcc|make)\b", each.rest)]
+    build, *_ = (each.stage for each in dockerfile if each.word == "FROM")
+    assert (compiler.stage, compiler.word) == (build, "RUN")
+    assert re.search(r"install .*\bgcc=\S+ libc6-dev=\S+", compiler.rest)
+    before = dockerfile[: next(place for place, each in enumerate(dockerfile) if "--no-deps ." in each.rest)]
+    assert compiler in before
+    assert any("hatch_build.py" in each.rest for each in before if each.word == "COPY")
 
 
 def test_it_is_started_as_nobody_in_particular(dockerfile: list[Instruction]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -145,10 +146,17 @@ def best() -> Library | None:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The sets of instructions that the library was built for and this processor has, the best first."""
+    """The sets of instructions that the library was built for and this processor has, the best first.
+
+    Where the sources lie beside it and are newer, it may compute something else, or read calls otherwise: then it is
+    none, with a RuntimeWarning.
+    """
     try:
         instructions = ctypes.CDLL(str(PATH)).attnserve_instructions
     except OSError:
+        return ()
+    if any(source.stat().st_mtime > PATH.stat().st_mtime for source in PATH.parent.glob("*.[ch]")):
+        warnings.warn(f"{PATH} is older than its sources: python hatch_build.py", RuntimeWarning, stacklevel=2)
         return ()
     instructions.restype = ctypes.c_int64
     return {512: ("AVX-512", "AVX2"), 2: ("AVX2",)}.get(instructions(), ())
