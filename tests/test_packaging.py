@@ -1,6 +1,11 @@
 """What gets installed: the wheel's content, what the SDK drags along, and the one place where the version is."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
 import zipfile
 from email import message_from_bytes
@@ -10,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -18,6 +24,10 @@ import attnserve._version
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("attnserve", "attnserve_server")
+LIBRARY = "attnserve_server/native/attention.so"
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None and "REQUIRE_NATIVE" not in os.environ, reason="there is no C compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +35,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(directory))
     return Path(path)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    directory = tmp_path_factory.mktemp("sdist")
+    (path,) = SdistBuilder(str(ROOT)).build(directory=str(directory))
+    with tarfile.open(path) as archive:
+        archive.extractall(directory, filter="data")
+    (root,) = (each for each in directory.iterdir() if each.is_dir())
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +148,59 @@ def test_pins_lie_within_the_ranges(metadata: Message) -> None:
 
 def is_pin(line: str) -> bool:
     return bool(line) and not line.startswith("#")
+
+
+@needs_compiler
+def test_the_wheel_holds_the_native_kernel_and_is_one_for_this_platform(wheel: Path, names: set[str]) -> None:
+    assert LIBRARY in names
+    assert not any(name.endswith((".c", ".h")) for name in names)
+    assert re.fullmatch(r"attnserve-\S+-py3-none-linux_x86_64\.whl", wheel.name)
+
+
+def test_the_source_distribution_holds_all_that_is_compiled_and_nothing_that_was(unpacked: Path) -> None:
+    native = ROOT / "server" / "attnserve_server" / "native"
+    sources = [
+        path.relative_to(ROOT) for path in (*native.glob("*.[ch]"), *native.glob("*.py"), ROOT / "hatch_build.py")
+    ]
+    assert len(sources) > 5
+    assert all((unpacked / source).read_bytes() == (ROOT / source).read_bytes() for source in sources)
+    assert not list(unpacked.rglob("*.so"))
+
+
+@needs_compiler
+def test_from_the_source_distribution_comes_the_same_wheel(unpacked: Path, names: set[str]) -> None:
+    built, _ = built_from(unpacked)
+    assert set(zipfile.ZipFile(built).namelist()) == names
+    (unpacked / "server" / LIBRARY).unlink()
+
+
+@pytest.mark.parametrize(
+    ("environment", "warning"),
+    [
+        ({"CC": "/nonexistent"}, "without its native kernel, since /nonexistent does not run"),
+        ({"CC": "", "PATH": "/nonexistent"}, "without its native kernel, since there is no C compiler"),
+        ({"CC": "false"}, "without its native kernel, since false -std=gnu11"),
+        ({"HATCH_BUILD_NO_HOOKS": "true"}, ""),
+    ],
+    ids=["not found", "none", "fails", "left out"],
+)
+def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(
+    unpacked: Path, names: set[str], environment: dict[str, str], warning: str
+) -> None:
+    built, said = built_from(unpacked, **environment)
+    assert built.name.endswith("-py3-none-any.whl")
+    assert set(zipfile.ZipFile(built).namelist()) == names - {LIBRARY}
+    assert warning in said
+    assert bool(warning) == ("native kernel" in said)
+
+
+def built_from(sources: Path, **environment: str) -> tuple[Path, str]:
+    """A wheel of these sources, and what was said when it was built."""
+    shutil.rmtree(sources / "dist", ignore_errors=True)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(
+        command, cwd=sources, env=os.environ | environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = (sources / "dist").iterdir()
+    return built, done.stdout + done.stderr
