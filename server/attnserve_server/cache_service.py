@@ -30,11 +30,13 @@ MAX_REQUEST_ID: Final = 64
 class CacheService:
     """The service on one host of caches; what waits for its turn goes through the attention service's engine.
 
-    A cache belongs to who created it: for others there is none of that name.
+    A cache belongs to who created it: for others there is none of that name. `default_ttl`, in seconds, is that of a
+    cache whose caller does not say; 0 for none.
     """
 
-    def __init__(self, host: Host, rpcs: Rpcs, attention: AttentionService) -> None:
+    def __init__(self, host: Host, rpcs: Rpcs, attention: AttentionService, default_ttl: float) -> None:
         self._host = host
+        self._default_ttl = default_ttl or None
         self._rpcs = rpcs
         self._attention = attention
 
@@ -65,7 +67,7 @@ class CacheService:
             request.layers or 1,
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
         )
-        ttl = _ttl(request.ttl) if request.HasField("ttl") else None
+        ttl = _ttl(request.ttl) if request.HasField("ttl") else self._default_ttl
         cache = self._host.store.create(shape, ttl, monotonic(), caller.name, _request_id(request.request_id))
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 

@@ -223,6 +223,12 @@ class Config:
         512 * 2**10,
         "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
     )
+    cache_ttl: float = _setting(
+        kinds.DURATION,
+        0.0,
+        "How long a cache lives after its last use, where its caller does not say. 0: until it is deleted, which a "
+        "caller that has died will not do.",
+    )
     max_caches: int = _setting(kinds.count(), 10_000, "The most caches open.")
     max_cache_layers: int = _setting(
         kinds.count(), 256, "The most layers of a cache: each takes 150 bytes outside the pool, before it has a token."

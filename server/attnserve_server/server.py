@@ -168,7 +168,7 @@ class Server:
             stream_life,
         )
         self._layer_service = LayerService(self.registry, rpcs, administration=config.layer_administration)
-        self._cache_service = CacheService(self.caches, rpcs, self._service)
+        self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl)
         self._http = HttpServer(
             config.http_listen,
             self.metrics.registry,

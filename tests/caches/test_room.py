@@ -126,6 +126,18 @@ def test_leases(start_server: StartServer) -> None:
         assert caller.exists(second)
 
 
+def test_a_lease_for_those_who_ask_for_none(start_server: StartServer) -> None:
+    """Only for them, and for the forks of their caches."""
+    server = start_server(*POOL, "--cache-ttl", "90s")
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        unsaid, said = caller.create(), caller.create(ttl=1000.0)
+        assert [caller.get(name).ttl.seconds for name in (unsaid, said)] == [90, 1000]
+        assert 0 < caller.get(unsaid).remaining.ToSeconds() <= 90
+        assert [caller.fork(name).ttl.seconds for name in (unsaid, said)] == [90, 1000]
+        assert caller.fork(unsaid, ttl={"seconds": 7}).ttl.seconds == 7
+
+
 def test_as_many_caches_as_there_may_be(start_server: StartServer) -> None:
     server = start_server(*POOL, "--max-caches", "2")
     with grpc.insecure_channel(server.address) as channel:
