@@ -37,9 +37,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 class Server:
     """A server in a process of its own, on free ports of this machine, that has said that it is ready."""
 
-    def __init__(self, flags: tuple[str, ...], errors: Path) -> None:
+    def __init__(
+        self, flags: tuple[str, ...], errors: Path, program: tuple[str, ...] = ("-m", "attnserve_server")
+    ) -> None:
         """Starts the server and waits until it says that it is ready. What it writes to stderr goes to `errors`."""
-        command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+        command = [sys.executable, *program, "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
         self._errors = errors
         with errors.open("w") as stderr:
             self.process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)

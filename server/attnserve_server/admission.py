@@ -8,12 +8,12 @@ request larger than a whole bound can never come in; that is the caller's mistak
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
-from attnserve_server.pace import Pace
+from attnserve_server.pace import Amount, Pace
 
 MIN_RETRY_DELAY: Final = 0.005
 MAX_RETRY_DELAY: Final = 10.0
@@ -37,6 +37,8 @@ class Usage:
     bytes: int = 0
     waiting: int = 0
     flops: int = 0
+    work: Amount = field(default_factory=Amount)
+    """Those not computed yet, by their kinds."""
 
 
 NOTHING: Final = Usage()
@@ -88,7 +90,7 @@ class Admission:
     @property
     def seconds(self) -> float:
         """How long what is not computed yet should take."""
-        return self.pace.seconds(self._everybody.flops, self._everybody.waiting)
+        return self.pace.seconds(self._everybody.work)
 
     def check(self, caller: Hashable, size: int) -> None:
         """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
@@ -116,7 +118,7 @@ class Admission:
         of all callers, who have equal shares. A queue that comes and goes may take `max_queue_time`. One that stays
         helps nobody, and is kept to what the device needs not to run out of work.
         """
-        seconds, request = self.seconds, self.pace.seconds(self.pace.request_flops, 1)
+        seconds, request = self.seconds, self.pace.request_seconds
         batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
         needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES * batch)
         if seconds < needed / 4:
@@ -126,15 +128,15 @@ class Admission:
         if seconds < longest:
             return
         callers = len(self._callers) + (own is NOTHING)
-        if (self.pace.seconds(own.flops, own.waiting) + request) * callers < longest:
+        if (self.pace.seconds(own.work) + request) * callers < longest:
             return
         if callers > 1 and own.waiting:
             raise self._has_its_share("queue_time", _rounded(longest), own)
         raise self._full("queue_time", _rounded(longest))
 
-    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0) -> None:
-        """Counts a request of so many bytes (its reply's included) and FLOPs in. Raises Overloaded, with nothing
-        counted, if there is no room now, and InvalidRequest if there never will be.
+    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0, kind: str = "") -> None:
+        """Counts a request of so many bytes (its reply's included) and FLOPs, of a kind of work, in. Raises Overloaded,
+        with nothing counted, if there is no room now, and InvalidRequest if there never will be.
         """
         self._check_whole(size, flops, reply_bytes)
         self.check(caller, size)
@@ -148,8 +150,11 @@ class Admission:
             usage.bytes += size
             usage.waiting += 1
             usage.flops += flops
+            usage.work.add(kind, flops)
 
-    def recount(self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int) -> None:
+    def recount(
+        self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str = ""
+    ) -> None:
         """Counts a request anew that has not been computed: its bytes and FLOPs are others than it was admitted with.
         Raises, with nothing counted anew, what `admit` does.
         """
@@ -162,12 +167,15 @@ class Admission:
         for usage in (self._everybody, self._callers[caller]):
             usage.bytes += size
             usage.flops += flops
+            usage.work.remove(kind, before[1])
+            usage.work.add(kind, now[1])
 
-    def computed(self, caller: Hashable, flops: int) -> None:
+    def computed(self, caller: Hashable, flops: int, kind: str = "") -> None:
         """Counts the FLOPs of a request out, which has been computed, or will not be."""
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting -= 1
             usage.flops -= flops
+            usage.work.remove(kind, flops)
 
     def release(self, caller: Hashable, size: int) -> None:
         """Counts a request out whose reply has left."""
@@ -200,7 +208,7 @@ class Admission:
 
     def _delay(self, usage: Usage, callers: int = 1) -> float:
         """Seconds until half of that should be computed, for one of so many callers."""
-        seconds = self.pace.seconds(usage.flops, usage.waiting) * callers
+        seconds = self.pace.seconds(usage.work) * callers
         return _rounded(min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY))
 
 

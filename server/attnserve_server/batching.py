@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from attnserve_server.fairness import FairClock
-from attnserve_server.pace import Pace
+from attnserve_server.pace import Amount, Pace
 
 
 class Waiting(Protocol):
@@ -25,6 +25,10 @@ class Waiting(Protocol):
     @property
     def group(self) -> Hashable:
         """Equal for entries that one batch can hold."""
+
+    @property
+    def kind(self) -> str:
+        """By what is learnt how long it takes."""
 
     @property
     def cost(self) -> int:
@@ -64,6 +68,8 @@ class Batch(Generic[E]):
 
     entries: list[E] = field(default_factory=list)
     cost: int = 0
+    work: Amount = field(default_factory=Amount)
+    """What its entries are, by their kinds."""
     cancelled: list[E] = field(default_factory=list)
     expired: list[E] = field(default_factory=list)
 
@@ -82,14 +88,15 @@ class BatchQueue(Generic[E]):
         self._first: list[tuple[float, int, Hashable]] = []
         """A heap of the groups by the entries that are, or were, first in them."""
         self._pushes = itertools.count()
+        self._work = Amount()
         self.requests = 0
         self.bytes = 0
         self.cost = 0
 
     @property
-    def seconds(self) -> float:
-        """How long what waits should take to run."""
-        return self._pace.seconds(self.cost, self.requests)
+    def least_seconds(self) -> float:
+        """How long what waits takes to run at the least, as far as is known."""
+        return self._pace.least_seconds(self._work)
 
     def push(self, entry: E) -> None:
         """Takes an entry."""
@@ -99,6 +106,7 @@ class BatchQueue(Generic[E]):
         heapq.heappush(group, item)
         if group[0] is item:
             heapq.heappush(self._first, (item[0], item[1], entry.group))
+        self._work.add(entry.kind, entry.cost)
         self.requests += 1
         self.bytes += entry.received_bytes
         self.cost += entry.cost
@@ -112,13 +120,17 @@ class BatchQueue(Generic[E]):
         """When the entry came that has waited longest; None if nothing waits. Looks at all that wait."""
         return min((item[2].arrival for group in self._groups.values() for item in group), default=None)
 
-    def seconds_before(self, caller: Hashable, priority: int) -> float:
-        """How long what waits now should take to run, as far as it is due before a next entry of this caller, with
-        this priority. Looks at all that wait.
+    def least_seconds_before(self, caller: Hashable, priority: int) -> float:
+        """How long what waits now takes to run at the least, as far as it is due before a next entry of this caller,
+        with this priority. Looks at all that wait.
         """
         due = self._fairness.begin(caller, priority) - self._advantage(priority)
-        before = [item[2].cost for group in self._groups.values() for item in group if item[0] <= due]
-        return self._pace.seconds(sum(before), len(before))
+        before = Amount()
+        for group in self._groups.values():
+            for item in group:
+                if item[0] <= due:
+                    before.add(item[2].kind, item[2].cost)
+        return self._pace.least_seconds(before)
 
     def pop(self, now: float) -> Batch[E]:
         """Takes the next batch out of the queue; without entries if nothing is left to run."""
@@ -173,6 +185,7 @@ class BatchQueue(Generic[E]):
             if gone is None:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
+                batch.work.add(entry.kind, entry.cost)
                 work += self._pace.work(entry.cost)
             else:
                 gone.append(entry)
@@ -182,6 +195,7 @@ class BatchQueue(Generic[E]):
 
     def _forget(self, entry: E) -> None:
         self._fairness.leave(entry.caller)
+        self._work.remove(entry.kind, entry.cost)
         self.requests -= 1
         self.bytes -= entry.received_bytes
         self.cost -= entry.cost

@@ -28,12 +28,13 @@ class Deadlines:
 
     def check(self, entry: Entry, free_at: float | None) -> None:
         """Raises DeadlineUnreachable if what is due before an entry, and the entry itself, should take longer than its
-        caller waits. `free_at` is when the device should have computed what it computes now; None if that is nothing.
+        caller waits, as far as is known. `free_at` is when the device should have computed what it computes now; None
+        if that is nothing.
 
         What nothing is before is computed now and then all the same: nothing else would mend a rate that is wrong.
         """
         now = entry.arrival + entry.decode
-        least = self._pace.least_seconds(entry.cost)
+        least = self._pace.least_seconds_of(entry.kind, entry.cost)
         left = entry.deadline - now
         if free_at is None and not self._queue.requests:
             if least <= left:
@@ -44,9 +45,9 @@ class Deadlines:
             raise DeadlineUnreachable(least, left)
         if free_at is not None:
             least += max(0.0, free_at - now)
-        if least + self._queue.seconds <= left:  # most often, and without looking at all that waits
+        if least + self._queue.least_seconds <= left:  # most often, and without looking at all that waits
             return
-        least += self._queue.seconds_before(entry.caller, entry.priority)
+        least += self._queue.least_seconds_before(entry.caller, entry.priority)
         if least > left:
             raise DeadlineUnreachable(least, left)
 

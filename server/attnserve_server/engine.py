@@ -29,6 +29,7 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.metrics import Metrics
+from attnserve_server.pace import Amount
 from attnserve_server.turns import Turns
 from attnserve_server.worker import Part, Worker
 
@@ -41,11 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ran:
-    """A batch that has run: what it cost, how many requests it had and what the largest of them cost, and its begin."""
+    """A batch that has run: what it was, and when it began."""
 
-    cost: int
-    requests: int
-    largest: int
+    work: Amount
     begin: float
 
 
@@ -108,12 +107,12 @@ class Engine:
         self.check_open()
         if entry.deadline < inf:
             self._deadlines.check(entry, self.worker.free_at)
-        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes)
+        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes, entry.kind)
         if entry.request.needs:
             try:
                 entry.request.enter()
             except Exception:
-                self._admission.computed(entry.caller, entry.cost)
+                self._admission.computed(entry.caller, entry.cost, entry.kind)
                 self._admission.release(entry.caller, entry.size)
                 raise
             if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
@@ -248,12 +247,12 @@ class Engine:
             if self._queue.requests:
                 self._schedule()
             return
-        self.worker.run(self._admission.pace.seconds(batch.cost, len(batch.entries)))
+        self.worker.run(self._admission.pace.least_seconds(batch.work))
 
     def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
         """Replies to what will not run, because nobody waits for it."""
         for entry in entries:
-            self._admission.computed(entry.caller, entry.cost)
+            self._admission.computed(entry.caller, entry.cost, entry.kind)
             self._metrics.cancelled(reason)
             self._leave(entry)
             self._delivery.reply(entry, error())
@@ -277,7 +276,7 @@ class Engine:
         if self._last is not None:
             last, self._last = self._last, None
             seconds = now - last.begin
-            self._admission.pace.learn(last.cost, last.requests, last.largest, seconds)
+            self._admission.pace.learn(last.work, seconds)
             self._deadlines.computed(now, seconds)
 
     def _begin(self, batch: Batch[Entry]) -> None:
@@ -288,8 +287,9 @@ class Engine:
                 entry.request.begin()
                 self._recount(batch, entry)
             except Exception as error:
-                self._admission.computed(entry.caller, entry.cost)
+                self._admission.computed(entry.caller, entry.cost, entry.kind)
                 batch.cost -= entry.cost
+                batch.work.remove(entry.kind, entry.cost)
                 self._leave(entry)
                 self._delivery.reply(entry, error_for_caller(error))
             else:
@@ -304,12 +304,14 @@ class Engine:
             return
         try:
             reply_bytes = entry.request.reply_bytes
-            self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes)
+            self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes, entry.kind)
         except RequestError:
             entry.cost, entry.size = cost, size
             entry.request.end(failed=True)
             raise
         batch.cost += entry.cost - cost
+        batch.work.remove(entry.kind, cost)
+        batch.work.add(entry.kind, entry.cost)
 
     def _leave(self, entry: Entry) -> None:
         """Gives up what a request needed; who waited for it has its turn."""
@@ -336,9 +338,9 @@ class Engine:
         now = perf_counter()
         self.worker.free(now)
         for entry in batch.entries:
-            self._admission.computed(entry.caller, entry.cost)
-        if len(parts) == 1:  # of a batch that failed, the time says nothing
-            self._last = Ran(batch.cost, len(batch.entries), max(entry.cost for entry in batch.entries), begin)
+            self._admission.computed(entry.caller, entry.cost, entry.kind)
+        if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of what failed says nothing
+            self._last = Ran(batch.work, begin)
         if self._max_wait > 0 or not self._queue.requests:  # the next one does not begin as soon as it can
             self._learn(now)
         if batch.entries[0].request.needs:

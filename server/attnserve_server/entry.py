@@ -43,6 +43,8 @@ class Entry:
     trace: Trace | None = None
     cancelled: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
+    kind: str = field(init=False)
+    """By what is learnt how long it takes."""
     cost: int = field(init=False)
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
@@ -55,7 +57,7 @@ class Entry:
     def count(self) -> None:
         """Counts what the request takes, as far as is known now."""
         request = self.request
-        self.cost = request.cost
+        self.kind, self.cost = request.kind, request.cost
         self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes
 
     @property

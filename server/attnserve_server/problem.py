@@ -38,7 +38,8 @@ class Problem:
     `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
     the score by their paths. `group` is equal for problems that differ in lengths and layouts only: ragged kernels
-    compute those together.
+    compute those together. Of `one_by_one` problems, sequences are computed one after the other, by the kernel that can
+    do everything. `kind` is that of `Work`.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -63,7 +64,9 @@ class Problem:
     return_lse: bool
     return_scores: ScoreStage | None
     priority: int
+    one_by_one: bool
     group: Hashable
+    kind: str
 
     @property
     def needs_positions(self) -> bool:
@@ -74,11 +77,6 @@ class Problem:
     def stackable(self) -> bool:
         """Whether requests can share a kernel call: only queries, keys, values, masks and biases are their own."""
         return not self.packed and self.score is None and not self.tensors.keys() & {"alibi_slopes", "sinks"}
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether sequences are computed one after the other, by the kernel that can do everything."""
-        return self.score is not None or self.softcap > 0 or self.return_scores is not None
 
     @property
     def weight(self) -> int:
@@ -234,6 +232,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
     return_scores = score_stage_of(message)
     priority = priority_of(message)
     window = window_of(message)
+    one_by_one = score is not None or message.softcap > 0 or return_scores is not None
     options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
     optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
     return Problem(
@@ -259,7 +258,9 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         return_lse=message.return_lse,
         return_scores=return_scores,
         priority=priority,
+        one_by_one=one_by_one,
         group=(query.dtype, query_heads, kv_heads, head_dim, key_dim, value_dim, options, optional),
+        kind=f"attend {_dtypes.name(query.dtype)}, {score or ('written out' if one_by_one else 'by kernels')}",
     )
 
 

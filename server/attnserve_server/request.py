@@ -116,6 +116,11 @@ class Request(Independent):
         return WRITTEN_OUT if self.problem.one_by_one else KERNELS
 
     @property
+    def kind(self) -> str:
+        """Requests of a dtype and a way to compute them are about equally fast."""
+        return self.problem.kind
+
+    @property
     def priority(self) -> int:
         """Higher goes first."""
         return self.problem.priority

@@ -85,6 +85,12 @@ class Work(Protocol):
         """Equal for requests that one batch can hold."""
 
     @property
+    def kind(self) -> str:
+        """Equal for requests that are computed about equally fast, FLOP for FLOP: by it is learnt how long they take.
+        There are few of them, whatever callers ask for.
+        """
+
+    @property
     def priority(self) -> int:
         """Higher goes first."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import work
 
 from attnserve_server.admission import ALWAYS_WAIT, MAX_RETRY_DELAY, MIN_RETRY_DELAY, SHARE, Admission
 from attnserve_server.errors import InvalidRequest, Overloaded, ShareExceeded
@@ -76,7 +77,7 @@ def full(flops: int, measure: Callable[[Admission], None]) -> Admission:
 
 def compute(flops: int, seconds: float) -> Callable[[Admission], None]:
     def measure(admission: Admission) -> None:
-        admission.pace.learn(flops, 1, flops, seconds)
+        admission.pace.learn(work(1, flops), seconds)
 
     return measure
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, SECOND, Entry, queue_of
+from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, SECOND, Entry, queue_of, work
 
 from attnserve_server.batching import Batch, BatchQueue
+from attnserve_server.pace import Pace
 
 
 def popped(queue: BatchQueue[Entry], now: float = 0.0) -> list[list[Entry]]:
@@ -136,23 +137,27 @@ def test_what_is_cancelled_can_be_taken_out_at_once() -> None:
 
 
 def test_what_is_due_before_a_request_is_known() -> None:
+    pace = Pace(1 / SECOND, 1e-12)
+    pace.learn(work(1, 10_000), 10.0)
     queue = queue_of(
         *(Entry(caller="flood", cost=1000) for _ in range(5)),
         Entry(caller="flood", cost=10_000, priority=-8),
         Entry(caller="other", cost=500, priority=8),
         Entry(caller="other", cost=250),
+        Entry(caller="third", cost=10**9, kind="one that nothing is known of"),
+        pace=pace,
     )
-    assert queue.seconds == pytest.approx(15.75)
+    assert queue.least_seconds == pytest.approx(15.75)
     # All that it has sent before, and what of the other is due by then.
-    assert queue.seconds_before("flood", 0) == pytest.approx(5.75)
+    assert queue.least_seconds_before("flood", 0) == pytest.approx(5.75)
     # What begins at the same time was there before: one of the flood's, and all of the other's own.
-    assert queue.seconds_before("other", 0) == pytest.approx(1.75)
-    assert queue.seconds_before("new", 0) == pytest.approx(1.5)
-    assert queue.seconds_before("new", 8) == pytest.approx(0.5)
+    assert queue.least_seconds_before("other", 0) == pytest.approx(1.75)
+    assert queue.least_seconds_before("new", 0) == pytest.approx(1.5)
+    assert queue.least_seconds_before("new", 8) == pytest.approx(0.5)
     while queue.requests:
         queue.pop(0.0)
-    assert queue.seconds == 0.0
-    assert queue.seconds_before("flood", 0) == 0.0
+    assert queue.least_seconds == 0.0
+    assert queue.least_seconds_before("flood", 0) == 0.0
 
 
 def test_the_oldest_arrival_is_that_of_any_lane() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from waiting import SECOND, Entry, queue_of
+from waiting import SECOND, Entry, queue_of, work
 
 from attnserve_server.deadlines import TRIAL_PAUSE, Deadlines
 from attnserve_server.errors import DeadlineUnreachable
@@ -27,9 +27,9 @@ def check(deadlines: Deadlines, seconds: float, left: float, now: float = 0.0, f
 
 
 def deadlines(*waiting: Entry) -> Deadlines:
-    queue: Any = queue_of(*waiting, max_cost=100 * SECOND)
     pace = Pace(1 / SECOND, 1e-12)
-    pace.learn(10 * SECOND, 1, 10 * SECOND, 10.0)  # so large a request has run, and it took as long as it should
+    pace.learn(work(1, 10 * SECOND), 10.0)  # so large a request has run, and it took as long as it should
+    queue: Any = queue_of(*waiting, max_cost=100 * SECOND, pace=pace)
     return Deadlines(queue, pace)
 
 
@@ -43,6 +43,13 @@ def test_what_can_be_in_time_is_taken() -> None:
 def test_what_has_others_before_it_for_too_long_is_not(waiting: tuple[Entry, ...], left: float) -> None:
     with pytest.raises(DeadlineUnreachable):
         check(deadlines(*waiting), 1.0, left, free_at=2.0)
+
+
+def test_what_nothing_is_known_of_is_not_refused_and_nobody_is_on_its_account() -> None:
+    """Another kind than all that has run, and one that is larger than all of its kind."""
+    check(deadlines(Entry(cost=10**6 * SECOND, kind="another")), 1.0, 3.1, free_at=2.0)
+    check(deadlines(Entry(cost=10**6 * SECOND)), 1.0, 13.1, free_at=2.0)
+    check(deadlines(), 10**6, 12.1, free_at=2.0)
 
 
 def test_an_idle_device_tries_what_should_be_too_late_a_tenth_of_the_time() -> None:

@@ -36,6 +36,7 @@ from attnserve_server.errors import (
     Starting,
 )
 from attnserve_server.metrics import Metrics
+from attnserve_server.pace import Amount
 from attnserve_server.request import Request, read_request
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import AttentionService
@@ -432,11 +433,17 @@ async def test_what_was_answered_can_be_cancelled_without_harm() -> None:
     await bench.outcomes([entry, bench.submit(messages.random_attend(1))])
 
 
+def work_of(message: pb.AttendRequest) -> Amount:
+    """What one such request is."""
+    request, amount = messages.read(message), Amount()
+    amount.add(request.kind, request.cost)
+    return amount
+
+
 def taught(bench: Bench, message: pb.AttendRequest, seconds: float) -> None:
     """Has the engine believe that such a request takes so long."""
-    cost = messages.read(message).cost
     for _ in range(200):
-        bench.admission.pace.learn(cost, 1, cost, seconds)
+        bench.admission.pace.learn(work_of(message), seconds)
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
@@ -466,7 +473,7 @@ async def test_an_idle_device_tries_now_and_then_what_its_rate_says_is_too_late(
     taught(bench, message, 1000.0)
     (outcome,) = await bench.outcomes([bench.submit(message, deadline=perf_counter() + PATIENCE_S)])
     assert isinstance(outcome, Outcome)
-    assert bench.admission.pace.seconds(messages.read(message).cost, 1) < 1000.0
+    assert bench.admission.pace.seconds(work_of(message)) < 1000.0
 
 
 async def test_an_idle_device_does_not_spend_itself_on_what_will_be_too_late() -> None:
@@ -506,7 +513,7 @@ async def test_the_rate_is_learnt_from_batches() -> None:
     taught(bench, message, 10.0)
     for _ in range(60):
         await bench.outcome(bench.submit(message))
-    assert bench.admission.pace.seconds(messages.read(message).cost, 1) < 1.0
+    assert bench.admission.pace.seconds(work_of(message)) < 1.0
 
 
 async def test_what_is_cancelled_while_it_runs_is_answered_once() -> None:

@@ -118,10 +118,10 @@ class Simulation:
         return self.seen
 
     def _begin(self, now: float) -> None:
-        self._running = self._queue.pop(now).entries
-        flops, count = sum(entry.cost for entry in self._running), len(self._running)
-        seconds = self._device.seconds(count, flops)
-        self.admission.pace.learn(flops, count, max(entry.cost for entry in self._running), seconds)
+        batch = self._queue.pop(now)
+        self._running = batch.entries
+        seconds = self._device.seconds(len(self._running), sum(entry.cost for entry in self._running))
+        self.admission.pace.learn(batch.work, seconds)
         self._end = now + seconds
 
     def _work_until(self, now: float) -> None:

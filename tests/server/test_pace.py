@@ -4,77 +4,190 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import work
 
-from attnserve_server.pace import FIRST_FLOP_SECONDS, Pace
-
-FLOP_SECONDS, REQUEST_SECONDS = 1e-10, 3e-4
-"""What the device of these tests takes."""
+from attnserve_server.pace import FIRST_FLOP_SECONDS, FIRST_REQUEST_SECONDS, MAX_KINDS, Amount, Pace
 
 
-def truth(flops: float, requests: int) -> float:
-    return flops * FLOP_SECONDS + requests * REQUEST_SECONDS
+@dataclass(frozen=True)
+class Speed:
+    """What a device takes for a request and a FLOP of some kind."""
+
+    request: float
+    flop: float
+
+    def seconds(self, requests: int, flops: float) -> float:
+        """For so many requests of so many FLOPs each."""
+        return requests * (self.request + flops * self.flop)
 
 
-def taught(*sizes: float, batches: int = 200, noise: float = 0.0) -> Pace:
-    """What has been learnt from batches of requests of these FLOPs, in turn."""
-    generator, pace = random.Random(0), Pace()
-    for number in range(batches):
-        size, requests = sizes[number % len(sizes)], generator.randint(1, 16)
-        seconds = truth(size * requests, requests) * generator.lognormvariate(0.0, noise)
-        pace.learn(size * requests, requests, size, seconds)
-    return pace
+FAST = Speed(3e-4, 1e-11)
+SLOW = Speed(1e-2, 4e-10)
+"""Forty times as slow, request for request and FLOP for FLOP."""
+TINY, HEAVY = 1e6, 3e10
+
+
+class Device:
+    """Runs batches, and tells how long they took."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.pace = Pace()
+        self._noise = noise
+        self._random = random.Random(0)
+
+    def run(self, speed: Speed, *sizes: float, kind: str = "", batches: int = 200) -> None:
+        """Batches of requests of these FLOPs, in turn."""
+        for number in range(batches):
+            size, requests = sizes[number % len(sizes)], self._random.randint(1, 16)
+            seconds = speed.seconds(requests, size) * self._random.lognormvariate(0.0, self._noise)
+            self.pace.learn(work(requests, size, kind), seconds)
+
+    def error(self, speed: Speed, size: float, kind: str = "") -> float:
+        """How many times as long as it takes one such request is thought to take."""
+        return self.pace.seconds(work(1, size, kind)) / speed.seconds(1, size)
 
 
 @pytest.mark.parametrize("sizes", [(1e9,), (1e4,), (1e4, 1e9), (1e4, 1e6, 1e8, 1e10)])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_it_foretells_what_it_has_seen(sizes: tuple[float, ...], noise: float) -> None:
-    pace = taught(*sizes, noise=noise)
+@pytest.mark.parametrize("speed", [FAST, SLOW, Speed(5e-5, 1e-14)], ids=["fast", "slow", "accelerator"])
+def test_it_foretells_what_it_has_seen(sizes: tuple[float, ...], noise: float, speed: Speed) -> None:
+    device = Device(noise)
+    device.run(speed, *sizes)
     for size in sizes:
-        assert pace.seconds(8 * size, 8) == pytest.approx(truth(8 * size, 8), rel=0.05 + noise)
+        assert device.error(speed, size) == pytest.approx(1.0, rel=0.1 + noise)
 
 
 def test_small_requests_leave_alone_what_is_known_of_large_ones() -> None:
-    pace = taught(1e9, 1e4)
-    for _ in range(10_000):
-        pace.learn(8e4, 8, 1e4, truth(8e4, 8))
-    assert pace.seconds(1e9, 1) == pytest.approx(truth(1e9, 1), rel=0.1)
+    device = Device()
+    device.run(FAST, 1e9, 1e4)
+    device.run(FAST, 1e4, batches=10_000)
+    assert device.error(FAST, 1e9) == pytest.approx(1.0, rel=0.1)
+
+
+def test_tiny_requests_to_a_slow_kernel_say_nothing_of_heavy_ones_to_a_fast_one() -> None:
+    """With one figure for all of them a heavy request was thought to take some forty times as long as it does."""
+    device = Device(noise=0.3)
+    device.run(FAST, TINY, HEAVY, kind="fast", batches=20)
+    for _ in range(100):
+        device.run(SLOW, TINY, 10 * TINY, kind="slow", batches=2)
+        assert 0.5 < device.error(FAST, HEAVY, "fast") < 2.0
+    assert 0.5 < device.error(SLOW, TINY, "slow") < 2.0
+
+
+@pytest.mark.parametrize("kind", ["slow", "fast"])
+@pytest.mark.parametrize("tiny", [TINY, 10 * TINY])
+def test_a_heavy_request_after_slow_tiny_ones_is_foretold_as_soon_as_one_has_run(kind: str, tiny: float) -> None:
+    """Of the same kind, which only its requests make slow, and of a kind that has not run yet."""
+    overhead = Speed(1e-2, 1e-11)
+    device = Device(noise=0.1)
+    device.run(overhead, tiny, kind="slow")
+    assert device.pace.least_seconds_of(kind, HEAVY) < 2 * overhead.seconds(1, tiny), "nobody is refused on a guess"
+    device.pace.learn(work(1, HEAVY, kind), overhead.seconds(1, HEAVY))
+    assert 0.5 < device.error(overhead, HEAVY, kind) < 2.0
+    device.run(overhead, tiny, HEAVY, kind=kind, batches=6)
+    assert 0.7 < device.error(overhead, HEAVY, kind) < 1.4
+
+
+def test_a_kind_that_has_not_run_is_like_all_others() -> None:
+    device = Device()
+    device.run(SLOW, TINY, HEAVY, kind="slow")
+    assert device.error(SLOW, HEAVY, "new") == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_batch_of_two_kinds_teaches_both() -> None:
+    device = Device(noise=0.1)
+    device.run(FAST, TINY, HEAVY, kind="fast", batches=20)
+    for _ in range(30):
+        batch = work(2, HEAVY, "fast")
+        batch.add("slow", HEAVY)
+        device.pace.learn(batch, FAST.seconds(2, HEAVY) + SLOW.seconds(1, HEAVY))
+        device.run(FAST, HEAVY, kind="fast", batches=1)
+    assert 0.5 < device.error(FAST, HEAVY, "fast") < 2.0
+    assert 0.5 < device.error(SLOW, HEAVY, "slow") < 2.0
 
 
 def test_it_follows_a_device_that_becomes_slower() -> None:
-    pace = taught(1e9)
-    for _ in range(30):
-        pace.learn(1e9, 1, 1e9, 10 * truth(1e9, 1))
-    assert pace.seconds(1e9, 1) == pytest.approx(10 * truth(1e9, 1), rel=0.05)
+    device = Device()
+    device.run(FAST, 1e9)
+    device.run(SLOW, 1e9, batches=10)
+    assert device.error(SLOW, 1e9) == pytest.approx(1.0, rel=0.1)
 
 
 def test_one_batch_that_was_held_up_changes_little() -> None:
-    pace = taught(1e9)
-    pace.learn(1e9, 1, 1e9, 1000 * truth(1e9, 1))
-    assert pace.seconds(1e9, 1) < 2 * truth(1e9, 1)
+    device = Device()
+    device.run(FAST, 1e9)
+    device.pace.learn(work(1, 1e9), 1000 * FAST.seconds(1, 1e9))
+    assert device.error(FAST, 1e9) < 2
+    device.run(FAST, 1e9, batches=3)
+    assert device.error(FAST, 1e9) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_first_batch_that_was_held_up_is_soon_made_up_for() -> None:
+    """By what a kernel does when it is called for the first time, such as being compiled."""
+    device = Device()
+    device.pace.learn(work(1, 1e9), 1000 * FAST.seconds(1, 1e9))
+    device.run(FAST, 1e9, batches=5)
+    assert 0.5 < device.error(FAST, 1e9) < 2.0
 
 
 def test_a_request_larger_than_all_is_known_to_take_as_long_as_the_largest() -> None:
-    pace = taught(1e6)
-    assert pace.least_seconds(1e12) == pytest.approx(pace.seconds(1e6, 1))
-    assert pace.least_seconds(1e5) == pytest.approx(pace.seconds(1e5, 1))
-    assert Pace().least_seconds(1e12) == Pace().seconds(0, 1)
+    device = Device()
+    device.run(FAST, TINY)
+    pace = device.pace
+    assert pace.least_seconds_of("", HEAVY) == pytest.approx(pace.seconds(work(1, TINY)))
+    assert pace.least_seconds_of("", TINY / 10) == pytest.approx(pace.seconds(work(1, TINY / 10)))
+    assert pace.least_seconds(work(3, HEAVY)) == pytest.approx(3 * pace.seconds(work(1, TINY)))
+    assert pace.least_seconds_of("another", HEAVY) == pace.least_seconds(work(1, HEAVY, "another")) == 0.0
 
 
 def test_what_took_no_time_or_did_nothing_says_nothing() -> None:
     pace = Pace()
-    pace.learn(1e9, 1, 1e9, 0.0)
-    pace.learn(0, 0, 0, 1.0)
-    assert pace.seconds(1e9, 0) == pytest.approx(1e9 * FIRST_FLOP_SECONDS)
+    pace.learn(work(1, 1e9), 0.0)
+    pace.learn(Amount(), 1.0)
+    assert pace.seconds(work(1, 1e9)) == pytest.approx(1e9 * FIRST_FLOP_SECONDS + FIRST_REQUEST_SECONDS)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e15), st.integers(1, 1000), st.floats(0, 1e6)), max_size=50))
-def test_it_stays_a_number_above_zero(batches: list[tuple[float, int, float]]) -> None:
+def test_few_kinds_are_remembered() -> None:
+    """Those that ran last, however many there ever were."""
     pace = Pace()
-    for flops, requests, seconds in batches:
-        pace.learn(flops, requests, flops, seconds)
-    for value in (pace.seconds(1e9, 0), pace.seconds(0, 1)):
-        assert 0 < value < math.inf
+    pace.learn(work(1, 1e9, "often"), 100.0)
+    for number in range(3 * MAX_KINDS):
+        pace.learn(work(1, 1e9, str(number)), 1.0)
+        pace.learn(work(1, 1e9, "often"), 100.0)
+    assert len(pace._rates) == MAX_KINDS
+    assert pace.seconds(work(1, 1e9, "often")) == pytest.approx(100.0, rel=0.1)
+
+
+def test_an_amount_counts_by_kinds() -> None:
+    amount = work(2, 10, "a")
+    amount.add("b", 5)
+    amount.add("a", 30)
+    both = amount.together()
+    assert (both.requests, both.flops, both.largest) == (4, 55, 30)
+    for kind, flops in (("a", 10), ("b", 5), ("a", 30)):
+        amount.remove(kind, flops)
+    assert [(kind, part.requests, part.flops) for kind, part in amount.kinds.items()] == [("a", 1, 10)]
+    amount.remove("a", 10)
+    assert not amount.kinds
+
+
+BATCHES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.floats(0, 1e15), st.integers(1, 20), st.floats(0, 1e6)), max_size=50
+)
+
+
+@given(BATCHES)
+def test_it_stays_a_number_above_zero(batches: list[tuple[str, float, int, float]]) -> None:
+    pace = Pace()
+    for kind, flops, requests, seconds in batches:
+        pace.learn(work(requests, flops, kind), seconds)
+    for kind in "abcd":
+        assert 0 < pace.seconds(work(1, 1e9, kind)) < math.inf
+        assert 0 <= pace.least_seconds_of(kind, 1e9) < math.inf
+    assert 0 < pace.work(1e9) < math.inf
+    assert 0 < pace.work_of(1.0) < math.inf

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from attnserve_server.batching import BatchQueue
-from attnserve_server.pace import Pace
+from attnserve_server.pace import Amount, Pace
 
 AGING = 0.5
 MAX_FLOPS = 100
@@ -20,6 +20,7 @@ class Entry:
 
     arrival: float = 0.0
     group: str = "a"
+    kind: str = ""
     cost: int = 10
     received_bytes: int = 1
     priority: int = 0
@@ -28,12 +29,22 @@ class Entry:
     caller: Hashable = None
 
 
+def work(requests: int, flops: float, kind: str = "") -> Amount:
+    """So many requests of so many FLOPs each."""
+    amount = Amount()
+    for _ in range(requests):
+        amount.add(kind, flops)
+    return amount
+
+
 SECOND = 1000
 """The FLOPs that take a second: a request takes nothing but what its FLOPs do."""
 
 
-def queue_of(*entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS) -> BatchQueue[Entry]:
-    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING, Pace(1 / SECOND, 1e-12))
+def queue_of(
+    *entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS, pace: Pace | None = None
+) -> BatchQueue[Entry]:
+    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING, pace or Pace(1 / SECOND, 1e-12))
     for entry in entries:
         queue.push(entry)
     return queue

@@ -30,6 +30,7 @@ class _Operation(CacheWork):
 
     reply_field: ClassVar[int] = 0
     group: ClassVar[Hashable] = "cache operation"
+    kind: ClassVar[str] = "cache operation"
     priority: ClassVar[int] = 0
     flops: ClassVar[int] = 0
     query_tokens: ClassVar[int] = 0

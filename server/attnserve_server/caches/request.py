@@ -51,6 +51,11 @@ class CachedRequest(CacheWork):
         return self.uses[0].cache.shape, self.problem.group
 
     @property
+    def kind(self) -> str:
+        """Those with caches read them by pages, and are another kind."""
+        return f"{self.problem.kind}, with caches"
+
+    @property
     def shares(self) -> bool:
         """Whether it only reads its caches."""
         return not self.problem.kv_length

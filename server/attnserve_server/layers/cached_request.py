@@ -67,6 +67,11 @@ class CachedLayerRequest(CacheWork):
         return CachedLayerRequest, self.applied.group
 
     @property
+    def kind(self) -> str:
+        """A layer with caches is another kind than one without."""
+        return f"{self.applied.kind}, with caches"
+
+    @property
     def priority(self) -> int:
         """Higher goes first."""
         return self.applied.priority

@@ -63,6 +63,11 @@ class LayerRequest(Independent):
         return self.loaded
 
     @property
+    def kind(self) -> str:
+        """A layer is as fast as it is, with one version of its weights or with another."""
+        return f"apply {self.loaded.name}"
+
+    @property
     def priority(self) -> int:
         """Higher goes first."""
         return self.application.priority

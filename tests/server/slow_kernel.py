@@ -1,0 +1,40 @@
+"""The real server on a CPU whose kernel for what is written out is slow, however little there is to compute.
+
+In: the server's flags. Every sequence takes that kernel `SECONDS` more; all others are as fast as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Final
+
+from attnserve_server import logs
+from attnserve_server.config import Config
+from attnserve_server.cpus import usable_cpus
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.serving import run
+
+SECONDS: Final = 0.01
+
+
+class SlowDevice(CpuDevice):
+    """A CPU that sleeps before it computes what has a softcap."""
+
+    def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+        """Computes calls."""
+        time.sleep(SECONDS * sum(call.query.shape[0] for call in calls if call.softcap > 0))
+        return super().attend(calls, flops)
+
+
+def main() -> None:
+    """Runs the server."""
+    config = Config.load(sys.argv[1:], os.environ)
+    logs.configure(config.log_level, config.log_format)
+    run(config, lambda config: SlowDevice(config.threads or usable_cpus(), config.inline_flops))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The rate that a real server learns, and whom it refuses by it: `test_pace.py` has what is learnt from what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import calls
+import grpc
+import messages
+import pytest
+import slow_kernel
+from conftest import Server
+
+SLOW = messages.random_attend(0, 1, batch=16, heads=1, softcap=1.0)
+"""Sixteen sequences for the slow kernel, of next to no FLOPs."""
+HEAVY = messages.random_attend(0, 2048, heads=4, kv_heads=1, width=64)
+"""Some hundredths of a second; at the pace of the slow kernel, FLOP for FLOP, most of a minute."""
+TOGETHER = 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    errors = tmp_path_factory.mktemp("slow") / "stderr"
+    server = Server(("--max-queue-time", "0"), errors, program=(slow_kernel.__file__,))
+    yield server
+    assert server.stop() == 0, server.stderr()
+
+
+def test_slow_tiny_requests_do_not_have_heavy_ones_refused(server: Server) -> None:
+    """Whatever ran before, heavy requests with a minute's deadline are all computed, one after the other."""
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
+        stream = calls.Stream(channel)
+        for _ in range(2):  # before any heavy request has run, and when some have
+            for number in range(12):
+                stream.send(calls.call(number + 1, SLOW))
+                assert not stream.replies(1)[0].HasField("error")
+            heavy = [calls.call(100 + number, HEAVY) for number in range(TOGETHER)]
+            for call in heavy:
+                call.timeout.FromSeconds(60)
+            stream.send(*heavy)
+            assert not [reply.error for reply in stream.replies(TOGETHER) if reply.HasField("error")]
+        stream.vanish()
