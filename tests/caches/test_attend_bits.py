@@ -1,0 +1,194 @@
+"""Attention to what caches hold, to the last bit against itself: how tokens came into a cache, the pages in which
+they lie and the company of a query change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import accuracy
+import numpy as np
+import pytest
+import strategies
+from attending import (
+    EVERY_OPTION,
+    EVERY_STORAGE,
+    LENGTHS,
+    PAGES,
+    RETURNED,
+    STORAGES,
+    WAYS,
+    Way,
+    arrays,
+    attended,
+    bounds,
+    device,
+    fill,
+    pages_of,
+    plan_of,
+    pool_for,
+    query_of,
+    shape_of,
+    single_plans,
+    stored,
+)
+from bits import assert_same_results
+from cases import Case, Plan
+from hypothesis import given
+from hypothesis import strategies as st
+from resident import CPU, placement
+from test_kernels import tensor
+
+from attnserve_server.caches.attend import attend_cache
+from attnserve_server.caches.layer import Placement, Write
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.devices.cpu import CpuDevice
+
+__all__ = ["device"]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 6])
+@pytest.mark.parametrize("group", [1, 4])
+def test_bits_of_a_step_do_not_depend_on_what_is_beside_it(device: CpuDevice, kv_heads: int, group: int) -> None:
+    """Pages of the size that servers have: caches of many lengths together, in the order of others' pages."""
+    shape = CacheShape(kv_heads, 64, 64, 1, "float32")
+    pool = PagePool(60 << 17, 1 << 17, CPU)
+    per_page = pool.tokens_per_page(shape)
+    places = np.random.default_rng(1).permutation(60).tolist()
+    plan = plan_of({"causal": "bottom_right"}, key_heads=kv_heads, group=group, head_dim=64, key_dim=64, value_dim=64)
+    cases = [replace(plan, key_length=length).case(length) for length in (1, 33, 4 * per_page - 1, 6 * per_page + 5)]
+    queries = []
+    for case in cases:
+        count = -(-case.key.shape[2] // per_page)
+        pages, places = sorted(places[:count]), places[count:]
+        fill(pool, shape, pages, case, (1000,))
+        queries.append(query_of(case, "float32", pages, return_lse=True))
+    alone = [arrays(attend_cache([query], pool, device)[0]) for query in queries]
+    for case, result in zip(cases, alone, strict=True):
+        accuracy.check(case, result)
+    for order in ((3, 1, 0, 2), (2, 3, 0, 1)):
+        together = attend_cache([queries[place] for place in order], pool, device)
+        for place, result in zip(order, together, strict=True):
+            assert_same_results(arrays(result), alone[place])
+    for case, expected in zip(cases, alone, strict=True):  # the same tokens in adjacent pages
+        pages = list(range(-(-case.key.shape[2] // per_page)))
+        fill(pool, shape, pages, case, (7,))
+        (result,) = attend_cache([query_of(case, "float32", pages, return_lse=True)], pool, device)
+        assert_same_results(arrays(result), expected)
+
+
+@LENGTHS
+@EVERY_OPTION
+@EVERY_STORAGE
+def test_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
+    device: CpuDevice, length: int, options: dict[str, Any], storage: str
+) -> None:
+    case = stored(plan_of(options, query_length=length).case(length), storage)
+    for piece_bytes in (1, 1 << 25):
+        with bounds(piece_bytes=piece_bytes):
+            expected = attended(device, case, storage, Way(), return_lse=True)
+            for way in (
+                Way(scattered=True),
+                Way(chunks=(1,)),
+                Way(scattered=True, chunks=(5, 1, 11)),
+            ):
+                assert_same_results(attended(device, case, storage, way, return_lse=True), expected)
+
+
+@given(plan=single_plans(), seed=strategies.SEEDS, storage=STORAGES, ways=st.tuples(WAYS, WAYS), returned=RETURNED)
+def test_random_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
+    device: CpuDevice, plan: Plan, seed: int, storage: str, ways: tuple[Way, Way], returned: dict[str, Any]
+) -> None:
+    case, one, other = stored(plan.case(seed), storage), ways[0], replace(ways[1], per_page=ways[0].per_page)
+    with bounds(piece_bytes=1 << 10):
+        results = [attended(device, case, storage, way, **returned) for way in (one, other)]
+    assert_same_results(*results)
+
+
+@given(
+    plan=single_plans(),
+    seeds=st.lists(strategies.SEEDS, min_size=2, max_size=6),
+    storage=STORAGES,
+    per_page=st.sampled_from([3, 8]),
+    wave_bytes=st.sampled_from([1, 1 << 12, 1 << 28]),
+    returned=RETURNED,
+    data=st.data(),
+)
+def test_bits_do_not_depend_on_the_company(
+    device: CpuDevice,
+    plan: Plan,
+    seeds: list[int],
+    storage: str,
+    per_page: int,
+    wave_bytes: int,
+    returned: dict[str, Any],
+    data: st.DataObject,
+) -> None:
+    """Of queries over other caches, and over other lengths of the same ones, in any order."""
+    cases = [stored(plan.case(seed), storage) for seed in seeds]
+    shape = shape_of(cases[0], storage)
+    pool = pool_for(shape, per_page)
+    count = -(-plan.key_length // pool.tokens_per_page(shape))
+    places = np.random.default_rng(seeds[0]).permutation(PAGES).tolist()
+    queries = []
+    for n, case in enumerate(cases):
+        pages = places[n * count : (n + 1) * count]
+        fill(pool, shape, pages, case, (1000,))
+        query = query_of(case, storage, pages, **returned)
+        shorter = data.draw(st.integers(0, plan.key_length))
+        queries += [query, replace(query, kv_length=shorter), replace(query, window=(3, 3), offset=shorter)]
+    alone = [arrays(attend_cache([query], pool, device)[0]) for query in queries]
+    order = data.draw(st.permutations(range(len(queries))))
+    with bounds(wave_bytes=wave_bytes):
+        together = attend_cache([queries[place] for place in order], pool, device)
+    for place, result in zip(order, together, strict=True):
+        assert_same_results(arrays(result), alone[place])
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+@EVERY_STORAGE
+def test_forks_see_their_own_tokens_and_what_they_share(device: CpuDevice, length: int, storage: str) -> None:
+    """Forks share full pages; the page that both go on in is copied. Bits are those of caches that share nothing."""
+    plan = plan_of({"causal": "bottom_right", "group": 2}, query_length=length)
+    cases = [stored(plan.case(seed), storage) for seed in range(3)]
+    for case in cases[1:]:
+        case.key[:, :, :22], case.value[:, :, :22] = cases[0].key[:, :, :22], cases[0].value[:, :, :22]
+    shape = shape_of(cases[0], storage)
+    pool = pool_for(shape, 4)
+    assert pool.tokens_per_page(shape) == 4
+    trunk = [*range(50, 66)]
+    fill(pool, shape, trunk, cases[0], (1000,))
+    queries = [query_of(cases[0], storage, trunk, return_lse=True)]
+    for n, case in enumerate(cases[1:], 1):
+        pages = [*trunk[:5], *range(100 * n, 100 * n + 11)]
+        start = placement(pages, 4, 22, 39)
+        key, value = (tensor(part)[0, :, 22:] for part in (case.key, case.value))
+        assert start.writes[0] == Write(100 * n, 2, 2)
+        pool.write(shape, Placement([(trunk[5], pages[5])], start.writes), key, value)
+        queries.append(query_of(case, storage, pages, return_lse=True))
+    results = attend_cache(queries, pool, device)
+    for case, result in zip(cases, results, strict=True):
+        accuracy.check(case, arrays(result))
+        assert_same_results(arrays(result), attended(device, case, storage, Way(), return_lse=True))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("kept", [0, 4, 21, 40, 60])
+def test_truncating_and_replaying_is_as_never_having_gone_there(
+    device: CpuDevice, poison: float, length: int, kept: int
+) -> None:
+    """Even if what was truncated was not finite."""
+    case = plan_of({"causal": "bottom_right"}, query_length=length).case(3)
+    shape = shape_of(case, "float32")
+    pool = pool_for(shape, 4)
+    pages = pages_of(Way(scattered=True), 16)
+    gone = Case(case.query, case.key.copy(), case.value.copy())
+    gone.key[:, :, kept:], gone.value[:, :, kept:] = poison, poison
+    fill(pool, shape, pages, gone, (1000,))
+    key, value = (tensor(part)[0, :, kept:] for part in (case.key, case.value))
+    pool.write(shape, placement(pages, 4, kept, 61 - kept), key, value)
+    (result,) = attend_cache([query_of(case, "float32", pages, return_lse=True)], pool, device)
+    assert_same_results(arrays(result), attended(device, case, "float32", Way(), return_lse=True))
