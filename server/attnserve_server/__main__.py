@@ -20,7 +20,7 @@ from importlib import metadata
 import prometheus_client
 
 from attnserve_server import __version__, logs, tokens
-from attnserve_server.allocator import share_one_heap
+from attnserve_server.allocator import keep_one_heap
 from attnserve_server.config import Config, StartError
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.layers import check
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # When each counter was created is no news: the process collector tells when all of them were.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         with _ending_at_once():
-            share_one_heap()
+            keep_one_heap()
             for line in (*surroundings(), *config.describe()):
                 print(line, flush=True)
             # Only now, because it loads torch: --help and a wrong setting answer at once.

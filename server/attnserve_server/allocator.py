@@ -1,10 +1,11 @@
 """The C library's memory, told how a server uses it.
 
-In: nothing. Out: one heap for all threads of the process. glibc gives each thread that allocates a heap of its own;
-gRPC receives messages on several, so that what is free in one heap is of no use to those who need it in another:
-requests that waited took 1.2 to 1.6 times their size, and take 1.0 to 1.15 times with one heap, at the same CPU time
-per request (S, M and L, within 3 %). A fixed threshold from which on memory is returned at once would make that 1.0,
-but a request twice as expensive.
+In: nothing. Out: one heap for all threads of the process, which keeps what is freed. glibc gives each thread that
+allocates a heap of its own; gRPC receives messages on several, so that what is free in one heap is of no use to those
+who need it in another: requests that waited took 1.2 to 1.6 times their size, and take 1.0 to 1.15 times with one heap.
+And it returns what is free at the end of a heap, soon to ask for it again: each page is then found missing, and filled
+with zeros, before it is written. A request of 6 MiB missed 500 pages, one of 768 KiB 130; now both miss under 10, and
+the kernel's part in the latter's processor time is halved.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from typing import Final
 
 M_ARENA_MAX: Final = -8
 """From glibc's malloc.h: the most heaps."""
+M_TRIM_THRESHOLD: Final = -1
+"""How much may be free at the end of a heap."""
+M_MMAP_THRESHOLD: Final = -3
+"""From which size on memory is not taken from a heap."""
+
+KEPT: Final = 256 << 20
+"""The most bytes that are kept where nobody needs them: messages in flight, and what is computed of them."""
+LARGEST_OF_A_HEAP: Final = 32 << 20
+"""The most that glibc accepts; larger messages are rare, and what they took is given back."""
 
 
-def share_one_heap() -> None:
-    """Has all threads that have not allocated yet use one heap, where the C library is glibc.
+def keep_one_heap() -> None:
+    """Has all threads that have not allocated yet use one heap, which keeps what is freed: where there is glibc.
 
-    Where MALLOC_ARENA_MAX is set, or GLIBC_TUNABLES names it, the operator has decided.
+    Where a variable of the environment sets something of it, the operator has decided.
     """
-    if "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
     library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(M_ARENA_MAX, 1)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return
+    for name, parameter, value in (
+        ("arena_max", M_ARENA_MAX, 1),
+        ("mmap_threshold", M_MMAP_THRESHOLD, LARGEST_OF_A_HEAP),
+        ("trim_threshold", M_TRIM_THRESHOLD, KEPT),
+    ):
+        variables = f"MALLOC_{name.upper()}", f"MALLOC_{name.upper()}_"
+        tunables = os.environ.get("GLIBC_TUNABLES", "")
+        if f"glibc.malloc.{name}" not in tunables and not any(variable in os.environ for variable in variables):
+            library.mallopt(parameter, value)

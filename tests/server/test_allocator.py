@@ -1,4 +1,4 @@
-"""Whose memory is where: all threads of a process allocate from one heap, once it has been told."""
+"""Whose memory is where: all threads of a process allocate from one heap, which keeps what is freed, once told so."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 # Each thread asks for less than glibc would map by itself, while the others hold theirs, and says where it lies.
 PROGRAM = """
 import ctypes, sys, threading
-from attnserve_server.allocator import share_one_heap
+from attnserve_server.allocator import keep_one_heap
 
 if sys.argv[1] == "share":
-    share_one_heap()
+    keep_one_heap()
 malloc = ctypes.CDLL(None).malloc
 malloc.restype = ctypes.c_void_p
 malloc.argtypes = (ctypes.c_size_t,)
@@ -38,7 +38,53 @@ print(sum(begin <= address < end for address in found))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or sys.platform != "linux", reason="of glibc on Linux alone")
+# Memory for a message is written and let go, twice: how many pages were missing the second time.
+MESSAGES = """
+import ctypes, resource, sys
+from attnserve_server.allocator import keep_one_heap
+
+if sys.argv[1] == "keep":
+    keep_one_heap()
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+library.malloc.argtypes = (ctypes.c_size_t,)
+library.free.argtypes = (ctypes.c_void_p,)
+
+def receive():
+    messages = [library.malloc(size) for size in (1 << 20, 6 << 20, 16 << 20)]
+    for message, size in zip(messages, (1 << 20, 6 << 20, 16 << 20)):
+        ctypes.memset(message, 1, size)
+    for message in messages:
+        library.free(message)
+
+receive()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+receive()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+of_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or sys.platform != "linux", reason="of glibc on Linux alone"
+)
+
+
+def run(program: str, how: str, variables: dict[str, str]) -> int:
+    """The number that a program prints, told how, in an environment where nothing but these variables is said."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, how],
+        env={**environment, **variables, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return int(done.stdout)
+
+
+@of_glibc
 @pytest.mark.parametrize(
     ("how", "variables", "shared"),
     [
@@ -51,15 +97,22 @@ print(sum(begin <= address < end for address in found))
 def test_threads_share_one_heap_unless_the_operator_has_decided(
     how: str, variables: dict[str, str], shared: bool
 ) -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how],
-        env={**environment, **variables, "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert (int(done.stdout) == 4) == shared
+    assert (run(PROGRAM, how, variables) == 4) == shared
+
+
+@of_glibc
+@pytest.mark.parametrize(
+    ("how", "variables", "kept"),
+    [
+        ("keep", {}, True),
+        ("leave", {}, False),
+        ("keep", {"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ("keep", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
+    ],
+)
+def test_memory_for_messages_is_kept_unless_the_operator_has_decided(
+    how: str, variables: dict[str, str], kept: bool
+) -> None:
+    pages = (23 << 20) // os.sysconf("SC_PAGE_SIZE")
+    missing = run(MESSAGES, how, variables)
+    assert missing < pages / 20 if kept else missing > pages / 2
