@@ -94,13 +94,6 @@ def shape_of(case: Case, storage: str) -> CacheShape:
     return CacheShape(case.key.shape[1], case.key.shape[3], case.value.shape[3], 1, storage)  # type: ignore[arg-type]
 
 
-def stored(case: Case, storage: str) -> Case:
-    """The case with keys and values as they are when they have been stored."""
-    with np.errstate(over="ignore"):
-        key, value = (part.astype(DTYPES[storage]) for part in (case.key, case.value))
-    return Case(case.query, key, value, case.options)
-
-
 def pages_of(way: Way, count: int, seed: int = 0) -> list[int]:
     """The pages of a cache."""
     return np.random.default_rng(seed).permutation(PAGES)[:count].tolist() if way.scattered else [*range(7, 7 + count)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from cases import DTYPES, Case
 
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
@@ -26,3 +28,10 @@ def page_bytes_for(shape: CacheShape, tokens: int) -> int:
     """The least page that holds so many tokens; rows that are short may leave room for more."""
     half = shape.num_kv_heads * max(shape.head_dim, shape.value_dim) * shape.item_bytes * tokens
     return 2 * -(-half // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def stored(case: Case, storage: str) -> Case:
+    """The case with keys and values as they are when they have been stored."""
+    with np.errstate(over="ignore"):
+        key, value = (part.astype(DTYPES[storage]) for part in (case.key, case.value))
+    return Case(case.query, key, value, case.options)

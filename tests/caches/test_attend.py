@@ -30,10 +30,10 @@ from attending import (
     query_of,
     shape_of,
     single_plans,
-    stored,
 )
 from cases import Plan
 from hypothesis import given
+from resident import stored
 from test_kernels import tensor
 from torch.nn.functional import scaled_dot_product_attention
 

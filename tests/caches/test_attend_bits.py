@@ -31,13 +31,12 @@ from attending import (
     query_of,
     shape_of,
     single_plans,
-    stored,
 )
 from bits import assert_same_results
 from cases import Case, Plan
 from hypothesis import given
 from hypothesis import strategies as st
-from resident import CPU, placement
+from resident import CPU, placement, stored
 from test_kernels import tensor
 
 from attnserve_server.caches.attend import attend_cache

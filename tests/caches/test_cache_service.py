@@ -1,24 +1,19 @@
-"""Caches on a real server: attention to them is the same attention with keys and values in the request.
-
-The server has pages of few tokens, so that small caches have many.
-"""
+"""What `CacheService` does on a real server, to whom, and what it says where it does not."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import accuracy
 import calls
 import grpc
 import numpy as np
-import oracle
 import pytest
 import strategies
-from bits import assert_same_bits, assert_same_results
+from bits import assert_same_bits
+from cached_cases import caller, fill, last
 from caller import Caller, Reference, attend_request, result, tokens
 from cases import DTYPES, Case, Plan
 from conftest import Server
@@ -29,221 +24,7 @@ from oracle import Array
 
 from attnserve.v1 import attention_pb2 as pb
 
-STORAGES = ("bfloat16", "float16", "float32")
-FLAGS = ("--device", "cpu", "--cache-bytes", "64MiB", "--cache-page-bytes", "4KiB")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(FLAGS, tmp_path_factory.mktemp("caches") / "stderr")
-    yield server
-    assert server.stop() == 0, server.stderr()
-
-
-@pytest.fixture(scope="module")
-def caller(server: Server) -> Iterator[Caller]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield Caller(channel)
-
-
-def stored(case: Case, storage: str) -> Case:
-    """The case with keys and values as they are when they have been stored."""
-    with np.errstate(over="ignore"):
-        key, value = (part.astype(DTYPES[storage]) for part in (case.key, case.value))
-    return Case(case.query, key, value, case.options)
-
-
-def by_sequence(case: Case) -> tuple[Array, Array]:
-    """The keys and values of a case as [B, Hk, S, D], whatever its layout and rank."""
-    key, value = case.key, case.value
-    if case.options.get("layout") == "length_first" and key.ndim > 2:
-        key, value = key.swapaxes(-3, -2), value.swapaxes(-3, -2)
-    lacking = (None,) * (4 - key.ndim)
-    return key[lacking], value[lacking]
-
-
-def in_layout(case: Case, array: Array) -> Array:
-    """[B, Hk, T, D] as the case has its keys."""
-    if case.options.get("layout") == "length_first" and case.key.ndim > 2:
-        array = array.swapaxes(1, 2)
-    return array[(0,) * (4 - case.key.ndim)]
-
-
-def fill(
-    caller: Caller, case: Case, storage: str, lengths: list[int], chunks: list[int], left_out: int = 0
-) -> list[str]:
-    """A cache for each sequence of a case, of its first tokens but for the last `left_out`, appended in chunks."""
-    key, value = by_sequence(case)
-    names = []
-    for b, length in enumerate(lengths):
-        name = caller.create(key.shape[1], key.shape[3], value_dim=value.shape[3], dtype=storage)
-        start, place = 0, 0
-        while start < length - left_out:
-            stop = min(start + chunks[place % len(chunks)], length - left_out)
-            after = caller.append(name, key[b, :, start:stop], value[b, :, start:stop], expected_length=start)
-            assert after == stop
-            start, place = stop, place + 1
-        names.append(name)
-    return names
-
-
-def last(case: Case, lengths: list[int], count: int) -> tuple[Array, Array]:
-    """The last `count` of the tokens that each sequence has, as a request appends them."""
-    key, value = (
-        np.stack([part[b, :, length - count : length] for b, length in enumerate(lengths)])
-        for part in by_sequence(case)
-    )
-    return in_layout(case, key), in_layout(case, value)
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any request that caches can answer."""
-    plan = draw(strategies.plans().filter(lambda plan: plan.layout != "packed"))
-    return replace(plan, batch=max(1, plan.batch))
-
-
-@given(
-    plan=plans(),
-    seed=strategies.SEEDS,
-    storage=st.sampled_from(STORAGES),
-    chunks=st.lists(st.integers(1, 17), min_size=1, max_size=3),
-    ragged=st.booleans(),
-    left_out=st.integers(0, 3),
-    return_lse=st.booleans(),
-    stage=st.sampled_from([None, None, *oracle.STAGES]),
-)
-def test_any_attention_to_caches_is_that_with_its_own_keys(
-    caller: Caller,
-    plan: Plan,
-    seed: int,
-    storage: str,
-    chunks: list[int],
-    ragged: bool,
-    left_out: int,
-    return_lse: bool,
-    stage: str | None,
-) -> None:
-    """Against the oracle. Ragged: caches are as long as `kv_lengths` say, and the request does not say it."""
-    if ragged and plan.kv_lengths is not None and stage not in ("raw", "capped"):
-        longest = max(plan.kv_lengths)
-        for name in ("mask_shape", "bias_shape"):
-            shape = getattr(plan, name)
-            if shape and shape[-1] > 1:
-                plan = replace(plan, **{name: (*shape[:-1], longest)})
-        plan = replace(plan, key_length=longest)
-        assert plan.kv_lengths is not None
-        lengths = list(plan.kv_lengths)
-    else:
-        ragged, lengths = False, [plan.key_length] * plan.batch
-    left_out = min([left_out, *lengths])
-    given_case = plan.case(seed)
-    names = fill(caller, given_case, storage, lengths, chunks, left_out)
-    appended = last(given_case, lengths, left_out) if left_out else None
-    sent = given_case
-    if ragged:
-        options = {name: option for name, option in given_case.options.items() if name != "kv_lengths"}
-        sent = Case(given_case.query, given_case.key, given_case.value, options)
-    references = [Reference(name, 0, length - left_out) for name, length in zip(names, lengths, strict=True)]
-    reply = caller.attend(attend_request(sent, references, appended, return_lse=return_lse, return_scores=stage))
-    assert list(reply.cache_lengths) == lengths
-    accuracy.check(stored(given_case, storage), result(reply), stage)
-    caller.delete(*names)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": "bottom_right"},
-    "grouped": {"group": 3, "causal": "bottom_right"},
-    "value-width": {"value_dim": 24},
-    "window": {"causal": "bottom_right", "window": (9, 0)},
-    "mask": {"mask_shape": (3, 1, 5, 61)},
-    "bias": {"bias_shape": (61,), "causal": "bottom_right"},
-    "alibi": {"alibi": True, "causal": "bottom_right"},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": True},
-    "scale": {"scale": -0.5},
-    "general": {"score": "general"},
-    "additive": {"score": "additive"},
-    "lengths": {"kv_lengths": (37, 0, 61), "causal": "bottom_right"},
-    "offsets": {"query_offset": (3, -2, 70), "causal": True},
-    "length-first": {"layout": "length_first", "causal": "bottom_right"},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_every_option_in_every_dtype(caller: Caller, dtype: str, storage: str, options: dict[str, Any]) -> None:
-    base = {"batch": 3, "key_length": 61, "head_dim": 16, "key_dim": 16, "value_dim": 16}
-    case = Plan(**{**base, "dtype": dtype, **options}).case(7)
-    names = fill(caller, case, storage, [61] * 3, [40, 1, 9], left_out=5)
-    reply = caller.attend(attend_request(case, names, last(case, [61] * 3, 5), return_lse=True, return_scores="masked"))
-    accuracy.check(stored(case, storage), result(reply), "masked")
-    again = caller.attend(attend_request(case, names, return_lse=True))
-    assert list(again.cache_lengths) == [61] * 3, "what only attends appends nothing"
-    accuracy.check(stored(case, storage), result(again))
-    caller.delete(*names)
-
-
-def test_positions_are_bottom_right_unless_said_otherwise(caller: Caller) -> None:
-    """A token that is appended sees all that came before it and itself."""
-    plan = Plan(batch=1, query_length=3, key_length=20, causal="bottom_right")
-    case = plan.case(1)
-    names = fill(caller, case, "float32", [20], [20], left_out=3)
-    request = attend_request(case, names, last(case, [20], 3))
-    request.alignment = pb.ALIGNMENT_UNSPECIFIED
-    accuracy.check(case, result(caller.attend(request)))
-
-
-def test_layers_have_their_own_tokens(caller: Caller) -> None:
-    case = Plan(batch=1, key_length=9).case(1)
-    key, value = by_sequence(case)
-    name = caller.create(2, 8, layers=3)
-    caller.append(name, *tokens(5, 4), layer=0)
-    caller.append(name, key[0], value[0], layer=2)
-    assert list(caller.get(name).lengths) == [4, 0, 9]
-    accuracy.check(case, result(caller.attend(attend_request(case, [Reference(name, 2, 9)]))))
-    assert list(caller.truncate(name, 5).lengths) == [4, 0, 5]
-    empty = caller.attend(attend_request(case, [Reference(name, 1, 0)], return_lse=True))
-    assert not result(empty).output.any()
-    assert (result(empty).lse == -np.inf).all()
-
-
-def test_many_caches_in_one_request(caller: Caller) -> None:
-    """A step of 64 sequences of different lengths, each appended to and attended to by one message."""
-    lengths = [1 + (7 * b) % 50 for b in range(64)]
-    plan = Plan(batch=64, group=2, query_length=1, key_length=50, kv_lengths=tuple(lengths), causal="bottom_right")
-    case = plan.case(0)
-    names = fill(caller, case, "float32", lengths, [50], left_out=1)
-    options = {"causal": "bottom_right"}
-    request = attend_request(Case(case.query, case.key, case.value, options), names, last(case, lengths, 1))
-    reply = caller.attend(request)
-    assert list(reply.cache_lengths) == lengths
-    accuracy.check(case, result(reply))
-    caller.delete(*names)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("query_length", [1, 5, 20])
-def test_bits_do_not_depend_on_how_the_tokens_came(caller: Caller, storage: str, query_length: int) -> None:
-    """At once, in chunks, token by token, with the attention itself; and truncated and appended again."""
-    case = Plan(batch=1, query_length=query_length, key_length=75, causal="bottom_right").case(3)
-    key, value = by_sequence(case)
-    ways = [fill(caller, case, storage, [75], chunks) for chunks in ([75], [31, 2, 11], [1])]
-    replies = [result(caller.attend(attend_request(case, names, return_lse=True))) for names in ways]
-    (together,) = fill(caller, case, storage, [75], [8], left_out=6)
-    replies.append(result(caller.attend(attend_request(case, [together], last(case, [75], 6), return_lse=True))))
-    (name,) = ways[0]
-    for length in (74, 40, 1, 0):
-        cut = caller.truncate(name, length, expected_length=75)
-        assert list(cut.lengths) == [length]
-        caller.append(name, *tokens(9, 3), expected_length=length)
-        caller.truncate(name, length)
-        caller.append(name, key[0, :, length:], value[0, :, length:], expected_length=length)
-        replies.append(result(caller.attend(attend_request(case, [name], return_lse=True))))
-    for reply in replies[1:]:
-        assert_same_results(replies[0], reply)
+__all__ = ["caller"]
 
 
 def test_a_fork_never_sees_what_its_sibling_does(caller: Caller) -> None:
@@ -273,32 +54,6 @@ def test_a_fork_never_sees_what_its_sibling_does(caller: Caller) -> None:
     listed = {cache.name: cache for cache in caller.list().caches}
     assert any(listed[name].shared_bytes for name in others)
     caller.delete(*others)
-
-
-def test_company_changes_no_bit(server: Server, caller: Caller) -> None:
-    """Requests over caches, forks of one among them, alone and then all at once beside attention of other kinds."""
-    prefix = Plan(batch=1, query_length=1, key_length=600, key_heads=2, head_dim=16, key_dim=16, value_dim=16)
-    trunk = fill(caller, prefix.case(0), "float32", [600], [600])[0]
-    requests: list[pb.AttendRequest] = []
-    names: list[str] = [trunk]
-    for seed in range(24):
-        plan = replace(prefix, query_length=(1, 1, 4, 30)[seed % 4], group=1 + seed % 2)
-        name = caller.fork(trunk).name
-        caller.append(name, *tokens(seed, seed % 5, 2, 16))
-        names.append(name)
-        requests.append(attend_request(plan.case(seed), [name], return_lse=True))
-        requests.append(attend_request(replace(plan, key_length=33).case(seed), return_lse=True))
-    alone = [result(caller.attend(request)) for request in requests]
-    with grpc.insecure_channel(server.address) as channel:
-        stream = calls.Stream(channel)
-        for order in (range(len(requests)), reversed(range(len(requests)))):
-            stream.send(*(calls.call(place, requests[place]) for place in order))
-            for reply in stream.replies(len(requests)):
-                assert not reply.HasField("error"), reply.error
-                assert_same_results(alone[reply.id], result(reply.attend))
-        stream.half_close()
-        assert stream.rest() == []
-    caller.delete(*names)
 
 
 def failure(error: Any) -> tuple[grpc.StatusCode, error_details_pb2.ErrorInfo]:
@@ -423,7 +178,7 @@ def test_appends_of_any_dtype_and_layout(caller: Caller, seed: int, length_first
     caller.delete(one, other)
 
 
-def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other(server: Server) -> None:
+def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other(paged_server: Server) -> None:
     """Each of many threads appends tokens of its own and attends in one call. The lengths in the replies say in which
     order they took effect, and each reply is that of exactly what had been appended by then.
     """
@@ -433,12 +188,12 @@ def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other
     def fingerprint(who: int, step: int) -> tuple[Array, Array]:
         return tokens(1000 * who + step, 1 + (who + step) % 3, heads, width)
 
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(paged_server.address) as channel:
         name = Caller(channel).create(heads, width)
 
     def ask(who: int) -> list[tuple[int, int, pb.AttendResponse]]:
         options = (("grpc.use_local_subchannel_pool", 1),)
-        with grpc.insecure_channel(server.address, options=options) as channel:
+        with grpc.insecure_channel(paged_server.address, options=options) as channel:
             caller, found = Caller(channel), []
             for step in range(steps):
                 request = attend_request(Case(query, query, query), [name], fingerprint(who, step))
@@ -461,10 +216,10 @@ def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other
         assert [step for other, step, _ in replies if other == who] == list(range(steps))
 
 
-def test_operations_on_one_stream_take_effect_in_the_order_in_which_they_were_sent(server: Server) -> None:
+def test_operations_on_one_stream_take_effect_in_the_order_in_which_they_were_sent(paged_server: Server) -> None:
     """In one message: appends with attention to two caches, and every reply says what had come before it."""
     query = np.random.default_rng(0).standard_normal((2, 1, 8)).astype(np.float32)
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(paged_server.address) as channel:
         caller, stream = Caller(channel), calls.Stream(channel)
         names = [caller.create(), caller.create()]
         requests = [
