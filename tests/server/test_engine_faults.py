@@ -1,6 +1,7 @@
-"""Devices that fail for good, hang, or have no memory: whoever waits is told, and nobody waits for ever.
+"""Batches that fail, and devices that do for good, hang, or have no memory: only the guilty get an error, whoever waits
+is told, and nobody waits for ever.
 
-The device is a real one that a test can hold up and hurt (`test_engine.HeldDevice`).
+The device is a real one that a test can hold up and hurt (`engine_bench.HeldDevice`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import messages
 import pytest
 import torch
-from test_engine import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
+from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
 
 from attnserve_server.computation import Blame
 from attnserve_server.devices.cuda import CudaDevice
@@ -46,6 +47,59 @@ class HurtDevice(HeldDevice):
 
     def blame(self, error: Exception) -> Blame:
         return self.verdict or super().blame(error)
+
+
+@pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
+async def test_only_the_guilty_fail(inline_flops: int, caplog: pytest.LogCaptureFixture) -> None:
+    device = HeldDevice(inline_flops)
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(6)]
+    device.guilty = [batch[2].query.data, batch[5].query.data]
+    entries = [bench.submit(message) for message in batch]
+    outcomes = await bench.outcomes(entries)
+    for place, (outcome, message) in enumerate(zip(outcomes, batch, strict=True)):
+        if place in (2, 5):
+            assert isinstance(outcome, ComputationFailed)
+            assert "RuntimeError" in outcome.message
+            assert "/a/path" not in outcome.message
+            assert outcome.code.name == "INTERNAL"
+        else:
+            assert_right(outcome, message)
+            assert isinstance(outcome, Outcome)
+            assert outcome.batch_size == 1
+    assert device.sizes == [6, 1, 1, 1, 1, 1, 1]
+    assert "a batch of 6 failed" in caplog.text
+
+
+async def test_a_request_that_fails_alone_is_not_tried_twice(caplog: pytest.LogCaptureFixture) -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    message = messages.random_attend(0)
+    device.guilty = [message.query.data]
+    (outcome,) = await bench.outcomes([bench.submit(message)])
+    assert isinstance(outcome, ComputationFailed)
+    assert device.sizes == [1]
+    assert "/a/path" in caplog.text  # the log, unlike the caller, is told everything
+
+
+async def test_a_batch_that_is_too_much_for_the_device_runs_one_by_one() -> None:
+    device = HeldDevice(BESIDE)
+    device.largest_batch = 1
+    bench = Bench(device)
+    batch = [messages.random_attend(seed) for seed in range(4)]
+    outcomes = await bench.outcomes([bench.submit(message) for message in batch])
+    for outcome, message in zip(outcomes, batch, strict=True):
+        assert_right(outcome, message)
+
+
+async def test_a_failure_does_not_stop_the_engine() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    bad, good = messages.random_attend(0), messages.random_attend(1)
+    device.guilty = [bad.query.data]
+    assert isinstance(await bench.outcome(bench.submit(bad)), ComputationFailed)
+    (outcome,) = await bench.outcomes([bench.submit(good)])
+    assert_right(outcome, good)
 
 
 def no_memory_of_the_host() -> Exception:

@@ -1,0 +1,104 @@
+"""Callers who go: what they left in the queue is not run, and what they held is let go, whenever they went."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+
+import messages
+import pytest
+from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.callers import Callers, anybody
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.entry import Outcome
+from attnserve_server.errors import Cancelled, Overloaded
+from attnserve_server.request import read_request
+from attnserve_server.rpc import Rpcs
+from attnserve_server.service import AttentionService
+
+__all__ = ["torch_threads"]
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
+
+async def test_what_is_cancelled_in_the_queue_is_never_run() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    gone, waits = bench.submit(messages.random_attend(1)), bench.submit(messages.random_attend(2))
+    bench.engine.cancel([gone])
+    device.may_run.set()
+    outcomes = await bench.outcomes([first, gone, waits])
+    assert isinstance(outcomes[1], Cancelled)
+    assert isinstance(outcomes[2], Outcome)
+    assert [request for batch in device.batches for request in batch] == [first.request, waits.request]
+    assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 1
+
+
+async def test_what_is_cancelled_leaves_the_queue_at_once_and_makes_room() -> None:
+    """While the device is busy still: what nobody waits for must not keep others out."""
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_requests=4)
+    first = await hold(bench, device)
+    gone = [bench.submit(messages.random_attend(seed)) for seed in range(1, 4)]
+    with pytest.raises(Overloaded):
+        bench.submit(messages.random_attend(4))
+    bench.engine.cancel(gone)
+    for entry in gone:
+        assert isinstance(await bench.outcome(entry), Cancelled)
+    assert (bench.queue.requests, bench.queue.bytes, bench.admission.requests) == (0, 0, 1)
+    stays = bench.submit(messages.random_attend(5))
+    device.may_run.set()
+    await bench.outcomes([first, *gone, stays])
+    assert [request for batch in device.batches for request in batch] == [first.request, stays.request]
+    assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 3
+
+
+async def test_what_was_answered_can_be_cancelled_without_harm() -> None:
+    bench = Bench(HeldDevice(INLINE))
+    entry = bench.submit(messages.random_attend(0))
+    await bench.outcome(entry)
+    bench.engine.cancel([entry])
+    bench.engine.cancel([entry])
+    await bench.outcomes([entry, bench.submit(messages.random_attend(1))])
+
+
+async def test_what_is_cancelled_while_it_runs_is_answered_once() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    bench.engine.cancel([first])
+    device.may_run.set()
+    (outcome,) = await bench.outcomes([first])
+    assert isinstance(outcome, Outcome)
+
+
+async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    looks: list[None] = []
+    monkeypatch.setattr(bench.queue, "drop_cancelled", lambda: looks.append(None) or [])
+    first = await hold(bench, device)
+    bench.engine.cancel([])
+    device.may_run.set()
+    await bench.outcomes([first])
+    assert not looks
+
+
+async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
+    """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
+    bench = Bench(CpuDevice(1, INLINE))
+    rpcs = Rpcs(Callers(), bench.metrics)
+    service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
+    message = messages.random_attend(0).SerializeToString()
+    task = asyncio.create_task(
+        service._answer(anybody("here"), lambda _, *part: read_request(*part), message, perf_counter(), None)
+    )
+    await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the loop
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.count("attnserve_batch_requests_sum") == 1
+    assert (bench.admission.requests, bench.admission.bytes) == (0, 0)
