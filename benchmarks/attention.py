@@ -15,37 +15,23 @@ from attnserve import AsyncClient, Client
 from attnserve._operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.plain import Array, PlainAttention, exact_attention
-from benchmarks.workload import SMALL, Batch, Outputs, Result, Shape, Workload, device_tensor, finished, tensor
+from benchmarks.workload import Batch, Outputs, Result, Shaped, device_tensor, finished, tensor
 
 CHECKED_ROWS: Final = 256
 
 
 @dataclass(frozen=True)
-class Attention(Workload):
-    """Requests of one length, so that torch can stack them, on a device in process."""
+class Attention(Shaped):
+    """Requests of one length, so that torch can stack them."""
 
     causal: bool = True
-    shape: Shape = SMALL
-    device: str = "cpu"
 
     operation = ATTEND
-
-    @property
-    def tolerance(self) -> float:
-        """That of the dtype."""
-        return self.shape.tolerance
-
-    @property
-    def output_dtype(self) -> np.dtype[Any]:
-        """That of the queries."""
-        return self.shape.numpy
 
     def arrays(self, number: int) -> tuple[Array, Array, Array]:
         """Query [H, L, D], key and value [Hk, L, D], unit-normal."""
         random, shape, length = np.random.default_rng(number), self.shape, self.lengths[number]
-        query = shape.normal(random, shape.heads, length, shape.head_dim)
-        key, value = (shape.normal(random, shape.kv_heads, length, shape.head_dim) for _ in range(2))
-        return query, key, value
+        return shape.normal(random, shape.heads, length, shape.head_dim), *shape.keys_and_values(random, length)
 
     def output_shape(self, number: int) -> tuple[int, ...]:
         """[H, L, D]."""

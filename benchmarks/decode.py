@@ -23,13 +23,12 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.plain import Array, PlainAttention, exact_attention
 from benchmarks.workload import (
-    SMALL,
     TIMINGS,
     Batch,
     Outputs,
     Result,
     Shape,
-    Workload,
+    Shaped,
     device_tensor,
     finished,
     tensor,
@@ -46,9 +45,7 @@ NO_NAME: Final = "-" * 24
 @lru_cache(maxsize=4)
 def history(shape: Shape, tokens: int, sequence: int) -> tuple[Array, Array]:
     """The keys and values of a sequence, [Hk, tokens, D], unit-normal."""
-    random = np.random.default_rng((tokens, sequence))
-    key, value = (shape.normal(random, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
-    return key, value
+    return shape.keys_and_values(np.random.default_rng((tokens, sequence)), tokens)
 
 
 def queries(shape: Shape, number: int, count: int, heads: int) -> Array:
@@ -57,15 +54,12 @@ def queries(shape: Shape, number: int, count: int, heads: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Decode(Workload):
+class Decode(Shaped):
     """Requests of `lengths` sequences each, with a query of one token each, all over the same histories."""
 
     manner: Literal["attend", "append", "send"] = "attend"
     tokens: int = HISTORY
     """How many tokens each sequence has before the step."""
-    shape: Shape = SMALL
-    device: str = "cpu"
-    """Where torch in process has the histories."""
     distinct: int = 1 << 20
     """How many of the histories differ."""
     pool_bytes: int = 1 << 30
@@ -80,16 +74,6 @@ class Decode(Workload):
     def cache_bytes(self) -> int:
         """Room for the histories, and for what is appended."""
         return self.pool_bytes
-
-    @property
-    def tolerance(self) -> float:
-        """That of the dtype."""
-        return self.shape.tolerance
-
-    @property
-    def output_dtype(self) -> np.dtype[Any]:
-        """That of the queries."""
-        return self.shape.numpy
 
     @property
     def description(self) -> str:

@@ -49,6 +49,11 @@ class Shape:
         """A unit-normal array."""
         return random.standard_normal(shape, dtype=np.float32).astype(self.numpy, copy=False)
 
+    def keys_and_values(self, random: np.random.Generator, tokens: int) -> tuple[Array, Array]:
+        """[Hk, tokens, D] each, unit-normal."""
+        key, value = (self.normal(random, self.kv_heads, tokens, self.head_dim) for _ in range(2))
+        return key, value
+
     @property
     def numpy(self) -> np.dtype[Any]:
         """NumPy's dtype."""
@@ -206,6 +211,25 @@ class Workload(ABC):
         """The numbers of the requests, as many together as are in flight."""
         numbers = tuple(self.numbers)
         return [numbers[first : first + self.in_flight] for first in range(0, len(numbers), self.in_flight)]
+
+
+@dataclass(frozen=True)
+class Shaped(Workload):
+    """Attention of one shape, on a device in process."""
+
+    shape: Shape = SMALL
+    device: str = "cpu"
+    """Where torch in process computes, and has what is there before a request."""
+
+    @property
+    def tolerance(self) -> float:
+        """That of the dtype."""
+        return self.shape.tolerance
+
+    @property
+    def output_dtype(self) -> np.dtype[Any]:
+        """That of the queries."""
+        return self.shape.numpy
 
 
 def tensor(array: Array) -> tensor_pb2.Tensor:
