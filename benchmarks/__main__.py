@@ -28,9 +28,10 @@ from benchmarks.measure import Timing, measure
 from benchmarks.peers.mosec import Mosec
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.triton import Triton
-from benchmarks.results import NOISY, Curve, Result, WorkloadResult
+from benchmarks.results import NOISY, Curve, Result, WorkloadResult, by_concurrency
 from benchmarks.servers import attnserve, running
 from benchmarks.suites import SUITES
+from benchmarks.waiting import Waiting, waiting
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
@@ -47,6 +48,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--open", type=_names, help="the workloads to be measured by open loops too; default: X")
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True, help="how cost grows")
     parser.add_argument("--growth", type=int, help="tokens to append one by one; 0 leaves that out")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="of requests that wait")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
@@ -89,6 +91,7 @@ def main() -> None:
     results: list[WorkloadResult] = []
     curves: list[Curve] = []
     grown: list[Growth] = []
+    waited: list[Waiting] = []
     with (
         running("benchmarks.echo", chosen.device, "workloads") as echo,
         asyncio.Runner() as loop,
@@ -117,6 +120,10 @@ def main() -> None:
                 )
             for each in curves:
                 console.print(table.curve(each), "")
+            if concurrency := by_concurrency(curves):
+                console.print(table.token_costs(concurrency), "")
+        if chosen.memory and (waited := waiting(loop, flags, status.update)):
+            console.print(table.waiting(waited), "")
         if chosen.growth:
             with running(*attnserve(*flags)) as service:
                 grown = growth(service.address, chosen.growth, status.update)
@@ -135,9 +142,10 @@ def main() -> None:
         workloads=results,
         curves=curves,
         growth=grown,
+        waiting=waited,
     )
     found.write(chosen.json)
-    if goals := goals_of(results):
+    if goals := goals_of(results, waited):
         console.print(table.reached(goals), "")
     console.print(
         f"Medians of {chosen.rounds} rounds of {chosen.seconds:g} s; spread is half the range of the rate over its "

@@ -7,8 +7,8 @@ a curve shows a shape and not a figure to rely on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,22 +18,30 @@ from benchmarks.decode import Decode
 from benchmarks.measure import SERVICE, Way, check, closed, servers
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import Array
-from benchmarks.results import Curve, Point
+from benchmarks.results import IN_FLIGHT, Curve, Point
 from benchmarks.servers import Running
 from benchmarks.workload import HEAD_DIM, HEADS, Workload
-from benchmarks.workloads import BRAIN
+from benchmarks.workloads import BRAIN, WORKLOADS
 
 TRANSPORT: Final = "transport, stream"
+MANY: Final = 64
+"""More in flight are measured for longer."""
 
 
 @dataclass(frozen=True)
 class Growing:
-    """What varies, in words and with its unit, and the workload at each of its values."""
+    """What varies, in words and with its unit, and the workload at each of its values; whether peers are measured."""
 
     name: str
     description: str
     unit: str
     workloads: dict[int, Workload]
+    peers: bool = True
+
+    @property
+    def operation(self) -> str:
+        """What is asked for."""
+        return next(iter(self.workloads.values())).operation.field
 
 
 @dataclass(frozen=True)
@@ -58,13 +66,19 @@ class Payload(Attention):
 
 BYTES_A_TOKEN: Final = 2 * HEAD_DIM * 4
 
+
+def _concurrency(workload: Workload, description: str, *, peers: bool = False) -> Growing:
+    """A workload with 1, 2, 4 ... 256 in flight."""
+    counts = [1 << power for power in range(9)]
+    points = {count: replace(workload, name=f"{count} in flight", in_flight=count) for count in counts}
+    name = f"concurrency of {workload.name}"
+    return Growing(name, description, IN_FLIGHT, points, peers)
+
+
 CURVES: Final = (
-    Growing(
-        "concurrency",
-        f"attention over 16 tokens, {HEADS} heads of {HEAD_DIM}",
-        "requests in flight",
-        {count: Attention(f"{count} in flight", count, (16,) * 16) for count in (1, 4, 16, 64, 256)},
-    ),
+    _concurrency(WORKLOADS["S"], f"attention over 16 tokens, {HEADS} heads of {HEAD_DIM}", peers=True),
+    _concurrency(WORKLOADS["M"], f"attention over 128 tokens, {HEADS} heads of {HEAD_DIM}"),
+    _concurrency(WORKLOADS["A"], "a resident layer over 16 tokens"),
     Growing(
         "length",
         f"causal attention, {HEADS} heads of {HEAD_DIM}, 1 in flight",
@@ -76,6 +90,7 @@ CURVES: Final = (
         f"1 query to a resident cache, {HEADS} heads of {HEAD_DIM}, 1 in flight",
         "tokens in the cache",
         {tokens: Decode(f"{tokens} cached", 1, (1,), tokens=tokens) for tokens in (16, 256, 2048, 16_384, 65_536)},
+        peers=False,
     ),
     Growing(
         "payload",
@@ -107,6 +122,7 @@ CUDA_CURVES: Final = (
             tokens: Decode(f"{tokens} cached", 1, (1,), tokens=tokens, shape=BRAIN, device="cuda")
             for tokens in (16, 256, 2048, 16_384, 131_072)
         },
+        peers=False,
     ),
 )
 
@@ -126,28 +142,41 @@ def curves(
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
-    """Measures curves with one server of each kind. Raises WrongAnswerError."""
-    pool = max(workload.cache_bytes for workload in points(kinds))
-    found = []
-    with servers(points(kinds)[0], peers, server_flags, progress, pool) as (_, ways):
-        chosen = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
-        others = {name: way for name, way in ways.items() if not name.startswith("attnserve") and "stream" not in name}
-        for kind in kinds:
-            resident = any(isinstance(workload, Decode) for workload in kind.workloads.values())
-            measured: dict[str, list[Point]] = {}
-            for name, way in {**chosen, **({} if resident else others)}.items():
-                progress(f"{kind.name}: {name}")
-                measured[name] = [
-                    _point(loop, way, name, value, workload, seconds) for value, workload in kind.workloads.items()
-                ]
-            found.append(Curve(kind.name, kind.description, kind.unit, measured))
-    return found
+    """Measures curves with one server of each kind for all that ask for the same. Raises WrongAnswerError."""
+    found: dict[str, Curve] = {}
+    for operation in dict.fromkeys(kind.operation for kind in kinds):
+        asking = [kind for kind in kinds if kind.operation == operation]
+        pool = max(workload.cache_bytes for workload in points(asking))
+        compared = peers if any(kind.peers for kind in asking) else ()
+        with servers(points(asking)[0], compared, server_flags, progress, pool) as (_, ways):
+            own = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
+            others = {name: way for name, way in ways.items() if way.peer is not None and "stream" not in name}
+            for kind in asking:
+                chosen = {**own, **(others if kind.peers else {})}
+                found[kind.name] = _curve(loop, kind, chosen, seconds, progress)
+    return [found[kind.name] for kind in kinds]
+
+
+def _curve(
+    loop: asyncio.Runner, kind: Growing, ways: Mapping[str, Way], seconds: float, progress: Callable[[str], None]
+) -> Curve:
+    measured: dict[str, list[Point]] = {}
+    refused: dict[str, dict[str, int]] = {}
+    for name, way in ways.items():
+        progress(f"{kind.name}: {name}")
+        measured[name] = [
+            _point(loop, way, name, value, workload, seconds) for value, workload in kind.workloads.items()
+        ]
+        if way.refused:
+            refused[name] = dict(way.refused)
+            way.refused.clear()
+    return Curve(kind.name, kind.description, kind.unit, measured, refused)
 
 
 def _point(loop: asyncio.Runner, way: Way, name: str, value: int, workload: Workload, seconds: float) -> Point:
     check(loop, workload, name, way)
-    figures = closed(loop, way, workload, seconds)
-    rate, p50 = figures["requests_per_second"], figures["p50_us"]
+    # Where many are in flight, a moment is the time of few turns.
+    figures = closed(loop, way, workload, seconds * max(1.0, workload.in_flight / MANY))
+    rate, cpu = figures["requests_per_second"], figures["server_cpu_us"]
     assert rate is not None
-    assert p50 is not None
-    return Point(value, rate, p50)
+    return Point(value, rate, figures["p50_us"], None if cpu is None else cpu / workload.mean_tokens)

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from benchmarks.measure import IN_PROCESS, SERVICE
 from benchmarks.results import WorkloadResult
+from benchmarks.waiting import Waiting
 
 TRANSPORT: Final = "transport, stream"
 
@@ -105,11 +106,20 @@ GOALS: Final[tuple[tuple[str, str, float, bool, _Measure], ...]] = (
 """The workload, what is compared, the bound, whether it is a lower one, and how it is measured."""
 
 
-def goals(results: Sequence[WorkloadResult]) -> list[Goal]:
-    """The goals of the workloads that were measured."""
+WAITING: Final = 1.2
+"""The most memory that a request may take while it waits, over its size."""
+
+
+def goals(results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = ()) -> list[Goal]:
+    """The goals of what was measured; those of memory are of the size for which it is worst."""
     by_name = {result.name: result for result in results}
-    return [
+    found = [
         Goal(name, what, bound, at_least, measure(by_name[name]))
         for name, what, bound, at_least, measure in GOALS
         if name in by_name
     ]
+    for size in dict.fromkeys(each.payload for each in waiting):
+        worst = max((each for each in waiting if each.payload == size), key=lambda each: each.ratio)
+        what = f"memory of a waiting request of {size / 1024:,.0f} KiB, of its size ({worst.way.partition(', ')[2]})"
+        found.append(Goal("", what, WAITING, at_least=False, found=worst.ratio))
+    return found

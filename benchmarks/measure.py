@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -58,6 +58,8 @@ class Way:
     """Whether its answers are right; those of a server that computes nothing have the right shape only."""
     prepared: bool = False
     """Whether the workload has to prepare the server."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """What the server said instead of answers while it was measured, and how often."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def measure(
         {name: Memory(idle[name], peaks[name]) for name in idle},
         figures,
         loops,
+        {name: dict(way.refused) for name, way in ways.items() if way.refused},
     )
 
 
@@ -208,6 +211,7 @@ def closed(loop: asyncio.Runner, way: Way, workload: Workload, seconds: float) -
     batches = _Batches(way, workload)
     clock = Clock(workload, seconds, way.server.cpu if way.server else lambda: 0.0)
     run(loop, way, workload, ClosedLoop(workload.numbers, workload.in_flight), clock)
+    way.refused.update(clock.measurement.refused)
     return _figures(clock.measurement, way, batches.mean())
 
 
@@ -229,8 +233,8 @@ def _open_loops(
             fastest[server] = name
     fastest["attnserve"] = SERVICE
     peers = [name for server, name in fastest.items() if server != "attnserve"]
-    runs = [(name, name, share) for name in fastest.values() for share in SHARES]
-    if peers:
+    runs = [(name, name, share) for name in fastest.values() if rates[name] for share in SHARES]
+    if peers := [name for name in peers if rates[name]]:
         best = max(peers, key=rates.__getitem__)
         runs += [(SERVICE, best, share) for share in SHARES]
     found: dict[tuple[str, str, float], dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
@@ -255,10 +259,11 @@ def opened_loop(
     arrivals = OpenLoop(workload.numbers, rate, warm_up + seconds, seed)
     clock = OpenClock(workload, arrivals, warm_up, way.server.cpu if way.server else lambda: 0.0)
     run(loop, way, workload, arrivals, clock)
+    way.refused.update(clock.measurement.refused)
     latencies = np.asarray(clock.measurement.latencies)
     return {
         **_figures(clock.measurement, way, batches.mean()),
-        "offered_per_second": len(latencies) / seconds,
+        "offered_per_second": (len(latencies) + clock.measurement.refused.total()) / seconds,
         "goodput_per_second": float((latencies <= GOAL_S).sum()) / max(seconds, clock.measurement.seconds),
         "late_us": float(np.percentile(arrivals.late, 99)) * 1e6,
     }
@@ -282,17 +287,17 @@ class _Batches:
 
 
 def _figures(found: Measurement, way: Way, batch_requests: float | None) -> RoundFigures:
-    """FIGURES of a measurement."""
+    """FIGURES of a measurement; no latencies, and no costs of a request, where all were refused."""
     count = len(found.latencies)
-    p50, p99, p999 = np.percentile(found.latencies, (50, 99, 99.9))
+    p50, p99, p999 = (np.percentile(found.latencies, (50, 99, 99.9)) * 1e6).tolist() if count else (None,) * 3
     return {
         "requests_per_second": count / found.seconds,
         "tokens_per_second": found.tokens / found.seconds,
-        "p50_us": float(p50) * 1e6,
-        "p99_us": float(p99) * 1e6,
-        "p999_us": float(p999) * 1e6,
-        "server_cpu_us": found.server_cpu / count * 1e6 if way.server is not None else None,
-        "client_cpu_us": found.client_cpu / count * 1e6,
+        "p50_us": p50,
+        "p99_us": p99,
+        "p999_us": p999,
+        "server_cpu_us": found.server_cpu / count * 1e6 if count and way.server is not None else None,
+        "client_cpu_us": found.client_cpu / count * 1e6 if count else None,
         "batch_requests": batch_requests,
         "other_cores": found.other_cpu / found.seconds,
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from attnserve import _wire
 from attnserve._operation import Operation
 from attnserve.v1 import attention_pb2 as pb
+from benchmarks.meters import Refused
 
 
 def call(operation: Operation, call_id: int, request: bytes) -> list[_wire.Buffer]:
@@ -16,19 +17,20 @@ def call(operation: Operation, call_id: int, request: bytes) -> list[_wire.Buffe
     return [prefix + envelope, request]
 
 
-def replies(operation: Operation, message: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The ids and the encoded replies in an AttendStreamResponse. RuntimeError at an error."""
+def replies(operation: Operation, message: bytes) -> Iterator[tuple[int, memoryview | Refused]]:
+    """The ids and the encoded replies in an AttendStreamResponse, or what it says instead. RuntimeError if nothing."""
     reply_number = pb.AttendStreamReply.DESCRIPTOR.fields_by_name[operation.field].number
     view = memoryview(message)
     for _, _, _, content, end in _wire.fields(message, 0, len(message)):
-        call_id, reply = 0, None
+        call_id: int = 0
+        reply: memoryview | Refused | None = None
         for number, _, start, inner, behind in _wire.fields(message, content, end):
             if number == pb.AttendStreamReply.ID_FIELD_NUMBER:
                 call_id = pb.AttendStreamReply.FromString(message[start:behind]).id
             elif number == reply_number:
                 reply = view[inner:behind]
             elif number == pb.AttendStreamReply.ERROR_FIELD_NUMBER:
-                raise RuntimeError(pb.AttendStreamReply.FromString(message[content:end]).error.message)
+                reply = Refused(pb.AttendStreamReply.FromString(message[content:end]).error.message)
         if reply is None:
             raise RuntimeError("a reply without a result")
         yield call_id, reply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter, process_time
@@ -19,8 +20,15 @@ WARM_UP: Final = 0.2
 """The share of a measurement's time, before it, that is not counted."""
 
 
-Reply: TypeAlias = bytes | memoryview | Array | torch.Tensor
-"""An encoded reply, or an output."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What a server said instead of an answer."""
+
+    how: str
+
+
+Reply: TypeAlias = bytes | memoryview | Array | torch.Tensor | Refused
+"""An encoded reply, an output, or neither."""
 
 
 class Meter(Protocol):
@@ -32,6 +40,10 @@ class Meter(Protocol):
 
 class WrongAnswerError(Exception):
     """An answer that is not what it must be: nothing wrong is worth timing."""
+
+
+MOST_REFUSED: Final = 100
+"""A server that has refused so many requests while its answers are checked does not serve them."""
 
 
 class Check:
@@ -54,11 +66,17 @@ class Check:
         self._output = output or (lambda _, reply: workload.output(reply))
         self._expected = expected or workload.expected
         self._missing = set(workload.numbers)
+        self._refused = 0
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
-        """Compares; raises WrongAnswerError."""
+        """Compares; raises WrongAnswerError. What is refused is asked again."""
         del sent_at
         workload = self._workload
+        if isinstance(reply, Refused):
+            self._refused += 1
+            if self._refused > MOST_REFUSED:
+                self._fail(number, f"does not come: {reply.how}")
+            return True
         output = self._array(number, reply)
         shape, rows = workload.output_shape(number), workload.rows(number)
         if output.shape != shape:
@@ -71,7 +89,7 @@ class Check:
         self._missing.discard(number)
         return bool(self._missing)
 
-    def _array(self, number: int, reply: Reply) -> Array:
+    def _array(self, number: int, reply: bytes | memoryview | Array | torch.Tensor) -> Array:
         if isinstance(reply, torch.Tensor):
             return reply.cpu().float().numpy()
         output = self._output(number, bytes(reply)) if isinstance(reply, bytes | memoryview) else np.asarray(reply)
@@ -83,7 +101,8 @@ class Check:
 
 @dataclass(slots=True)
 class Measurement:
-    """What was counted: the latency of each reply in seconds, their tokens, and the CPU time that passed meanwhile.
+    """What was counted: the latency of each reply in seconds, their tokens, and the CPU time that passed meanwhile;
+    and how often the server said what instead of an answer.
 
     CPU times are in seconds, those of the load generator, of the server, and of all else on the machine.
     """
@@ -94,6 +113,15 @@ class Measurement:
     client_cpu: float = 0.0
     server_cpu: float = 0.0
     other_cpu: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def count(self, reply: Reply, latency: float, tokens: int) -> None:
+        """Counts a reply, as what it is."""
+        if isinstance(reply, Refused):
+            self.refused[reply.how] += 1
+        else:
+            self.latencies.append(latency)
+            self.tokens += tokens
 
 
 class Clock:
@@ -112,12 +140,10 @@ class Clock:
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
         """Counts a reply; whether the time is not over."""
-        del reply
         now = perf_counter()
         if self._counting:
             measurement = self.measurement
-            measurement.latencies.append(now - sent_at)
-            measurement.tokens += self._lengths[number]
+            measurement.count(reply, now - sent_at, self._lengths[number])
             if now >= self._begin + self._seconds:
                 self._counting, self._over = False, True
                 measurement.seconds = now - self._begin
@@ -144,7 +170,6 @@ class OpenClock:
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
         """Counts a reply; whether there are more to come."""
-        del reply
         now = perf_counter()
         begin = self._arrivals.begun + self._warm_up
         if not self._counting and now >= begin:
@@ -153,8 +178,7 @@ class OpenClock:
         if sent_at < begin or not self._missing:
             return self._missing > 0
         measurement = self.measurement
-        measurement.latencies.append(now - sent_at)
-        measurement.tokens += self._lengths[number]
+        measurement.count(reply, now - sent_at, self._lengths[number])
         self._missing -= 1
         if not self._missing:
             measurement.seconds = now - begin

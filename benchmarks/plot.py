@@ -13,7 +13,7 @@ import matplotlib as mpl
 
 from benchmarks.goals import TRANSPORT
 from benchmarks.measure import IN_PROCESS, SERVICE
-from benchmarks.results import Curve, Result, WorkloadResult
+from benchmarks.results import Curve, Result, WorkloadResult, by_concurrency
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,12 +28,13 @@ def plot(result: Result, file: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    rows = 1 + (len(result.curves) + 1) // 2
+    curves = [each for each in result.curves if each not in by_concurrency(result.curves)[1:]]
+    rows = 1 + (len(curves) + 1) // 2
     with pyplot.style.context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = pyplot.figure(figsize=(10, 2.9 * rows), layout="constrained")
         grid = figure.add_gridspec(rows, 2)
         _bars(figure.add_subplot(grid[0, :]), [each for each in result.workloads if each.name in SHOWN])
-        for place, curve in enumerate(result.curves):
+        for place, curve in enumerate(curves):
             _curve(figure.add_subplot(grid[1 + place // 2, place % 2]), curve)
         figure.savefig(file, dpi=110, metadata={"Software": None})
         pyplot.close(figure)

@@ -1,9 +1,9 @@
 """Load generators for encoded messages: gRPC streams and unary calls, and HTTP. All are of the same design.
 
 Requests were encoded before; what the arrivals say is sent, nothing is decoded but what tells which request a reply
-answers, and each reply is reported to the meter. They return when that says stop, and raise what goes wrong. What is in
-flight then is waited for: the next measurement finds the server idle, and Triton dies now and then of streams that are
-cancelled.
+answers, and each reply is reported to the meter, and so is what a server says instead of one. They return when that
+says stop, and raise what else goes wrong. What is in flight then is waited for: the next measurement finds the server
+idle, and Triton dies now and then of streams that are cancelled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from grpc import aio
 
 from attnserve._wire import Buffer
 from benchmarks.arrivals import Arrivals, Due
-from benchmarks.meters import Meter, Reply
+from benchmarks.meters import Meter, Refused, Reply
 
 CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 Frame: TypeAlias = Callable[[int, int], Sequence[Buffer]]
 """The pieces of a call in a message of a stream, of its id and its request's number."""
-Unframe: TypeAlias = Callable[[bytes], Iterable[tuple[int, memoryview]]]
-"""The ids and the encoded replies in a message of a stream."""
+Unframe: TypeAlias = Callable[[bytes], Iterable[tuple[int, memoryview | Refused]]]
+"""The ids and the encoded replies in a message of a stream, or what it says instead."""
 
 
 async def stream(
@@ -88,8 +88,11 @@ async def unary(address: str, path: str, requests: Sequence[bytes], arrivals: Ar
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
 
-        async def ask(number: int) -> bytes:
-            return await rpc(requests[number])
+        async def ask(number: int) -> bytes | Refused:
+            try:
+                return await rpc(requests[number])
+            except aio.AioRpcError as error:
+                return Refused(f"{error.code().name}: {error.details()}")
 
         await calls(ask, arrivals, meter)
 
@@ -100,10 +103,11 @@ async def http(address: str, requests: Sequence[bytes], arrivals: Arrivals, mete
     idle: list[HttpConnection] = []
     opened: list[HttpConnection] = []
 
-    async def ask(number: int) -> bytes | memoryview:
-        if idle:
+    async def ask(number: int) -> memoryview | Refused:
+        connection = None
+        while idle and (connection is None or connection.closed):
             connection = idle.pop()
-        else:
+        if connection is None or connection.closed:
             _, connection = await asyncio.get_running_loop().create_connection(HttpConnection, host, int(port))
             opened.append(connection)
         reply = await connection.ask(requests[number])
@@ -156,17 +160,18 @@ async def calls(ask: Callable[[int], Awaitable[Reply]], arrivals: Arrivals, mete
 class HttpConnection(asyncio.BufferedProtocol):
     """A connection that is kept alive, with one request on it at a time.
 
-    Reads of HTTP/1.1 what servers of encoded tensors send: a status of 200 and a Content-Length.
+    Reads of HTTP/1.1 what servers of encoded tensors send: a status, and a body with a Content-Length.
     """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(1 << 16)
-        self._filled, self._head, self._length = 0, 0, 0
-        self._reply: asyncio.Future[memoryview] | None = None
+        self._filled, self._head, self._length, self._status = 0, 0, 0, b""
+        self._reply: asyncio.Future[memoryview | Refused] | None = None
+        self.closed = False
 
-    async def ask(self, request: bytes) -> memoryview:
-        """The body of the response, which stays there until the next request. RuntimeError for any other status."""
+    async def ask(self, request: bytes) -> memoryview | Refused:
+        """The body of the response, which stays there until the next request; or its status, if that is not 200."""
         assert self._transport is not None
         self._filled = self._head = 0
         self._reply = asyncio.get_running_loop().create_future()
@@ -196,8 +201,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._filled >= self._head + self._length:
             reply, self._reply = self._reply, None
             assert reply is not None
-            if not reply.done():
-                reply.set_result(memoryview(self._buffer)[self._head : self._head + self._length])
+            if reply.done():
+                return
+            body = memoryview(self._buffer)[self._head : self._head + self._length]
+            reply.set_result(body if self._status == b"200" else Refused(f"HTTP {self._status.decode()}"))
 
     def _read_head(self) -> bool:
         """Whether the head is there whole; makes room for the body."""
@@ -206,19 +213,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         status, *lines = bytes(self._buffer[:end]).split(b"\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        if status.split()[1] != b"200":
-            self._fail(f"the server says {bytes(self._buffer[: self._filled])!r}")
-            return False
-        self._head, self._length = end + 4, int(headers[b"content-length"])
+        self._status = status.split()[1]
+        self._head, self._length = end + 4, int(headers.get(b"content-length", 0))
         if self._head + self._length >= len(self._buffer):
             # Somebody may still hold a view of the old one.
             self._buffer = self._buffer[: self._filled] + bytearray(self._head + self._length + 1 - self._filled)
         return True
 
-    def _fail(self, how: str) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(RuntimeError(how))
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self._fail(f"the connection ended: {exc or 'closed by the server'}")
+        self.closed = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(Refused(f"the connection ended: {exc or 'closed by the server'}"))

@@ -20,7 +20,7 @@ from benchmarks.__main__ import DEFAULT_JSON
 from benchmarks.goals import TRANSPORT, goals
 from benchmarks.measure import IN_PROCESS, SERVICE
 from benchmarks.plot import plot
-from benchmarks.results import NOISY, Result, WorkloadResult
+from benchmarks.results import NOISY, Result, WorkloadResult, by_concurrency
 
 DOCUMENT: Final = Path("docs/performance.md")
 PLOT: Final = Path("docs/performance.png")
@@ -44,12 +44,16 @@ SUMMARY: Final = (
 
 def report(result: Result) -> str:
     """All that is generated, in markdown."""
-    tables = [table.reached(goals(result.workloads))] if result.peers else []
+    tables = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
     for each in result.workloads:
         tables.append(table.rendered(each, result.cores))
         if each.open:
             tables.append(table.opened(each))
     tables += map(table.curve, result.curves)
+    if concurrency := by_concurrency(result.curves):
+        tables.append(table.token_costs(concurrency))
+    if result.waiting:
+        tables.append(table.waiting(result.waiting))
     if result.growth:
         tables.append(table.growth(result.growth))
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, tables)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.growth import Growth
+from benchmarks.waiting import Waiting
 
 NOISY: Final = 0.15
 """Above this spread of the rounds, or this share of the machine taken by others, a figure is marked."""
@@ -82,7 +84,9 @@ class OpenResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """One workload: the memory of each server, by name, the figures of each way in a closed loop, and open loops."""
+    """One workload: the memory of each server, by name, the figures of each way in a closed loop, open loops, and what
+    servers said instead of answers, by the way of calling, and how often.
+    """
 
     name: str
     description: str
@@ -91,6 +95,7 @@ class WorkloadResult:
     memory: dict[str, Memory]
     ways: dict[str, Figures]
     open: list[OpenResult]
+    refused: dict[str, dict[str, int]]
 
     def median(self, way: str, figure: str) -> float | None:
         """The median of one figure."""
@@ -98,11 +103,13 @@ class WorkloadResult:
         return None if found is None else found.median
 
     def ratio(self, way: str, to: str) -> float:
-        """What a way does in a second over what another does. Of tokens, for which requests come to count differs."""
+        """What a way does in a second over what another does; NaN if that does nothing. Of tokens, for which requests
+        come to count differs.
+        """
         mine, other = self.ways[way]["tokens_per_second"], self.ways[to]["tokens_per_second"]
         assert mine is not None
         assert other is not None
-        return mine.median / other.median
+        return mine.median / other.median if other.median else math.nan
 
     def noisy(self, way: str, cores: int) -> bool:
         """Whether the figures of a way deserve a mark, on a machine of so many cores."""
@@ -122,21 +129,47 @@ class WorkloadResult:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a curve: requests a second and the median latency, at a value of what varies."""
+    """One point of a curve, at a value of what varies: requests a second, the median latency, and the server's CPU time
+    for each token; None for both if nothing was answered.
+    """
 
     value: int
     requests_per_second: float
-    p50_us: float
+    p50_us: float | None
+    token_cpu_us: float | None
+
+
+IN_FLIGHT: Final = "requests in flight"
+"""The unit of what varies where that is concurrency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How a figure grows with one thing, in words and as a unit, for each way of calling."""
+    """How figures grow with one thing, in words and as a unit, for each way of calling; and what was refused."""
 
     name: str
     description: str
     unit: str
     ways: dict[str, list[Point]]
+    refused: dict[str, dict[str, int]]
+
+    def unevenness(self, way: str) -> float:
+        """The server's CPU time for a token where it costs most, over that where it costs least; NaN if unknown."""
+        costs = self._costs(way)
+        return max(costs) / min(costs) if costs else math.nan
+
+    def steepness(self, way: str) -> float:
+        """That where most varies, the last point, over that where it costs least; NaN if unknown."""
+        costs = self._costs(way)
+        return costs[-1] / min(costs) if costs else math.nan
+
+    def _costs(self, way: str) -> list[float]:
+        return [point.token_cpu_us for point in self.ways[way] if point.token_cpu_us]
+
+
+def by_concurrency(curves: Sequence[Curve]) -> list[Curve]:
+    """Those in which concurrency varies."""
+    return [curve for curve in curves if curve.unit == IN_FLIGHT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +192,7 @@ class Result:
     workloads: list[WorkloadResult]
     curves: list[Curve]
     growth: list[Growth]
+    waiting: list[Waiting]
 
     @property
     def cores(self) -> int:
@@ -209,7 +243,8 @@ class Result:
             )
             for curve in content.pop("curves")
         ]
-        return Result(**content, workloads=workloads, curves=curves, growth=growth)
+        waiting = [Waiting(**each) for each in content.pop("waiting")]
+        return Result(**content, workloads=workloads, curves=curves, growth=growth, waiting=waiting)
 
 
 def _figures(content: dict[str, Any]) -> Figures:

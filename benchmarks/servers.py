@@ -39,7 +39,7 @@ class Running:
 
     def cpu(self) -> float:
         """The CPU time that it has used, in seconds."""
-        return float(sum(times.user + times.system for times in (each.cpu_times() for each in self.processes)))
+        return sum(map(_cpu, self.processes))
 
     def resident_bytes(self) -> int:
         """Its resident memory now."""
@@ -50,26 +50,44 @@ class Running:
 
         Of several processes, the sum of what each had at its own time.
         """
-        total = 0
-        for each in self.processes:
-            status = Path(f"/proc/{each.pid}/status")
-            if not status.exists():
-                return None
-            kibibytes = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-            total += int(kibibytes) * 1024
-        return total
+        found = [_status(each, "VmHWM") for each in self.processes]
+        return None if None in found else sum(filter(None, found))
+
+    def own_bytes(self) -> int | None:
+        """The memory that nobody shares with it, nor can be read again from a file; None where the system does not say
+        (it does on Linux).
+        """
+        found = [_status(each, "RssAnon") for each in self.processes]
+        return None if None in found else sum(filter(None, found))
 
     def batches(self) -> tuple[float, float]:
         """How many batches it has computed, and the requests in them, by its metrics; zeros if it has none."""
+        count, requests = map(self.metric, self.batch_metrics)
+        return count, requests
+
+    def metric(self, name: str) -> float:
+        """What a metric has come to, over all its labels; 0 if it has no metrics."""
         if self.metrics is None:
-            return 0.0, 0.0
+            return 0.0
         with urllib.request.urlopen(self.metrics) as reply:
             lines = [line.rpartition(" ") for line in reply.read().decode().splitlines() if not line.startswith("#")]
-        count, requests = (
-            sum(float(value) for name, _, value in lines if name.partition("{")[0] == metric)
-            for metric in self.batch_metrics
-        )
-        return count, requests
+        return sum(float(value) for sample, _, value in lines if sample.partition("{")[0] == name)
+
+
+def _cpu(process: psutil.Process) -> float:
+    """The CPU time that a process has used, in seconds."""
+    if sys.platform == "linux":
+        # Its clock, which counts nanoseconds where other sources tick in hundredths: see clock_getcpuclockid(3).
+        return time.clock_gettime(~process.pid << 3 | 2)
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _status(process: psutil.Process, name: str) -> int | None:
+    """A size in bytes that Linux tells of a process; None if there is no such thing."""
+    file = Path(f"/proc/{process.pid}/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich import box
@@ -11,10 +11,13 @@ from rich.table import Table
 from benchmarks.goals import Goal
 from benchmarks.growth import Growth
 from benchmarks.measure import IN_PROCESS, baseline
-from benchmarks.results import GOAL_S, Curve, Figures, Memory, OpenResult, Result, WorkloadResult
+from benchmarks.results import GOAL_S, IN_FLIGHT, Curve, Figures, Memory, OpenResult, Result, WorkloadResult
+from benchmarks.waiting import Waiting
 
 WIDTH: Final = 112
 """No table is wider, in columns of a terminal."""
+MANY: Final = 6
+"""A curve of more points than this is shown by every other one."""
 
 HEADINGS: Final = (
     "",
@@ -38,6 +41,7 @@ MARK: Final = "~"
 def rendered(result: WorkloadResult, cores: int) -> Table:
     """The figures of one workload, on a machine of so many cores."""
     caption = f"resident memory: {'; '.join(f'{name} {memory(each)}' for name, each in result.memory.items())}"
+    caption += "".join(f"\n{line}" for line in refusals(result.refused))
     return _table(f"{result.name}: {result.description}", HEADINGS, rows(result, cores), caption)
 
 
@@ -47,15 +51,60 @@ def opened(result: WorkloadResult) -> Table:
     return _table(title, OPEN_HEADINGS, [_open_row(each) for each in result.open])
 
 
-def curve(found: Curve) -> Table:
-    """Requests a second and median latency in µs, by what varies."""
-    values = [point.value for point in next(iter(found.ways.values()))]
-    headings = ("", *(f"{value:,}\nreq/s, µs" for value in values))
-    lines = [
-        [way, *(f"{_short(point.requests_per_second)}, {_short(point.p50_us)}" for point in points)]
-        for way, points in found.ways.items()
+def refusals(refused: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What servers said instead of answers, by the way of calling, in words."""
+    return [
+        f"{way} was refused: {', '.join(f'{count:,} times {how!r}' for how, count in said.items())}"
+        for way, said in refused.items()
     ]
-    return _table(f"By {found.name} ({found.unit}): {found.description}", headings, lines)
+
+
+def curve(found: Curve) -> Table:
+    """Requests a second and median latency in µs, by what varies; every other value where there are many."""
+    step = 1 + (len(next(iter(found.ways.values()))) > MANY)
+    shown = {way: points[::step] for way, points in found.ways.items()}
+    headings = ("", *(f"{point.value:,}\nreq/s, µs" for point in next(iter(shown.values()))))
+    lines = [
+        [
+            way,
+            *(
+                f"{_short(point.requests_per_second)}, {'–' if point.p50_us is None else _short(point.p50_us)}"
+                for point in points
+            ),
+        ]
+        for way, points in shown.items()
+    ]
+    title = f"By {found.name} ({found.unit}): {found.description}"
+    return _table(title, headings, lines, "\n".join(refusals(found.refused)))
+
+
+def token_costs(found: Sequence[Curve]) -> Table:
+    """The server's CPU time for each token, by the number of requests in flight; and how even it is."""
+    counts = [point.value for point in next(iter(found[0].ways.values()))]
+    headings = ("", *(f"{count:,}\n" for count in counts), "worst\nof best", f"{counts[-1]:,}\nof best")
+    lines = [
+        [
+            f"{each.name.split()[-1]}: {way}",
+            *("–" if point.token_cpu_us is None else f"{point.token_cpu_us:.3g}" for point in points),
+            f"{each.unevenness(way):.2f}",
+            f"{each.steepness(way):.2f}",
+        ]
+        for each in found
+        for way, points in each.ways.items()
+    ]
+    return _table(f"Server CPU for each token, by {IN_FLIGHT}: µs", headings, lines)
+
+
+def waiting(found: Sequence[Waiting]) -> Table:
+    """The memory of requests that wait, over what they are."""
+    sizes = list(dict.fromkeys(each.payload for each in found))
+    headings = ("", *(f"{size / 1024:,.0f} KiB\nratio, KiB more" for size in sizes))
+    lines = []
+    for way in dict.fromkeys(each.way for each in found):
+        by_size = {each.payload: each for each in found if each.way == way}
+        more = {size: (each.memory - each.payload) / 1024 for size, each in by_size.items()}
+        lines.append([way, *(f"{by_size[size].ratio:.2f}, {more[size]:,.0f}" for size in sizes)])
+    return _table("Requests that wait: the memory that each takes, over its size", headings, lines)
 
 
 def reached(found: Sequence[Goal]) -> Table:
@@ -163,7 +212,6 @@ OPEN_HEADINGS: Final = (
 def _open_row(result: OpenResult) -> list[str]:
     figures = result.figures
     tail = figures["p99_us"]
-    assert tail is not None
     return [
         result.way,
         f"{result.share:.0%} of {'its own' if result.of == result.way else result.of.partition(',')[0]}",
@@ -172,7 +220,7 @@ def _open_row(result: OpenResult) -> list[str]:
         _shown(figures, "p50_us"),
         _shown(figures, "p99_us"),
         _shown(figures, "p999_us"),
-        f"{tail.spread:.0%}",
+        "" if tail is None else f"{tail.spread:.0%}",
         _shown(figures, "server_cpu_us"),
         _shown(figures, "client_cpu_us"),
         _shown(figures, "batch_requests", 1),

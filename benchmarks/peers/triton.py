@@ -100,7 +100,7 @@ def call(call_id: int, encoded: bytes) -> list[_wire.Buffer]:
 
 
 def replies(message: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The id and the encoded ModelInferResponse of a message of a stream. RuntimeError at an error."""
+    """The id and the encoded ModelInferResponse of a message of a stream. RuntimeError at an error, which has no id."""
     for number, _, _, content, end in _wire.fields(message, 0, len(message)):
         if number == ERROR_FIELD:
             raise RuntimeError(message[content:end].decode())

@@ -1,0 +1,148 @@
+"""What memory requests take while they wait, over what they are: the service's, for requests of some sizes.
+
+In: flags of the service. Out: a `Waiting` for each way of calling and each size. The service is told to wait for
+company for ever, so that what is sent stays in its queue as it does behind a device that is occupied, and nothing else
+happens; it is a fresh one each time, since what is free already would be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from grpc import aio
+
+from attnserve._operation import ATTEND
+from attnserve.v1 import attention_pb2 as pb
+from benchmarks.messages import call
+from benchmarks.raw import CHANNEL_OPTIONS
+from benchmarks.servers import attnserve, running
+from benchmarks.workload import HEAD_DIM, HEADS, tensor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from benchmarks.servers import Running
+
+SIZES: Final = (1 << 16, 1 << 20, 6 << 20)
+"""The bytes of queries, keys and values."""
+TOTAL: Final = 192 << 20
+"""The bytes that wait at last."""
+FIRST: Final = 4
+"""The part of them, one of so many, that waits when memory is read first: what one reading takes, and the buffers that
+it leaves, are there once however many wait."""
+MOST: Final = 1000
+"""A stream on which more are unanswered is not read from."""
+QUEUED: Final = "attnserve_queue_requests"
+PATIENCE_S: Final = 60.0
+POLL_S: Final = 0.01
+FLAGS: Final = (
+    *("--max-wait", "1h", "--max-queue-time", "0", "--max-batch-requests", "4096", "--max-batch-flops", "1e15"),
+    *("--max-flops", "1e15", "--cache-bytes", "1MiB"),
+)
+
+Send: TypeAlias = Callable[[], Awaitable[None]]
+"""Sends one request, whose reply nobody awaits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The memory that one of so many waiting requests takes, by a way of calling, and its own size, in bytes."""
+
+    way: str
+    payload: int
+    requests: int
+    memory: float
+
+    @property
+    def ratio(self) -> float:
+        """How much of memory to each byte of a request."""
+        return self.memory / self.payload
+
+
+def waiting(
+    loop: asyncio.Runner,
+    server_flags: Sequence[str],
+    progress: Callable[[str], None] = lambda _: None,
+    sizes: Sequence[int] = SIZES,
+    total: int = TOTAL,
+) -> list[Waiting]:
+    """Measures each way and size with a service of its own. Raises TimeoutError if requests do not come to wait.
+
+    Nothing where the system does not tell a process' own memory.
+    """
+    found = []
+    for way in WAYS:
+        for size in sizes:
+            progress(f"memory of requests that wait: {way}, {size:,} bytes")
+            with running(*attnserve(*server_flags, *FLAGS)) as service:
+                if service.own_bytes() is not None:
+                    found.append(loop.run(_waiting(service, way, size, total)))
+    return found
+
+
+async def _waiting(service: Running, way: str, size: int, total: int) -> Waiting:
+    request, count = _request(size), min(MOST, max(2 * FIRST, total // size))
+    counts, memory = (0, count // FIRST, count), []
+    async with WAYS[way](service.address, request) as send:
+        for before, after in itertools.pairwise(counts):
+            for _ in range(after - before):
+                await send()
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    await asyncio.sleep(POLL_S)
+                    if service.metric(QUEUED) >= after:
+                        break
+            memory.append(service.own_bytes() or 0)
+    _, few, many = counts
+    return Waiting(f"attnserve, {way}", len(request), count, (memory[1] - memory[0]) / (many - few))
+
+
+def _request(size: int) -> bytes:
+    """An encoded AttendRequest with so many bytes of queries, keys and values."""
+    tokens = size // (3 * HEADS * HEAD_DIM * 4)
+    array = tensor(np.ones((HEADS, tokens, HEAD_DIM), np.float32))
+    return pb.AttendRequest(query=array, key=array, value=array).SerializeToString()
+
+
+@asynccontextmanager
+async def _stream(address: str, request: bytes) -> AsyncIterator[Send]:
+    """One stream, one call a message; all calls end with the block."""
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        rpc: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(ATTEND.path + "Stream")()
+        count = 0
+
+        async def send() -> None:
+            nonlocal count
+            count += 1
+            await rpc.write(b"".join(call(ATTEND, count, request)))
+
+        try:
+            yield send
+        finally:
+            rpc.cancel()
+
+
+@asynccontextmanager
+async def _unary(address: str, request: bytes) -> AsyncIterator[Send]:
+    """A unary call each; all end with the block."""
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ATTEND.path)
+        calls: list[aio.UnaryUnaryCall[bytes, bytes]] = []
+
+        async def send() -> None:
+            calls.append(rpc(request))
+
+        try:
+            yield send
+        finally:
+            for each in calls:
+                each.cancel()
+
+
+WAYS: Final = {"stream": _stream, "unary": _unary}

@@ -1,0 +1,233 @@
+"""What the benchmark makes of replies: counts, checks, medians, marks and goals; and when it sends requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attnserve_server.cpus import usable_cpus
+from benchmarks import products, table
+from benchmarks.arrivals import ClosedLoop, OpenLoop
+from benchmarks.goals import goals
+from benchmarks.measure import (
+    IN_PROCESS,
+    SERVICE,
+    RoundFigures,
+    baseline,
+    quietest,
+)
+from benchmarks.meters import MOST_REFUSED, Check, Clock, OpenClock, Refused, WrongAnswerError
+from benchmarks.results import FIGURES, IN_FLIGHT, Curve, Figure, Memory, Point, WorkloadResult, by_concurrency
+from benchmarks.waiting import Waiting
+from benchmarks.workloads import WORKLOADS
+
+
+@pytest.mark.parametrize("name", ["S", "R"])
+def test_answers_that_are_wrong_stop_the_benchmark(name: str) -> None:
+    workload = WORKLOADS[name]
+    right = workload.expected(0).astype(np.float32)
+    assert Check(workload, "way").replied(0, 0.0, right)
+    off = right.copy()
+    off.flat[-1] += 3e-5
+    not_a_number = right.copy()
+    not_a_number.flat[0] = np.nan
+    for wrong in (off, not_a_number, right[:-1], workload.expected(1).astype(np.float32), torch.from_numpy(off)):
+        with pytest.raises(WrongAnswerError, match=f"workload {name}, way: the answer to request 0"):
+            Check(workload, "way").replied(0, 0.0, wrong)
+
+
+def test_a_server_without_computation_is_held_to_the_shape() -> None:
+    workload = WORKLOADS["R"]
+    assert Check(workload, "echo", values=False).replied(0, 0.0, workload.reply(0))
+    with pytest.raises(WrongAnswerError, match="shape"):
+        Check(workload, "echo", values=False).replied(0, 0.0, workload.reply(1))
+
+
+def test_clock_counts_what_comes_between_warm_up_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.meters.perf_counter", lambda: now[0])
+    workload = WORKLOADS["R"]
+    server_cpu = iter([2.0, 5.0])
+    clock = Clock(workload, 10.0, lambda: next(server_cpu))
+
+    def reply_at(time: float, number: int) -> bool:
+        now[0] = time
+        return clock.replied(number, time - 0.5, b"")
+
+    assert reply_at(101.0, 0)  # within the warm-up
+    assert reply_at(102.5, 1)  # ends it, and the counting begins
+    assert reply_at(104.0, 2)
+    assert reply_at(112.0, 3)
+    assert not reply_at(112.5, 4)
+    assert not reply_at(113.0, 5)  # too late
+    found = clock.measurement
+    assert found.latencies == [0.5] * 3
+    assert found.tokens == sum(workload.lengths[2:5])
+    assert found.seconds == 10.0
+    assert found.server_cpu == 3.0
+
+
+def test_what_is_refused_is_counted_apart_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.meters.perf_counter", lambda: now[0])
+    workload, refused = WORKLOADS["S"], Refused("HTTP 408")
+    closed, arrivals = Clock(workload, 10.0, lambda: 0.0), OpenLoop([0], 2.0, 12.0, seed=0)
+    arrivals.begun = 100.0
+    opened = OpenClock(workload, arrivals, 0.0, lambda: 0.0)
+    now[0] = 102.0
+    assert closed.replied(0, 101.0, refused)
+    for number, due in enumerate(arrivals.times):
+        now[0] = max(now[0], 100.0 + due)
+        reply = refused if number % 2 else b""
+        closed.replied(0, now[0] - 0.5, reply)
+        going = opened.replied(0, 100.0 + due, reply)
+    assert not going
+    count = len(arrivals.times)
+    assert opened.measurement.refused == {"HTTP 408": count // 2}
+    assert len(opened.measurement.latencies) == count - count // 2
+    assert 0 < closed.measurement.refused["HTTP 408"] <= count // 2
+    assert set(closed.measurement.latencies) == {0.5}
+    assert closed.measurement.tokens == 16 * len(closed.measurement.latencies)
+
+    check = Check(workload, "way")
+    assert all(check.replied(0, 0.0, refused) for _ in range(MOST_REFUSED))
+    with pytest.raises(WrongAnswerError, match="does not come: HTTP 408"):
+        check.replied(0, 0.0, refused)
+
+
+def test_costs_by_concurrency_are_of_tokens_and_say_how_even_they_are() -> None:
+    points = [Point(1 << power, 100.0, 10.0, cost) for power, cost in enumerate((8.0, 4.0, 2.0, None, 2.5, 3.0, 2.2))]
+    points[3] = Point(8, 0.0, None, None)
+    curve = Curve("concurrency of S", "attention", IN_FLIGHT, {SERVICE: points}, {SERVICE: {"HTTP 408": 3}})
+    assert by_concurrency([curve, replace(curve, unit="tokens")]) == [curve]
+    assert curve.unevenness(SERVICE) == 4.0
+    assert curve.steepness(SERVICE) == 1.1
+    costs = [next(iter(column.cells)) for column in table.token_costs([curve]).columns]
+    assert costs == [f"S: {SERVICE}", "8", "4", "2", "–", "2.5", "3", "2.2", "4.00", "1.10"]
+    shown = table.curve(curve)
+    assert [next(iter(column.cells)) for column in shown.columns] == [SERVICE, *["100, 10"] * 4]
+    assert "3 times" in str(shown.caption)
+
+
+def test_memory_of_what_waits_is_over_its_size() -> None:
+    found = [Waiting("attnserve, stream", 2048, 10, 3072.0), Waiting("attnserve, unary", 2048, 10, 2048.0)]
+    assert [list(column.cells) for column in table.waiting(found).columns] == [
+        ["attnserve, stream", "attnserve, unary"],
+        ["1.50, 1", "1.00, 0"],
+    ]
+    (goal,) = goals([], found)
+    assert (goal.found, goal.reached) == (1.5, False)
+    assert "2 KiB, of its size (stream)" in goal.what
+
+
+def test_what_others_disturb_is_measured_again() -> None:
+    def timed_with(*other_cores: float) -> Callable[[], RoundFigures]:
+        figures = iter(other_cores)
+        return lambda: {"other_cores": next(figures)}
+
+    limit = 0.15 * usable_cpus()
+    for made, kept in (
+        ([limit], limit),
+        ([2 * limit, limit], limit),
+        ([2 * limit, 4 * limit, 3 * limit], 2 * limit),
+        ([4 * limit, 3 * limit, 0.0], 0.0),
+    ):
+        assert quietest(timed_with(*made)) == {"other_cores": kept}
+
+
+def test_medians_and_spread() -> None:
+    assert Figure.of([1.0, 2.0, 4.0]) == Figure([1.0, 2.0, 4.0], 2.0, 0.75)
+    assert Figure.of([0.0]) == Figure([0.0], 0.0, 0.0)
+
+
+def test_noise_is_marked_and_ratios_are_of_tokens() -> None:
+    quiet: dict[str, Figure | None] = {name: Figure.of([100.0, 100.0]) for name in FIGURES}
+    quiet["other_cores"] = Figure.of([0.1])
+    busy = {**quiet, "other_cores": Figure.of([0.4])}
+    unsteady = {**quiet, "requests_per_second": Figure.of([100.0, 140.0])}
+    slower = {**quiet, "tokens_per_second": Figure.of([75.0])}
+    faster = {**quiet, "tokens_per_second": Figure.of([150.0])}
+    ways = {IN_PROCESS: quiet, "transport, stream": quiet, "transport, unary": busy, "attnserve, unary": unsteady}
+    ways = {**ways, "attnserve, stream": faster, "Triton, unary": quiet, "Mosec, http": slower}
+    result = WorkloadResult("S", "16 tokens", 16, 16.0, {"attnserve": Memory(1, 2)}, ways, [], {})
+
+    assert [way for way in result.ways if result.noisy(way, 2)] == ["transport, unary", "attnserve, unary"]
+    assert result.ratio("attnserve, stream", baseline("attnserve, stream")) == 1.5
+    assert baseline("attnserve, unary") == "transport, unary"
+    cells = {row[0]: row for row in table.rows(result, 2)}
+    assert cells["attnserve, unary"][4].endswith(table.MARK)
+    assert cells["attnserve, stream"][1:7] == ["1.50", "1.50", "1.50", "100", "150", "0%"]
+    assert cells["Mosec, http"][3] == "0.75"
+    assert result.best_peer() == "Triton, unary"
+    assert "at most" in table.memory(Memory(1, 2))
+    assert "at most" not in table.memory(Memory(1, None))
+    (compared, limit) = goals([result])
+    assert (compared.found, compared.reached) == (1.5, True)
+    assert (limit.found, limit.reached) == (1.5, True)
+    alone = {way: figures for way, figures in ways.items() if not way.startswith(("Triton", "Mosec"))}
+    (compared, _) = goals([replace(result, ways=alone)])
+    assert (compared.found, compared.reached) == (None, None)
+
+    nothing = dict.fromkeys(FIGURES)
+    none_answered = {**nothing, **dict.fromkeys(("requests_per_second", "tokens_per_second"), Figure.of([0.0]))}
+    none_answered["other_cores"] = quiet["other_cores"]
+    refusing = {"Mosec, http": {"HTTP 408": 7}}
+    result = replace(result, ways={**ways, "Mosec, http": none_answered}, refused=refusing)
+    assert table.rows(result, 2)[-1][4:10] == ["0", "0", "0%", "", "", ""]
+    assert table.refusals(refusing) == ["Mosec, http was refused: 7 times 'HTTP 408'"]
+    assert "7 times 'HTTP 408'" in str(table.rendered(result, 2).caption)
+    (compared, _) = goals([replace(result, ways={**alone, "Mosec, http": none_answered})])
+    assert compared.found is not None
+    assert math.isnan(compared.found)
+    assert not compared.reached
+
+
+def test_an_open_loop_leaves_out_none_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.meters.perf_counter", lambda: now[0])
+    arrivals = OpenLoop([0, 1], 2.0, 12.0, seed=0)
+    arrivals.begun = 100.0
+    clock = OpenClock(WORKLOADS["S"], arrivals, 2.0, lambda: 0.0)
+    counted = [time for time in arrivals.times if time >= 2.0]
+    assert 0 < len(counted) < len(arrivals.times)
+    going = []
+    for number, time in enumerate(arrivals.times):
+        now[0] = 200.0 + number  # a server that stalls for as long as all are due
+        going.append(clock.replied(0, 100.0 + time, b""))
+    assert going == [True] * (len(arrivals.times) - 1) + [False]
+    assert len(clock.measurement.latencies) == len(counted)
+    assert max(clock.measurement.latencies) > 95
+
+
+async def test_open_loops_send_when_it_is_due_and_closed_ones_when_a_reply_came() -> None:
+    arrivals = OpenLoop([7, 8], 1000.0, 0.05, seed=3)
+    sent: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
+    arrivals.begin(lambda number, due: sent.put_nowait((number, due)))
+    found = [await sent.get() for _ in arrivals.times]
+    arrivals.end()
+    assert [number for number, _ in found] == [(7, 8)[place % 2] for place in range(len(found))]
+    assert [due - arrivals.begun for _, due in found] == pytest.approx(arrivals.times)
+    assert arrivals.answered() is None
+    assert all(late >= 0 for late in arrivals.late)
+
+    closed, first = ClosedLoop([1, 2, 3], 2), []
+    closed.begin(lambda number, _: first.append(number))
+    assert [*first, closed.answered()[0], closed.answered()[0]] == [1, 2, 3, 1]
+
+
+def test_products_are_measured_in_every_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(products, "ROUNDS", 1)
+    monkeypatch.setattr(products, "WIDTHS", ((32, 48), (48, 32)))
+    threads = torch.get_num_threads()
+    products.main()
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert [printed.count(widths) for widths in ("32 → 48", "48 → 32", "float32", "bfloat16")] == [2, 2, 1, 1]
