@@ -198,19 +198,7 @@ class CacheStore:
 
         The caller copies and writes before anything reads them. Raises ValueError if they were not reserved.
         """
-        append = reservation.appends.get((cache, layer))
-        if not reservation.is_open or append is None or not 0 <= tokens <= append.tokens:
-            raise ValueError(f"{tokens} tokens for layer {layer} were not reserved")
-        target = cache.layers[layer]
-        if (pages := target.pages_for(tokens)) > reservation.pages:
-            raise ValueError("the cache was forked or truncated out of turn")
-        if not append.appended:
-            append.before = target.length
-        placement, copied = target.append(tokens)
-        append.copied = append.copied if copied is None else copied
-        append.tokens -= tokens
-        append.appended += tokens
-        reservation.pages -= pages
+        placement = reservation.append(cache, layer, tokens)
         self.tokens += tokens
         return placement
 
@@ -219,14 +207,7 @@ class CacheStore:
 
         Raises ValueError if another operation has changed them since.
         """
-        for (cache, index), append in reservation.appends.items():
-            layer = cache.layers[index]
-            if append.appended and layer.length != append.before + append.appended:
-                raise ValueError("an append is undone out of turn")
-            if append.appended:
-                layer.restore(append.before, append.copied)
-                self.tokens -= append.appended
-                append.appended, append.copied = 0, None
+        self.tokens -= reservation.undo()
 
     def cancel(self, reservation: Reservation) -> None:
         """Ends a reservation: what is left of it is free for others. Appends that were made stay."""
@@ -239,7 +220,7 @@ class CacheStore:
                 self._allocator.release([append.copied])
             self.counts.appends += append.appended > 0
             self.counts.appended_tokens += append.appended
-        for cache in {cache for cache, _ in reservation.appends}:
+        for cache in reservation.caches:
             self._let_go(cache)
 
     def _make_room(self, wanted: dict[tuple[Cache, int], Append], idle: set[Cache], now: float) -> int:
