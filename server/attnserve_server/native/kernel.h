@@ -21,6 +21,7 @@ enum {
     TILE_ROWS = 6,
     FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
     UNIT_ROWS = 126,    /* a unit of work has no more, if its call is in no group */
+    GROUP_ROWS = 504,   /* calls of a group that together have more of a key head are computed as several groups */
 };
 
 struct row {
@@ -29,7 +30,8 @@ struct row {
     const uint8_t *mask;
     int64_t begin, end;         /* the keys that it reaches, but for its mask */
     int64_t head, query;
-    int64_t nearest, distance;  /* the key within reach that its position is nearest to, and from where to where */
+    int64_t nearest;            /* the key within reach that its position is nearest to, */
+    double distance;            /* and how far that is */
     int64_t reached;            /* how many keys have not been excluded so far */
     float slope;
     float top, total;           /* the greatest score so far, and the sum of all exp(score - top) */
@@ -46,6 +48,11 @@ struct memory {
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+/* a + b, or whichever number is nearest to it. */
+INLINE int64_t sum_of(int64_t a, int64_t b) {
+    int64_t sum;
+    return !__builtin_add_overflow(a, b, &sum) ? sum : b < 0 ? INT64_MIN : INT64_MAX;
+}
 /* An element of an array that may lie anywhere. */
 INLINE float float_at(const float *base, int64_t index) {
     float found;
@@ -53,6 +60,10 @@ INLINE float float_at(const float *base, int64_t index) {
     return found;
 }
 INLINE int64_t padded(int64_t width) { return (width + V - 1) / V * V; }
+/* How many rows of a call read the same key head. */
+INLINE int64_t rows_of_call(const struct call *call) {
+    return call->query_length * (call->query_heads / call->kv_heads);
+}
 
 /* exp(x) for x <= 0, 0 for what is too small: Cephes' polynomial, within 2 units in the last place. NaN stays NaN. */
 INLINE vec vexp(vec x) {
@@ -465,16 +476,16 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
 
 /* The row of a query in a head. */
 static void begin_row(struct row *row, const struct call *call, int64_t head, int64_t query) {
-    int64_t position = call->offset + query;
-    int64_t begin = call->left >= 0 ? most(position - call->left, 0) : 0;
-    int64_t end = call->right >= 0 ? least(position + call->right + 1, call->kv_length) : call->kv_length;
+    int64_t position = sum_of(call->offset, query);
+    int64_t begin = call->left >= 0 ? most(sum_of(position, -call->left), 0) : 0;
+    int64_t end = call->right >= 0 ? least(sum_of(sum_of(position, call->right), 1), call->kv_length) : call->kv_length;
     row->call = call;
     row->head = head;
     row->query = query;
     row->begin = begin;
     row->end = most(end, begin);
     row->nearest = most(least(position, row->end - 1), begin);
-    row->distance = begin < end ? llabs(position - row->nearest) : 0;
+    row->distance = begin < end ? fabs((double)position - (double)row->nearest) : 0;
     row->bias = call->bias ? call->bias + head * call->bias_head + query * call->bias_query : NULL;
     row->mask = call->mask ? call->mask + head * call->mask_head + query * call->mask_query : NULL;
     row->slope = call->slopes ? float_at(call->slopes, head) : 0;
@@ -501,7 +512,7 @@ static int end_row(const struct row *row, const float *output) {
     }
     vec share = vset(total == 0 ? 0 : (float)(fade / total)), suspect = vzero();
     for (int64_t c = 0; c < call->value_dim; c += V) {
-        vec x = vload(output + c) * share;
+        vec x = vfma(vload(output + c), share, vzero()); /* 0 even where what is next to nothing has made it -0 */
         suspect = suspect + x * vzero();
         narrow(x, call->query_dtype, least(V, call->value_dim - c), to + c * element_size);
     }
@@ -519,7 +530,7 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
                      int64_t last) {
     int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
     int64_t width = padded(calls->head_dim), value_width = padded(calls->value_dim);
-    int few = calls->query_length * group <= FEW_ROWS;
+    int few = rows_of_call(calls) <= FEW_ROWS;
     for (int64_t i = 0; i < count; i++) {
         const struct call *call = calls + i;
         for (int64_t r = 0; r < rows; r++) {
@@ -532,29 +543,37 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
     memset(memory->outputs, 0, count * rows * value_width * sizeof(float));
     int64_t together = 0;
     if (count > 1) {
-        together = INT64_MAX;
-        for (int64_t i = 1; i < count; i++) together = least(together, calls[i].shared);
+        together = calls->kv_length / calls->page_tokens; /* a page that is not full may be fuller in another call */
+        for (int64_t i = 1; i < count; i++)
+            together = least(together, least(calls[i].shared, calls[i].kv_length / calls[i].page_tokens));
         together *= calls->page_tokens;
         meet(memory, 0, count * rows, kv_head, 0, together, few);
     }
     for (int64_t i = 0; i < count; i++) {
         meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
-        for (int64_t r = i * rows; r < (i + 1) * rows; r++)
-            if (!end_row(memory->rows + r, memory->outputs + r * value_width))
-                __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+        for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
+            struct row *row = memory->rows + r;
+            float *output = memory->outputs + r * value_width;
+            if (end_row(row, output) || !__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED)) continue;
+            /* It may come from a value that only other rows of the tile reach, even those of other calls. */
+            begin_row(row, row->call, row->head, row->query);
+            memset(output, 0, value_width * sizeof(float));
+            meet(memory, r, r + 1, kv_head, 0, row->call->kv_length, few);
+            if (!end_row(row, output)) __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+        }
     }
 }
 
-/* How many of the calls from the first on are a group. */
+/* How many of the calls from the first on are computed as a group. */
 static int64_t group_of(const struct call *calls, int64_t count) {
-    int64_t found = 1;
-    while (found < count && calls[found].shared > 0) found++;
+    int64_t found = 1, rows = most(rows_of_call(calls), 1);
+    while (found < count && calls[found].shared > 0 && (found + 1) * rows <= GROUP_ROWS) found++;
     return found;
 }
 
-/* The rows of a unit of a group of calls. */
+/* The rows of each call in a unit of a group of calls. */
 static int64_t unit_rows(const struct call *calls, int64_t group) {
-    int64_t rows = calls->query_length * (calls->query_heads / calls->kv_heads);
+    int64_t rows = rows_of_call(calls);
     return group > 1 ? most(rows, 1) : most(least(rows, UNIT_ROWS), 1);
 }
 
@@ -589,7 +608,7 @@ int64_t ATTEND(struct call *calls, int64_t count, int64_t *next) {
         int64_t unit = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), before = 0;
         for (int64_t at = 0; at < count;) {
             int64_t group = group_of(calls + at, count - at), each = unit_rows(calls + at, group);
-            int64_t rows = calls[at].query_length * (calls[at].query_heads / calls[at].kv_heads);
+            int64_t rows = rows_of_call(calls + at);
             int64_t parts = (rows + each - 1) / each, units = parts * calls[at].kv_heads;
             for (; unit < before + units; unit = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) {
                 int64_t head = (unit - before) / parts, part = (unit - before) % parts;

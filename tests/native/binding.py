@@ -1,0 +1,262 @@
+"""Calls of the native kernel made of arrays, and what the oracle says of them.
+
+Inputs lie where a `Place` puts them: at any address, with any strides, between bytes that are NaN in every dtype, so
+that what is read beside an array shows. Outputs lie between bytes that must stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from oracle import Array
+
+from attnserve_server.native.library import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Addresses,
+    Library,
+    Shape,
+    Strides,
+    available,
+    pack,
+)
+
+BFLOAT: Final = np.dtype(ml_dtypes.bfloat16)
+DTYPES: Final[dict[np.dtype[Any], int]] = {
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float16): FLOAT16,
+    BFLOAT: BFLOAT16,
+}
+HALF_A_UNIT: Final[dict[np.dtype[Any], float]] = {
+    np.dtype(np.float32): 0.0,
+    np.dtype(np.float16): 2.0**-11,
+    BFLOAT: 2.0**-8,
+}
+"""By how much, relatively, rounding to a dtype changes a result at most, beside what float32 may."""
+
+NAN_BYTE, CANARY = 0xFF, 0xA5
+
+each_instructions = pytest.mark.parametrize(
+    "instructions",
+    available()
+    or [pytest.param("", marks=() if "REQUIRE_NATIVE" in os.environ else pytest.mark.skip("no native kernel is here"))],
+)
+"""The test runs with each set of instructions of this processor."""
+
+
+class Place(NamedTuple):
+    """How an array lies in memory: which of its first two axes comes first, gaps, and the first byte's address."""
+
+    tokens_first: bool = False
+    token_gap: int = 0
+    """Elements between tokens."""
+    address: int = 0
+    """Bytes behind a multiple of 64."""
+
+
+PACKED: Final = Place()
+
+
+def laid(array: Array, place: Place = PACKED, fill: int = NAN_BYTE) -> Array:
+    """A copy of an array [heads, tokens, width], which lies as a place says between bytes of `fill`."""
+    heads, tokens, width = array.shape
+    element = array.itemsize
+    row = width + place.token_gap
+    steps = (row, heads * row) if place.tokens_first else (tokens * row, row)
+    memory = np.full(heads * tokens * row * element + 256, fill, np.uint8)
+    offset = -memory.ctypes.data % 64 + 64 + place.address
+    copy: Array = np.ndarray(
+        array.shape, array.dtype, memory.data, offset, (steps[0] * element, steps[1] * element, element)
+    )
+    copy[...] = array
+    return copy
+
+
+@dataclass(frozen=True)
+class Call:
+    """One sequence. query [Hq, Lq, D], key [Hk, S, D], value [Hk, S, Dv] by any strides, the last axis adjacent."""
+
+    query: Array
+    key: Array
+    value: Array
+    offset: int = 0
+    left: int = -1
+    right: int = -1
+    mask: Array | None = None
+    """[Hq or 1, Lq or 1, S or 1], as biases."""
+    bias: Array | None = None
+    slopes: Array | None = None
+    sinks: Array | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    output: Place = PACKED
+    page_tokens: int = 0
+    key_pages: tuple[Array, ...] = ()
+    """Where the keys are if `page_tokens`: [Hk, page_tokens, D] each, of equal strides. `key` is for the oracle."""
+    value_pages: tuple[Array, ...] = ()
+    shared: int = 0
+
+    @property
+    def expected(self) -> oracle.Expected:
+        """What the oracle says."""
+        return oracle.attend(
+            self.query,
+            self.key,
+            self.value,
+            query_offset=self.offset,
+            window=(self.left, self.right),
+            mask=self.mask,
+            bias=self.bias,
+            alibi_slopes=self.slopes,
+            sinks=self.sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call: output [Hq, Lq, Dv], lse [Hq, Lq], and whether that is finite."""
+
+    output: Array
+    lse: Array
+    finite: bool
+
+
+class _Packed:
+    """A call as the kernel reads it, and what must live until it has."""
+
+    def __init__(self, call: Call) -> None:
+        (heads, length, width), value_width = call.query.shape, call.value.shape[2]
+        nothing = np.zeros((heads, length, value_width), call.query.dtype)
+        self.output = laid(nothing, call.output, CANARY)
+        self.lse = laid(np.zeros((1, heads, length), np.float32), Place(address=call.output.address), CANARY)[0]
+        key, value, self._pages = call.key, call.value, []
+        key_at, value_at = key.ctypes.data, value.ctypes.data
+        if call.page_tokens:
+            if call.key_pages:
+                key, value = call.key_pages[0], call.value_pages[0]
+            for pages in (call.key_pages, call.value_pages):
+                self._pages.append(np.array([page.ctypes.data for page in pages], np.uintp))
+            key_at, value_at = (each.ctypes.data for each in self._pages)
+        shape = Shape(
+            query_length=length,
+            kv_length=call.key.shape[1],
+            offset=call.offset,
+            query_heads=heads,
+            kv_heads=call.key.shape[0],
+            head_dim=width,
+            value_dim=value_width,
+            query_dtype=DTYPES[call.query.dtype],
+            kv_dtype=DTYPES[call.key.dtype],
+            page_tokens=call.page_tokens,
+            query=_strides(call.query),
+            key=_strides(key),
+            value=_strides(value),
+            output=_strides(self.output),
+            lse_head=length,
+            mask=_steps(call.mask),
+            bias=_steps(call.bias),
+            left=call.left,
+            right=call.right,
+            scale=1 / width**0.5 if call.scale is None else call.scale,
+            softcap=call.softcap,
+        )
+        options = [0 if each is None else each.ctypes.data for each in (call.mask, call.bias, call.slopes, call.sinks)]
+        addresses = (call.query.ctypes.data, key_at, value_at, self.output.ctypes.data, self.lse.ctypes.data, *options)
+        self.bytes = pack(cast(Addresses, addresses), shape.packed(), call.shared)
+
+    def outcome(self, finite: bool) -> Outcome:
+        """What has come of it. Around that nothing may have been written."""
+        outcome = Outcome(self.output.copy(), self.lse.copy(), finite)
+        for array in (self.output, self.lse):
+            array[...] = np.frombuffer(bytes([CANARY] * array.itemsize), array.dtype)[0]
+            memory = array
+            while memory.base is not None:
+                memory = memory.base if isinstance(memory.base, np.ndarray) else np.asarray(memory.base)
+            assert (memory == CANARY).all(), "something was written beside a result"
+        return outcome
+
+
+def attend(library: Library, calls: Sequence[Call], threads: int = 1) -> list[Outcome]:
+    """What comes of calls that are computed together."""
+    packed = [_Packed(call) for call in calls]
+    finite = library.attend(
+        bytearray().join(each.bytes for each in packed), on_threads(threads) if threads > 1 else None
+    )
+    return [each.outcome(is_finite) for each, is_finite in zip(packed, finite.tolist(), strict=True)]
+
+
+def on_threads(count: int) -> Callable[[Callable[[], None]], None]:
+    """Runs a function on so many threads that begin together."""
+
+    def run(compute: Callable[[], None]) -> None:
+        barrier = threading.Barrier(count)
+
+        def begin() -> None:
+            barrier.wait()
+            compute()
+
+        started = [threading.Thread(target=begin) for _ in range(count)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+
+    return run
+
+
+def paged(call: Call, page_tokens: int, order: Sequence[int]) -> Call:
+    """The same call with its keys and values in pages, which lie in memory in this order."""
+    pages = []
+    for array in (call.key, call.value):
+        heads, tokens, width = array.shape
+        count = -(-tokens // page_tokens)
+        pool = np.full((max(count, 1), heads, page_tokens, width), np.nan, np.float32).astype(array.dtype)
+        own = [pool[order[number]] for number in range(count)]
+        for number, page in enumerate(own):
+            part = array[:, number * page_tokens : (number + 1) * page_tokens]
+            page[:, : part.shape[1]] = part
+        pages.append(tuple(own))
+    return replace(call, page_tokens=page_tokens, key_pages=pages[0], value_pages=pages[1])
+
+
+def assert_right(call: Call, outcome: Outcome, tolerance: float = 2e-6) -> None:
+    """Asserts that a call came out finite and as the oracle has it."""
+    expected = call.expected
+    assert outcome.finite
+    # Scores are float32, so that the error of an exponential grows with their size.
+    seen = np.where(expected.attended, expected.masked, 0.0)
+    tolerance *= max(1.0, float(np.abs(seen).max(initial=0)) / 8)
+    output, error = outcome.output.astype(np.float64), HALF_A_UNIT[call.query.dtype]
+    limit = tolerance * max(1.0, float(np.abs(expected.output).max(initial=0))) + error * np.abs(expected.output)
+    if call.query.dtype == np.float16:
+        limit = limit + 2.0**-25  # half of its smallest number
+    assert (np.abs(output - expected.output) <= limit).all(), np.abs(output - expected.output).max()
+    nothing = np.isneginf(expected.lse)
+    np.testing.assert_array_equal(np.isneginf(outcome.lse), nothing)
+    lse = expected.lse[~nothing]
+    assert (np.abs(outcome.lse[~nothing] - lse) <= tolerance * np.maximum(1.0, np.abs(lse))).all()
+
+
+def _strides(array: Array) -> Strides:
+    assert not array.size or array.shape[2] == 1 or array.strides[2] == array.itemsize
+    return Strides(array.strides[1] // array.itemsize, array.strides[0] // array.itemsize)
+
+
+def _steps(array: Array | None) -> tuple[int, ...]:
+    """From head to head, query to query and key to key; 0 where there is but one."""
+    if array is None:
+        return 0, 0, 0
+    return tuple(
+        0 if length == 1 else step // array.itemsize for length, step in zip(array.shape, array.strides, strict=True)
+    )

@@ -1,0 +1,79 @@
+"""Calls of the native kernel drawn at random: every option, shape, dtype and place in memory, alone and together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+from binding import BFLOAT, Call, Place, laid, paged
+from hypothesis import strategies as st
+from oracle import Array
+
+WIDTHS = (1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 80, 96, 128, 129, 200, 256)
+LENGTHS = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 13, 17, 33, 66, 130)
+KEYS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 66, 100, 127, 128, 129, 200, 257)
+FLOATS = (np.dtype(np.float32), np.dtype(np.float32), np.dtype(np.float16), BFLOAT)
+
+randoms = st.integers(0, 2**32 - 1).map(Random)
+"""What calls are drawn with."""
+
+
+def random_call(random: Random) -> Call:
+    """A call of any kind. Arrays are unit-normal, rounded to their dtypes."""
+    numbers = np.random.default_rng(random.randrange(2**32))
+    kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 3, 4, 7))
+    heads, length, keys = kv_heads * group, random.choice(LENGTHS), random.choice(KEYS)
+    width, value_width = random.choice(WIDTHS), random.choice(WIDTHS)
+    query_dtype = random.choice(FLOATS)
+    kv_dtype = random.choice((query_dtype, query_dtype, *FLOATS))
+    call = Call(
+        query=normal(numbers, (heads, length, width)).astype(query_dtype),
+        key=normal(numbers, (kv_heads, keys, width)).astype(kv_dtype),
+        value=normal(numbers, (kv_heads, keys, value_width)).astype(kv_dtype),
+        offset=random.choice((0, 0, keys - length, random.randint(-300, 300), 10**12, -(10**12))),
+        left=random.choice((-1, -1, 0, 1, random.randrange(200))),
+        right=random.choice((-1, 0, 0, 1, random.randrange(200))),
+        scale=random.choice((None, None, None, 0.0, -0.25, 0.3)),
+        softcap=random.choice((0.0, 0.0, 1.0, 20.0)),
+        output=_place(random),
+    )
+    if random.random() < 0.3:
+        call = replace(
+            call, mask=_shrunk(random, numbers.random((heads, length, keys)) < random.choice((0.1, 0.5, 0.9)))
+        )
+    elif random.random() < 0.3:
+        call = replace(call, slopes=numbers.standard_normal(heads).astype(np.float32), offset=min(call.offset, 300))
+    if random.random() < 0.3:
+        call = replace(call, bias=_shrunk(random, normal(numbers, (heads, length, keys))))
+    if random.random() < 0.3:
+        call = replace(call, sinks=normal(numbers, (heads,)))
+    if random.random() < 0.25 and keys:
+        tokens = random.choice((1, 5, 16, 32, 48, 64, 128))
+        order = list(range(-(-keys // tokens)))
+        random.shuffle(order)
+        call = paged(call, tokens, order)
+    return replace(
+        call,
+        query=laid(call.query, _place(random)),
+        key=laid(call.key, _place(random)),
+        value=laid(call.value, _place(random)),
+    )
+
+
+def _place(random: Random) -> Place:
+    return Place(random.random() < 0.5, random.choice((0, 0, 1, 3, 16)), random.choice((0, 0, 4, 32, 1, 2, 3, 37)))
+
+
+def _shrunk(random: Random, array: Array) -> Array:
+    """An array as it is, or with fewer axes along which it differs: the rest is broadcast."""
+    for axis, length in enumerate(array.shape):
+        if length and random.random() < 0.35:
+            array = array.take([0], axis)
+    return laid(array, Place(address=random.choice((0, 1, 2, 4, 7))))
+
+
+def normal(numbers: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Unit-normal numbers of float32."""
+    drawn: Array = numbers.standard_normal(shape).astype(np.float32)
+    return drawn
