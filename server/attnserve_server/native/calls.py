@@ -46,13 +46,13 @@ def applies(call: AttentionCall) -> bool:
 def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Threads | None) -> list[AttentionResult]:
     """The results of calls to which `applies` applies. `threads` as in the library."""
     packed = bytearray()
-    results = []
+    results, alive = [], []  # until the kernel has read it
     for call in calls:
         (count, heads, length, _), dtype = call.query.shape, torch.float32
         output = call.query.new_empty(count, heads, length, call.value.shape[3])
         lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
         results.append(AttentionResult(output, lse, None, NAME))
-        _add(packed, call, output, lse)
+        alive.append(_add(packed, call, output, lse))
     finite = library.attend(packed, threads)
     if not finite.all():
         begin = 0
@@ -67,10 +67,12 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Thread
     return results
 
 
-def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Packs each sequence of a call."""
+def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None) -> object:
+    """Packs each sequence of a call. Returns what it may have copied."""
     query, key, value = call.query, call.key, call.value
-    mask, bias = (None if each is None else _broadcast(each, query.shape, key.shape) for each in (call.mask, call.bias))
+    mask, bias = (
+        None if each is None else broadcast(each, (*query.shape[:3], key.shape[2])) for each in (call.mask, call.bias)
+    )
     shape = Shape(
         query_length=query.shape[2],
         kv_length=key.shape[2],
@@ -82,10 +84,10 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
         query_dtype=DTYPES[query.dtype],
         kv_dtype=DTYPES[key.dtype],
         page_tokens=0,
-        query=_strides(query),
-        key=_strides(key),
-        value=_strides(value),
-        output=_strides(output),
+        query=strides_of(query),
+        key=strides_of(key),
+        value=strides_of(value),
+        output=strides_of(output),
         lse_head=query.shape[2],
         mask=(0, 0, 0) if mask is None else mask.stride()[1:],
         bias=(0, 0, 0) if bias is None else bias.stride()[1:],
@@ -102,14 +104,16 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
         places = (start + n * step for start, step in zip(starts, steps, strict=True))
         addresses: Addresses = (*places, *constant)  # type: ignore[assignment]
         packed += pack(addresses, shape)
+    return mask, bias
 
 
-def _strides(tensor: torch.Tensor) -> Strides:
+def strides_of(tensor: torch.Tensor) -> Strides:
+    """Of a tensor [N, H, L, width]."""
     return Strides(tensor.stride(2), tensor.stride(1))
 
 
-def _broadcast(tensor: torch.Tensor, query: torch.Size, key: torch.Size) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A mask or bias of rank 4 as [N, Hq, Lq, S], whose strides are 0 where it is broadcast, and 1 from key to key."""
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:
         tensor = tensor.contiguous()
-    return tensor.expand(query[0], query[1], query[2], key[2])
+    return tensor.expand(shape)

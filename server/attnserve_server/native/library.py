@@ -38,6 +38,7 @@ float32, masks of bytes; in pages, key and value are the addresses of arrays of 
 """
 _VARYING: Final = struct.Struct("=9Qqq")
 _FIXED: Final = struct.Struct("=27q2d")
+_KEYS: Final = struct.Struct("=2q")
 CALL_BYTES: Final = _VARYING.size + _FIXED.size
 _FINITE: Final = 10
 """The place of a call's `finite` among its fields."""
@@ -95,6 +96,11 @@ class Shape(NamedTuple):
 def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:
     """A call, of which so many first pages are also those of the call before it."""
     return _VARYING.pack(*addresses, shared, 1) + shape
+
+
+def with_keys(shape: bytes, kv_length: int, offset: int) -> bytes:
+    """A packed shape, but for so many keys, and with the first query at that position."""
+    return shape[:8] + _KEYS.pack(kv_length, offset) + shape[8 + _KEYS.size :]
 
 
 class Library:

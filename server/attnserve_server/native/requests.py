@@ -7,41 +7,21 @@ way. Where a sequence's tensors begin follows from a problem, and callers send t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.native.library import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    MAX_WIDTH,
-    Addresses,
-    Library,
-    Shape,
-    Strides,
-    Threads,
-    pack,
-)
+from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack
+from attnserve_server.native.payloads import DTYPES, address, aligned, applies, broadcast_strides, floats, strides_of
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
 from attnserve_server.work import RequestResult
 
-DTYPES: Final[dict[int, int]] = {
-    pb.DATA_TYPE_FLOAT32: FLOAT32,
-    pb.DATA_TYPE_FLOAT16: FLOAT16,
-    pb.DATA_TYPE_BFLOAT16: BFLOAT16,
-}
 MOST_KEPT: Final = 4096
 """So many problems are remembered,"""
 MOST_SEQUENCES: Final = 64
 """of no more than so many sequences."""
-ALIGNMENT: Final = 64
-"""Results begin at multiples of so many bytes."""
-
 _FLOATS: Final = ("bias", "alibi_slopes", "sinks")
 
 
@@ -78,7 +58,7 @@ class NativeRequests:
         size = 0
         for plan in plans:
             if plan is not None:
-                size += _aligned(plan.output_bytes) + _aligned(plan.lse_bytes)
+                size += aligned(plan.output_bytes) + aligned(plan.lse_bytes)
         memory = np.empty(size, np.uint8)
         replies = memoryview(memory)  # type: ignore[arg-type]
         results: list[RequestResult | None] = []
@@ -88,19 +68,17 @@ class NativeRequests:
             if plan is None:
                 results.append(None)
                 continue
-            output, at = at, at + _aligned(plan.output_bytes)
-            lse, at = at, at + _aligned(plan.lse_bytes)
+            output, at = at, at + aligned(plan.output_bytes)
+            lse, at = at, at + aligned(plan.lse_bytes)
             problem, payloads = plan.problem, request.payloads
-            query, key, value = (
-                _address(payloads, problem.tensors[name].payload) for name in ("query", "key", "value")
-            )
+            query, key, value = (address(payloads, problem.tensors[name].payload) for name in ("query", "key", "value"))
             mask = bias = slopes = sinks = 0
             if len(problem.tensors) > 3:
                 if "mask" in problem.tensors:
-                    mask = _address(payloads, problem.tensors["mask"].payload)
-                floats = [_floats(request, name) for name in _FLOATS]
-                alive.append(floats)  # until the kernel has read them
-                bias, slopes, sinks = (0 if each is None else each.ctypes.data for each in floats)
+                    mask = address(payloads, problem.tensors["mask"].payload)
+                converted = [floats(problem, payloads, name) for name in _FLOATS]
+                alive.append(converted)  # until the kernel has read them
+                bias, slopes, sinks = (0 if each is None else each.ctypes.data for each in converted)
             lse_address = base + lse if plan.lse_bytes else 0
             for (of_query, of_key, of_value, of_output, of_lse, of_mask, of_bias), shape in plan.sequences:
                 addresses: Addresses = (
@@ -136,7 +114,7 @@ class NativeRequests:
         plan = self._plans.get(id(problem))
         if plan is not None and plan.spans is spans:  # it keeps its problem alive, so that no other has this id
             return plan
-        if plan is None and not _applies(problem):
+        if plan is None and not applies(problem):
             return None
         plan = _planned(problem, spans)
         if len(plan.sequences) <= MOST_SEQUENCES:
@@ -146,26 +124,13 @@ class NativeRequests:
         return plan
 
 
-def _applies(problem: Problem) -> bool:
-    """Whether the native kernel computes such requests."""
-    names = problem.tensors.keys()
-    return (
-        problem.dtype in DTYPES
-        and problem.score is None
-        and problem.return_scores is None
-        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-        and not {"mask", "alibi_slopes"} <= names
-        and max(problem.head_dim, problem.value_dim) <= MAX_WIDTH
-    )
-
-
 def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
     itemsize = _dtypes.NUMPY[problem.dtype].itemsize
     heads, kv_heads = problem.query_heads, problem.kv_heads
     rows, keys = problem.query_length, problem.kv_length
     batch = 1 if problem.packed else problem.batch
     tokens_first = problem.length_first and problem.rank > 2
-    mask, bias = (_broadcast(problem, name) for name in ("mask", "bias"))
+    mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
     sequences = []
     for span in spans:
         shape = Shape(
@@ -179,10 +144,10 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
             query_dtype=DTYPES[problem.dtype],
             kv_dtype=DTYPES[problem.dtype],
             page_tokens=0,
-            query=_strides(tokens_first, heads, rows, problem.head_dim),
-            key=_strides(tokens_first, kv_heads, keys, problem.key_dim),
-            value=_strides(tokens_first, kv_heads, keys, problem.value_dim),
-            output=_strides(tokens_first, heads, rows, problem.value_dim),
+            query=strides_of(tokens_first, heads, rows, problem.head_dim),
+            key=strides_of(tokens_first, kv_heads, keys, problem.key_dim),
+            value=strides_of(tokens_first, kv_heads, keys, problem.value_dim),
+            output=strides_of(tokens_first, heads, rows, problem.value_dim),
             lse_head=rows,
             mask=mask[1:],
             bias=bias[1:],
@@ -212,45 +177,3 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
         batch * rows * heads * problem.value_dim * itemsize,
         batch * rows * heads * 4 if problem.return_lse else 0,
     )
-
-
-def _strides(tokens_first: bool, heads: int, length: int, width: int) -> Strides:
-    return Strides(heads * width, width) if tokens_first else Strides(width, length * width)
-
-
-def _broadcast(problem: Problem, name: str) -> tuple[int, ...]:
-    """The strides of a mask or bias along its 4 axes, 0 where it is broadcast."""
-    spec = problem.tensors.get(name)
-    if spec is None:
-        return 0, 0, 0, 0
-    shape, strides, step = (1,) * (4 - len(spec.shape)) + spec.shape, [], 1
-    for length in reversed(shape):
-        strides.append(step if length > 1 else 0)
-        step *= length
-    return tuple(reversed(strides))
-
-
-def _floats(request: Request, name: str) -> NDArray[Any] | None:
-    """A tensor of biases or the like as float32, in which what was finite stays finite."""
-    spec = request.problem.tensors.get(name)
-    if spec is None:
-        return None
-    array = np.frombuffer(request.payload(name), _dtypes.NUMPY[spec.dtype])
-    if spec.dtype == pb.DATA_TYPE_FLOAT32:
-        return array
-    if spec.dtype == pb.DATA_TYPE_FLOAT64:
-        largest = np.finfo(np.float32).max
-        array = np.where(np.isfinite(array), array.clip(-largest, largest), array)
-    return array.astype(np.float32)
-
-
-def _address(payloads: Sequence[memoryview], place: int) -> int:
-    """Where a payload is; anywhere if it has no elements."""
-    if place < 0 or not payloads[place]:
-        return ALIGNMENT
-    address: int = np.frombuffer(payloads[place], np.uint8).ctypes.data
-    return address
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

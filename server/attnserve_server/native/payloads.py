@@ -1,0 +1,82 @@
+"""Tensors of requests as the native kernel reads them: where they were received, by addresses and strides.
+
+In: a problem and the payloads of a request. Out: addresses, strides, and copies of what has another dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnserve import _dtypes
+from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, MAX_WIDTH, Strides
+from attnserve_server.problem import Problem
+
+DTYPES: Final[dict[int, int]] = {
+    pb.DATA_TYPE_FLOAT32: FLOAT32,
+    pb.DATA_TYPE_FLOAT16: FLOAT16,
+    pb.DATA_TYPE_BFLOAT16: BFLOAT16,
+}
+ALIGNMENT: Final = 64
+"""Results begin at multiples of so many bytes."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the native kernel computes such requests."""
+    names = problem.tensors.keys()
+    return (
+        problem.dtype in DTYPES
+        and problem.score is None
+        and problem.return_scores is None
+        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+        and not {"mask", "alibi_slopes"} <= names
+        and max(problem.head_dim, problem.value_dim) <= MAX_WIDTH
+    )
+
+
+def strides_of(tokens_first: bool, heads: int, length: int, width: int) -> Strides:
+    """Of a packed tensor of so many heads and tokens, in one of two layouts."""
+    return Strides(heads * width, width) if tokens_first else Strides(width, length * width)
+
+
+def broadcast_strides(problem: Problem, name: str) -> tuple[int, ...]:
+    """The strides of a mask or bias along its 4 axes, 0 where it is broadcast."""
+    spec = problem.tensors.get(name)
+    if spec is None:
+        return 0, 0, 0, 0
+    shape, strides, step = (1,) * (4 - len(spec.shape)) + spec.shape, [], 1
+    for length in reversed(shape):
+        strides.append(step if length > 1 else 0)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArray[Any] | None:
+    """A tensor of biases or the like as float32, in which what was finite stays finite."""
+    spec = problem.tensors.get(name)
+    if spec is None:
+        return None
+    array = np.frombuffer(payloads[spec.payload] if spec.payload >= 0 else b"", _dtypes.NUMPY[spec.dtype])
+    if spec.dtype == pb.DATA_TYPE_FLOAT32:
+        return array
+    if spec.dtype == pb.DATA_TYPE_FLOAT64:
+        largest = np.finfo(np.float32).max
+        array = np.where(np.isfinite(array), array.clip(-largest, largest), array)
+    return array.astype(np.float32)
+
+
+def address(payloads: Sequence[memoryview], place: int) -> int:
+    """Where a payload is; anywhere if it has no elements."""
+    if place < 0 or not payloads[place]:
+        return ALIGNMENT
+    found: int = np.frombuffer(payloads[place], np.uint8).ctypes.data
+    return found
+
+
+def aligned(size: int) -> int:
+    """Where something can begin behind so many bytes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
