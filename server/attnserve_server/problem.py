@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as attribute
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -42,7 +43,7 @@ class Problem:
     do everything. `kind` is that of `Work`.
     """
 
-    tensors: Mapping[str, TensorSpec]
+    tensors: Mapping[str, TensorSpec] = attribute(hash=False)
     dtype: int
     rank: int
     length_first: bool

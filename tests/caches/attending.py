@@ -30,6 +30,7 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import cpu
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.kernels import AttentionResult
+from attnserve_server.native import library
 
 PAGES = 400
 EVERY_STORAGE = pytest.mark.parametrize("storage", sorted(STORAGE))
@@ -37,13 +38,17 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
 STORAGES = st.sampled_from(sorted(STORAGE))
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    """Two threads, which divide all work, however small."""
+@pytest.fixture(scope="module", params=["native", "tensors"])
+def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
+    """Two threads, which divide all work, however small; with the native kernel, and without."""
+    native = library.best() if request.param == "native" else None
+    if native is None and request.param == "native":
+        pytest.skip("there is no native kernel here")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "SPLIT_FLOPS", 0)
-        device = CpuDevice(2, 0)
+        patch.setattr(cpu, "ALONE_FLOPS", 0)
+        device = CpuDevice(2, 0, native)
         yield device
         device.close()
     torch.set_num_threads(threads)

@@ -38,9 +38,10 @@ from test_kernels import tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve_server.caches import step as step_module
-from attnserve_server.caches.attend import attend_cache
+from attnserve_server.caches.attend import attend_cache, attend_tensors
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.native import library
 
 __all__ = ["device"]
 
@@ -67,15 +68,20 @@ def test_every_option_in_every_dtype(device: CpuDevice, dtype: str, storage: str
 
 @EVERY_OPTION
 @pytest.mark.parametrize("length", [1, 5])
-def test_few_queries_are_products_over_pages(device: CpuDevice, length: int, options: dict[str, Any]) -> None:
-    """But for rare options, values that are not whole vectors wide, and what has nothing to attend."""
+def test_which_kernel_computes_few_queries(device: CpuDevice, length: int, options: dict[str, Any]) -> None:
+    """Without the native kernel, products of matrices over whole pages, but for rare options, values that are not whole
+    vectors wide, and what has nothing to attend.
+    """
     case = plan_of(options, query_length=length).case(1)
     shape, pages = shape_of(case, "float32"), [*range(4)]
     pool = pool_for(shape, 16)
     fill(pool, shape, pages, case, (1000,))
     (result,) = attend_cache([query_of(case, "float32", pages)], pool, device)
-    rare = "softcap" in options or "score" in options or options.get("value_dim") == 24
-    rare |= "alibi" in options and "mask_shape" in options
+    rare = "score" in options or ("alibi" in options and "mask_shape" in options)
+    if device.native is not None:
+        assert (result.kernel == library.NAME) == (not rare)
+        return
+    rare |= "softcap" in options or options.get("value_dim") == 24
     assert (result.kernel == step_module.NAME) == (not rare and bool(case.expected.attended.any()))
 
 
@@ -133,7 +139,7 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
     pages = [trunk, trunk, branch, trunk, trunk, trunk]
     queries = [query_of(case, storage, own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
     counting = Counting(device)
-    for case, result in zip(cases, attend_cache(queries, pool, counting, fold=True), strict=True):
+    for case, result in zip(cases, attend_tensors(queries, pool, counting, fold=True), strict=True):
         accuracy.check(case, arrays(result))
     # Four are without mask and softcap, and 32 tokens are in the pages that all of those share.
     assert counting.keys == 6 * 61 - 3 * 32

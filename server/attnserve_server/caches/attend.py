@@ -1,4 +1,4 @@
-"""Attention to what caches hold: queries, each over the pages of one cache, as few calls of kernels, and merged.
+"""Attention to what caches hold: by the native kernel where there is one and it can, or as few calls of other kernels.
 
 In: queries and the pages they attend to. Out: a result each. What is computed by which call follows from a query and
 the length of its cache alone (see `parts.py`), and what calls gave is merged query by query, in the order of the keys:
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from attnserve_server.caches.native import attend_queries
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
@@ -20,20 +21,33 @@ from attnserve_server.caches.step import Step
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
 
-__all__ = ["CacheQuery", "attend_cache"]
+__all__ = ["CacheQuery", "attend_cache", "attend_tensors"]
 
 WAVE_BYTES = 1 << 28
 """The most bytes that copies and partial results of calls that run together may have, if it is more than one part."""
 
 
-def attend_cache(
-    queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool | None = None
-) -> list[AttentionResult]:
+def attend_cache(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute) -> list[AttentionResult]:
     """The result of each query: output [1, Hq, Lq, Dv]; lse [1, Hq, Lq] and scores [1, Hq, Lq, length] if asked for.
 
-    Rows with nothing to attend have output 0 and lse -inf. `fold` says whether few queries over pages are computed by
-    the kernels of `Attend`, page by page, those over the same pages as queries of one call: so it is on any device but
-    a CPU. The bits then depend on how many there are. Without it, few queries are computed as in `step.py`.
+    Rows with nothing to attend have output 0 and lse -inf.
+    """
+    if compute.attend_packed is None:
+        return attend_tensors(queries, pool, compute)
+    found = attend_queries(queries, pool, compute.attend_packed)
+    others = [query for query, result in zip(queries, found, strict=True) if result is None]
+    rest = iter(attend_tensors(others, pool, compute) if others else ())
+    return [next(rest) if result is None else result for result in found]
+
+
+def attend_tensors(
+    queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool | None = None
+) -> list[AttentionResult]:
+    """The same without the native kernel.
+
+    `fold` says whether few queries over pages are computed by the kernels of `Attend`, page by page, those over the
+    same pages as queries of one call: so it is on any device but a CPU. The bits then depend on how many there are.
+    Without it, few queries are computed as in `step.py`.
     """
     fold = compute.torch_device.type != "cpu" if fold is None else fold
     steps = [None if fold else Step.of(query, pool) for query in queries]

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape, half_page
@@ -44,6 +45,14 @@ class Block(NamedTuple):
     finite: bool
 
 
+class PageLayout(NamedTuple):
+    """How tokens of a shape lie in a page: from token to token and from head to head, in elements."""
+
+    tokens_per_page: int
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Views:
     """The whole pool as keys [pages, Hk, P, D] and as values [pages, Hk, P, Dv] of one shape."""
@@ -51,6 +60,12 @@ class _Views:
     key: torch.Tensor
     value: torch.Tensor
     tokens_per_page: int
+
+    @property
+    def layout(self) -> PageLayout:
+        """How tokens lie."""
+        key, value = ((whole.stride(2), whole.stride(1)) for whole in (self.key, self.value))
+        return PageLayout(self.tokens_per_page, key, value)
 
 
 class PagePool:
@@ -69,8 +84,12 @@ class PagePool:
         # Whether all that has been written to a page since its first slot is known to be finite, and all slots of
         # values behind that are. On other devices than a CPU nothing is known: to look would be to wait for the device.
         self._finite = bytearray(count)
+        self._finite_of = np.frombuffer(self._finite, np.uint8)
         self._looks = device.type == "cpu"
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
+        self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
+        self._addresses = self._keys.data_ptr(), self._values.data_ptr()
+        self._page_stride = self._keys.stride(0)
 
     def tokens_per_page(self, shape: CacheShape) -> int:
         """P of such tokens."""
@@ -115,6 +134,17 @@ class PagePool:
                 self._look(views, page, 1, slot, 1)
             elif not slot:
                 self._finite[page] = True
+
+    def addresses(self, pages: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the keys of pages begin in memory, and where their values do. Not on other devices than a CPU."""
+        offsets = pages.astype(np.int64) * self._page_stride
+        keys, values = self._addresses
+        return offsets + keys, offsets + values
+
+    def finite_pages(self, pages: NDArray[np.int32]) -> int:
+        """How many first ones of some pages are known to be finite."""
+        unknown = (self._finite_of[pages] == 0).nonzero()[0]
+        return int(unknown[0]) if len(unknown) else len(pages)
 
     def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block]:
         """What the first `tokens` slots of pages hold, which reach into the last page.

@@ -1,14 +1,19 @@
-"""A batch of attentions to caches, on a device: tensors in, appends written, kernels run, results out."""
+"""A batch of attentions to caches, on a device: appends written, queries computed, results in bytes.
+
+What the native kernel computes never becomes tensors (`direct.py`). All else does, here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.attend import CacheQuery, attend_tensors
+from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.devices.results import rows_of_bytes
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
@@ -44,17 +49,39 @@ def _heads_first(name: str, request: CachedRequest, device: Device) -> torch.Ten
 def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
     """Computes requests of one group."""
     begin = perf_counter()
-    queries: list[CacheQuery] = []
     for request in batch:
         _append(pool, device, request)
+    after_appends = perf_counter()
+    if device.attend_packed is None:
+        return _run_on_tensors(pool, device, batch, after_appends - begin)
+    found = attend_requests(batch, pool, device.attend_packed)
+    compute = perf_counter() - after_appends
+    rest = [request for request, result in zip(batch, found, strict=True) if result is None]
+    if not rest:
+        done = [result for result in found if result is not None]
+        return BatchResult(done, after_appends - begin, compute, 0.0, kernel_calls=device.take_kernel_calls())
+    others = _run_on_tensors(pool, device, rest, after_appends - begin)
+    results = iter(others.results)
+    return replace(
+        others,
+        results=[next(results) if result is None else result for result in found],
+        compute=others.compute + compute,
+    )
+
+
+def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedRequest], staged: float) -> BatchResult:
+    """Computes requests whose appends have been written, by kernels on torch tensors."""
+    begin = perf_counter()
+    queries: list[CacheQuery] = []
+    for request in batch:
         queries += _queries(device, request)
     after_staging = perf_counter()
-    attended = iter(attend_cache(queries, pool, device))
+    attended = iter(attend_tensors(queries, pool, device))
     results = [[next(attended) for _ in request.uses] for request in batch]
     after_compute = perf_counter()
     return BatchResult(
         results=[_collect(request, each) for request, each in zip(batch, results, strict=True)],
-        staging=after_staging - begin,
+        staging=staged + after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
         kernel_calls=device.take_kernel_calls(),

@@ -1,4 +1,4 @@
-"""A few queries over a cache on a CPU, such as a step of a decoder: products of matrices over whole pages.
+"""A few queries over a cache on a CPU without the native kernel, such as a step: products of matrices over whole pages.
 
 In: a query and the pages it attends to. Out: computations, each over some of the pages; one result. All scores of a
 computation are in memory, so that keys are read one behind the other, and then values: that is what takes the time of

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attnserve_server.kernels import AttentionCall, AttentionResult
 
@@ -32,11 +34,20 @@ from end to end, where step by step all would wait for the last, and join what t
 """
 
 
+AttendPacked: TypeAlias = Callable[[bytearray, int], NDArray[np.bool_]]
+"""Computes packed calls of the native kernel, which cost so many FLOPs: which results are finite, the others have no
+meaning.
+"""
+
+
 class Compute(Protocol):
     """A device, as layers see it; used by one thread at a time."""
 
     torch_device: torch.device
     """Where tensors are."""
+
+    attend_packed: AttendPacked | None
+    """None where there is no native kernel."""
 
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]

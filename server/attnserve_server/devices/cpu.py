@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, chunks, even_shares
+from attnserve_server.devices.compute import AttendPacked, Item, Result, RowFunction, Rows, chunks, even_shares
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -58,6 +58,7 @@ class CpuDevice:
         self.inline_flops = inline_flops
         self.description = _processor()
         self.native = native
+        self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)
         self._kernel_calls: Counter[str] = Counter()
@@ -143,14 +144,10 @@ class CpuDevice:
         others = iter(self._attend_tensors([call for call in calls if not applies(call)], flops))
         return [next(found if applies(call) else others) for call in calls]
 
-    def attend_packed(self, calls: bytearray, flops: int) -> NDArray[np.bool_]:
-        """What the native kernel makes of packed calls, as `Library.attend` says, on all threads if they cost enough.
-
-        There must be a native kernel.
-        """
-        assert self.native is not None
+    def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> NDArray[np.bool_]:
+        """What the native kernel makes of packed calls, on all threads if they cost enough."""
         self._count(NAME, len(calls) // CALL_BYTES)
-        return self.native.attend(calls, self._threads_for(flops))
+        return native.attend(calls, self._threads_for(flops))
 
     def _attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The same by the kernels on torch tensors."""

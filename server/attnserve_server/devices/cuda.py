@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import Item, Result, RowFunction, Rows
+from attnserve_server.devices.compute import AttendPacked, Item, Result, RowFunction, Rows
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
@@ -46,6 +46,8 @@ class CudaDevice:
     threads = 0
     inline_flops = -1
     """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
+
+    attend_packed: AttendPacked | None = None
 
     def __init__(self, index: int) -> None:
         # float32 means float32: TF32 has 10 bits of mantissa.

@@ -1,0 +1,145 @@
+"""Requests to caches by the native kernel: read where they were received, written as replies have it.
+
+In: requests, whose appends have been written. Out: a result each, or none where it has to be computed in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnserve import _dtypes
+from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged
+from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.native.calls import DTYPES as TORCH_DTYPES
+from attnserve_server.native.library import Shape, Strides
+from attnserve_server.native.payloads import DTYPES, address, aligned, applies, broadcast_strides, floats, strides_of
+from attnserve_server.problem import Problem
+from attnserve_server.work import RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.request import CachedRequest
+
+
+class _Plan(NamedTuple):
+    """The calls of a problem: their shape, the bytes from sequence to sequence, and those of a reply."""
+
+    shape: PagedShape
+    steps: Own
+    output_bytes: int
+    lse_bytes: int
+
+
+def attend_requests(
+    requests: Sequence[CachedRequest], pool: PagePool, attend: AttendPacked
+) -> list[RequestResult | None]:
+    """The result of each request; None where the kernel has not its options, or came upon NaN or infinities."""
+    shape = requests[0].uses[0].cache.shape
+    layout = pool.layout(shape)
+    results: list[RequestResult | None] = [None] * len(requests)
+    calls: list[PagedCall] = []
+    owners: list[int] = []
+    inputs = []  # which live until the kernel has read them
+    for place, request in enumerate(requests):
+        plan = _plan(request.problem, shape, layout)
+        if plan is not None:
+            given = _Inputs.of(request)
+            results[place] = _add(calls, request, plan, given)
+            owners += [place] * len(request.uses)
+            inputs.append(given)
+    if calls:
+        finite = attend_paged(calls, pool, attend, sum(request.flops for request in requests))
+        if not finite.all():
+            for call in (~finite).nonzero()[0].tolist():
+                results[owners[call]] = None
+    return results
+
+
+class _Inputs(NamedTuple):
+    """The payload of the mask, and what of biases and the like may have been converted."""
+
+    mask: int
+    bias: NDArray[Any] | None
+    alibi_slopes: NDArray[Any] | None
+    sinks: NDArray[Any] | None
+
+    @staticmethod
+    def of(request: CachedRequest) -> _Inputs:
+        """Those of a request."""
+        problem, payloads = request.problem, request.payloads
+        mask = problem.tensors.get("mask")
+        return _Inputs(
+            0 if mask is None else address(payloads, mask.payload),
+            *(floats(problem, payloads, name) for name in ("bias", "alibi_slopes", "sinks")),
+        )
+
+
+def _add(calls: list[PagedCall], request: CachedRequest, plan: _Plan, inputs: _Inputs) -> RequestResult:
+    """Adds a call for each sequence of a request. Returns where the results will be."""
+    lse_at = aligned(plan.output_bytes)
+    memory = np.empty(lse_at + plan.lse_bytes, np.uint8)
+    query, output = address(request.payloads, request.problem.tensors["query"].payload), memory.ctypes.data
+    lse = output + lse_at if plan.lse_bytes else 0
+    mask = inputs.mask
+    bias, slopes, sinks = (0 if each is None else each.ctypes.data for each in inputs[1:])
+    steps, shape = plan.steps, plan.shape
+    for b, use in enumerate(request.uses):
+        own = Own(
+            query + b * steps.query,
+            output + b * steps.output,
+            lse and lse + b * steps.lse,
+            mask and mask + b * steps.mask,
+            bias and bias + b * steps.bias,
+            slopes,
+            sinks,
+        )
+        calls.append(PagedCall(own, shape, use.cache.pages(use.layer), request.kv_lengths[b], request.offsets[b]))
+    reply = memoryview(memory)  # type: ignore[arg-type]
+    return RequestResult(reply[: plan.output_bytes], reply[lse_at:] if request.problem.return_lse else None, None)
+
+
+@lru_cache(1024)
+def _plan(problem: Problem, shape: CacheShape, layout: PageLayout) -> _Plan | None:
+    """The calls of a problem over pages of that layout; None if they are not the kernel's."""
+    if not applies(problem):
+        return None
+    heads, length = problem.query_heads, problem.query_length
+    tokens_first = problem.length_first and problem.rank > 2
+    mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
+    packed = Shape(
+        query_length=length,
+        kv_length=0,
+        offset=0,
+        query_heads=heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        query_dtype=DTYPES[problem.dtype],
+        kv_dtype=TORCH_DTYPES[STORAGE[shape.dtype]],
+        page_tokens=layout.tokens_per_page,
+        query=strides_of(tokens_first, heads, length, shape.head_dim),
+        key=Strides(*layout.key),
+        value=Strides(*layout.value),
+        output=strides_of(tokens_first, heads, length, shape.value_dim),
+        lse_head=length,
+        mask=mask[1:],
+        bias=bias[1:],
+        left=problem.window[0],
+        right=0 if problem.causal else problem.window[1],
+        scale=problem.scale,
+        softcap=problem.softcap,
+    ).packed()
+    item, rows = _dtypes.NUMPY[problem.dtype].itemsize, heads * length
+    output, lse = rows * shape.value_dim * item, rows * 4 if problem.return_lse else 0
+    return _Plan(
+        shape=PagedShape(packed, layout.tokens_per_page, rows // shape.num_kv_heads),
+        steps=Own(rows * shape.head_dim * item, output, lse, mask[0], 4 * bias[0]),
+        output_bytes=problem.batch * output,
+        lse_bytes=problem.batch * lse,
+    )

@@ -1,0 +1,102 @@
+"""Queries over caches by the native kernel, where they are tensors.
+
+In: queries and the pages that they attend to. Out: a result each, or none where other kernels have to compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged
+from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.query import CacheQuery
+from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.kernels import AttentionResult
+from attnserve_server.native.calls import DTYPES, broadcast, strides_of
+from attnserve_server.native.library import MAX_WIDTH, NAME, Shape, Strides
+
+
+def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: AttendPacked) -> list[AttentionResult | None]:
+    """The result of each query; None where the kernel has not its options, or came upon NaN or infinities."""
+    results = [_empty(query) if _applies(query) else None for query in queries]
+    calls, places, flops = [], [], 0
+    alive = []  # until the kernel has read it
+    for place, (query, result) in enumerate(zip(queries, results, strict=True)):
+        if result is not None:
+            mask, bias = (
+                None if each is None else broadcast(each, (*query.query.shape[:3], query.length))
+                for each in (query.mask, query.bias)
+            )
+            alive.append((mask, bias))
+            calls.append(_call(query, mask, bias, result, pool))
+            places.append(place)
+            flops += 2 * (query.query.numel() + result.output.numel()) * calls[-1].length
+    if calls:
+        finite = attend_paged(calls, pool, attend, flops)
+        if not finite.all():
+            for call in (~finite).nonzero()[0].tolist():
+                results[places[call]] = None
+    return results
+
+
+def _applies(query: CacheQuery) -> bool:
+    """Whether the native kernel computes a query."""
+    tensor = query.query
+    return (
+        query.score is None
+        and query.return_scores is None
+        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+        and (query.alibi_slopes is None or query.mask is None)
+        and max(query.shape.head_dim, query.shape.value_dim) <= MAX_WIDTH
+        and tensor.dtype in DTYPES
+        and tensor.stride(3) == 1
+    )
+
+
+def _empty(query: CacheQuery) -> AttentionResult:
+    """Where the result of a query goes."""
+    _, heads, length, _ = query.query.shape
+    output = query.query.new_empty(1, heads, length, query.shape.value_dim)
+    lse = output.new_empty(1, heads, length, dtype=torch.float32) if query.return_lse else None
+    return AttentionResult(output, lse, None, NAME)
+
+
+def _call(
+    query: CacheQuery, mask: torch.Tensor | None, bias: torch.Tensor | None, result: AttentionResult, pool: PagePool
+) -> PagedCall:
+    """A query with mask and bias [1, Hq, Lq, length]."""
+    tensor, shape, layout = query.query, query.shape, pool.layout(query.shape)
+    packed = Shape(
+        query_length=tensor.shape[2],
+        kv_length=0,
+        offset=0,
+        query_heads=tensor.shape[1],
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        query_dtype=DTYPES[tensor.dtype],
+        kv_dtype=DTYPES[STORAGE[shape.dtype]],
+        page_tokens=layout.tokens_per_page,
+        query=strides_of(tensor),
+        key=Strides(*layout.key),
+        value=Strides(*layout.value),
+        output=strides_of(result.output),
+        lse_head=tensor.shape[2],
+        mask=(0, 0, 0) if mask is None else mask.stride()[1:],
+        bias=(0, 0, 0) if bias is None else bias.stride()[1:],
+        left=query.window[0],
+        right=0 if query.causal else query.window[1],
+        scale=query.scale,
+        softcap=query.softcap,
+    ).packed()
+    rows = tensor.shape[2] * (tensor.shape[1] // shape.num_kv_heads)
+    parts = tensor, result.output, result.lse, mask, bias, query.alibi_slopes, query.sinks
+    return PagedCall(
+        own=Own(*(0 if part is None else part.data_ptr() for part in parts)),
+        shape=PagedShape(packed, layout.tokens_per_page, rows),
+        pages=query.pages,
+        length=query.length if query.kv_length is None else query.kv_length,
+        offset=query.offset,
+    )

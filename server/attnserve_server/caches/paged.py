@@ -1,0 +1,96 @@
+"""Calls of the native kernel over the pages of caches: keys and values are read there, wherever the pages lie.
+
+In: where queries are and results go, and the pages that they attend to. Out: which results are finite. What the first
+pages of several calls have in common is read once for all of these; each result has the same bits as alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.sharing import Group, groups
+from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.native.library import pack, with_keys
+
+GROUP_ROWS: Final = 128
+"""The most rows of queries that meet a block of keys together: more would save little, and one thread has them all."""
+
+
+class Own(NamedTuple):
+    """The addresses of what is a call's own, 0 where it has none. As in the library."""
+
+    query: int
+    output: int
+    lse: int = 0
+    mask: int = 0
+    bias: int = 0
+    alibi_slopes: int = 0
+    sinks: int = 0
+
+
+class PagedShape(NamedTuple):
+    """All that calls have in common which are alike: a shape as the library packs it, whatever its lengths."""
+
+    packed: bytes
+    tokens_per_page: int
+    rows: int
+    """Rows of queries that read one key head."""
+
+
+class PagedCall(NamedTuple):
+    """Queries, the first at position `offset`, over the first `length` tokens that pages hold."""
+
+    own: Own
+    shape: PagedShape
+    pages: Sequence[int]
+    length: int
+    offset: int
+
+
+def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> NDArray[np.bool_]:
+    """Computes calls: which results are finite. Those that are not have no meaning."""
+    pages = [np.asarray(call.pages, np.int32)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
+    arranged = _grouped(calls, pages, pool) if len(calls) > 1 else [Group([0], 0)]
+    order = [place for group in arranged for place in group.members]
+    keys, values = pool.addresses(pages[0] if len(order) == 1 else np.concatenate([pages[place] for place in order]))
+    key, value = keys.ctypes.data, values.ctypes.data
+    packed = bytearray()
+    for members, shared in arranged:
+        before = 0
+        for place in members:
+            (query, output, lse, mask, bias, slopes, sinks), shape, _, length, offset = calls[place]
+            addresses = query, key, value, output, lse, mask, bias, slopes, sinks
+            packed += pack(addresses, with_keys(shape.packed, length, offset), before)
+            before = shared
+            size = keys.itemsize * len(pages[place])
+            key, value = key + size, value + size
+    found = attend(packed, flops)
+    finite = np.empty_like(found)
+    finite[order] = found
+    return finite
+
+
+def _grouped(calls: Sequence[PagedCall], pages: Sequence[NDArray[np.int32]], pool: PagePool) -> list[Group]:
+    """All calls, by their places; in one group those that read the same first pages together."""
+    alike: dict[tuple[PagedShape, int], list[int]] = {}
+    found = []
+    for place, call in enumerate(calls):
+        if call.length >= call.shape.tokens_per_page and 2 * call.shape.rows <= GROUP_ROWS:
+            alike.setdefault((call.shape, int(pages[place][0])), []).append(place)
+        else:
+            found.append(Group([place], 0))
+    for (shape, _), members in alike.items():
+        if len(members) == 1:
+            found.append(Group(members, 0))
+            continue
+        # Whether a result is finite would depend on the others, were a page that is shared not.
+        full = [pages[place][: calls[place].length // shape.tokens_per_page] for place in members]
+        shareable = [own[: pool.finite_pages(own)] for own in full]
+        most = GROUP_ROWS // max(1, shape.rows)
+        found += [Group([members[n] for n in own], shared) for own, shared in groups(shareable, most)]
+    return found

@@ -1,0 +1,54 @@
+"""Which queries read the same first pages, and so are computed together: what they share is then read once for all.
+
+Forks of a cache hold the same pages up to where they part. In: the pages of each query. Out: groups. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Group(NamedTuple):
+    """Queries by their places, whose first so many pages are the same; none are of one that is alone."""
+
+    members: list[int]
+    shared: int
+
+
+def groups(pages: Sequence[NDArray[np.int32]], largest: int) -> list[Group]:
+    """All of some queries in groups of at most `largest`, in which they read the fewest pages."""
+    # Whoever shares a beginning is then beside each other, whatever the order is otherwise.
+    order = sorted(range(len(pages)), key=lambda place: pages[place].tobytes())
+    count = -(-len(order) // largest)
+    found: list[Group] = []
+    for part in range(count):
+        members = order[len(order) * part // count : len(order) * (part + 1) // count]
+        common = [_common(pages[one], pages[other]) for one, other in pairwise(members)]
+        found += _divided(members, common)[1]
+    return found
+
+
+def _divided(members: list[int], common: list[int]) -> tuple[int, list[Group]]:
+    """Queries of which each has so many first pages in common with the next: as one group or, where that saves more,
+    as those on either side of where the fewest are; and how many pages they then need not read.
+    """
+    least = min(common, default=0)
+    whole = least * len(common)
+    if len(common) * max(common, default=0) == whole:
+        return whole, [Group(members, least)] if whole else [Group([member], 0) for member in members]
+    cut = common.index(least) + 1
+    before, left = _divided(members[:cut], common[: cut - 1])
+    behind, right = _divided(members[cut:], common[cut:])
+    return (whole, [Group(members, least)]) if whole >= before + behind else (before + behind, [*left, *right])
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many first elements are the same."""
+    count = min(len(one), len(other))
+    differing = (one[:count] != other[:count]).nonzero()[0]
+    return int(differing[0]) if len(differing) else count
