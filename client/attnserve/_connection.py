@@ -1,15 +1,21 @@
 """A connection to one server, all but its I/O: the streams on it, its unary methods, and how many calls are in flight.
 
-In: a server and gRPC's channel to it, and what makes a stream. Out: what a call travels on.
+In: a server, and what the client knows of all servers. Out: what a call travels on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+
+import grpc
 
 from attnserve._config import Settings
+from attnserve._credentials import Bearer
+from attnserve._multiplexer import Call
 from attnserve._replicas import Replica
+from attnserve._retry import RetryPolicy
 
 
 class Stream(Protocol):
@@ -28,15 +34,35 @@ S = TypeVar("S", bound=Stream)
 class BaseConnection(Generic[S]):
     """The channel to one server and the streams on it."""
 
-    def __init__(self, settings: Settings, replica: Replica, channel: Any, open_stream: Callable[[], S]) -> None:
+    library: ClassVar[Any]
+    """gRPC's module that makes the channel."""
+    transport: ClassVar[Any]
+    """What a stream is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        credentials: grpc.ChannelCredentials | None,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[Self], bool],
+        move: Callable[[Call[Any]], object],
+    ) -> None:
+        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
+        address, options = replica.address, settings.channel_options(replica.address)
+        if credentials is None:
+            self._channel = self.library.insecure_channel(address, options=options)
+        else:
+            self._channel = self.library.secure_channel(address, credentials, options=options)
         self.replica: Final = replica
         """The server."""
         self.unary: Final[set[object]] = set()
         """The calls by themselves that it has not answered."""
-        self._channel = channel
         self._methods: dict[str, Any] = {}
+        policy, others_than_it = RetryPolicy(settings.retries), partial(others, self)
         self._streams: Sequence[S] = [
-            open_stream() for _ in range(settings.streams if settings.transport == "stream" else 0)
+            self.transport(self._channel, policy, bearer, replica, others_than_it, move)
+            for _ in range(settings.streams if settings.transport == "stream" else 0)
         ]
 
     @property

@@ -1,7 +1,7 @@
 """Calls that each travel by themselves, for a client for asyncio.
 
 In: the pieces of a request, and what gives the connection for an attempt. Out: a settled `CallFuture`. A call is a task
-through all its attempts. Nothing is decided here; see `_retry`.
+through all its attempts. Nothing is decided here; see `_unary`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from attnserve._credentials import Bearer
-from attnserve._errors import (
-    AttnServeError,
-    ClientClosedError,
-    DeadlineExceededError,
-    ProtocolError,
-    status_from_rpc_error,
-    unreadable,
-)
+from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._tasks import CallFuture
+from attnserve._unary import UnaryCall
 from attnserve._wire import Buffer
 
 if TYPE_CHECKING:
     from attnserve._task_connection import Connection
+
+    Call: TypeAlias = UnaryCall[CallFuture[bytes, Any], Connection]
 
 
 class UnaryTransport:
@@ -57,10 +52,8 @@ class UnaryTransport:
         """
         if self._closed:
             raise ClientClosedError
-        deadline = inf if timeout is None else time.monotonic() + timeout
-        policy = self._policy if repeatable else NO_RETRIES
-        call = self._call(future, path, pieces, deadline, policy, route)
-        task = asyncio.get_running_loop().create_task(call)
+        call = UnaryCall(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
+        task = asyncio.get_running_loop().create_task(self._carry_out(call))
         self._tasks[task] = future
         future.withdraw = task.cancel
         task.add_done_callback(self._tasks.pop)
@@ -74,54 +67,29 @@ class UnaryTransport:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _call(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        deadline: float,
-        policy: RetryPolicy,
-        route: Callable[[float | None], Connection],
-    ) -> None:
+    async def _carry_out(self, call: Call) -> None:
+        outcome: bytes | AttnServeError
         try:
-            await self._attempt(future, path, pieces, deadline, policy, route)
+            outcome = await self._reply(call)
         except AttnServeError as error:
-            future.settle(error)
+            outcome = error
         except Exception as error:  # of which asyncio would only tell when the task is collected
-            future.settle(ProtocolError(unreadable(error)))
+            outcome = ProtocolError(unreadable(error))
+        call.future.settle(outcome)
 
-    async def _attempt(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        deadline: float,
-        policy: RetryPolicy,
-        route: Callable[[float | None], Connection],
-    ) -> None:
-        metadata = () if future.span is None else future.span.metadata
-        attempts = 0
+    async def _reply(self, call: Call) -> bytes:
+        """The reply to a call, by as many attempts as it may have. Raises an AttnServeError."""
+        metadata = () if call.future.span is None else call.future.span.metadata
         while True:
-            connection = route(None if deadline == inf else deadline - time.monotonic())
-            remaining = None if deadline == inf else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                future.settle(DeadlineExceededError("no reply within the timeout"))
-                return
-            connection.unary.add(future)
+            connection, timeout = call.connect()
+            connection.unary.add(call)
             try:
-                carried = self._bearer.metadata + metadata
-                reply = await connection.method(path)(b"".join(pieces), timeout=remaining, metadata=carried)
+                method = connection.method(call.path)
+                reply: bytes = await method(call.message, timeout=timeout, metadata=self._bearer.metadata + metadata)
                 connection.replica.worked(time.monotonic())
-                future.settle(reply)
-                return
+                return reply
             except grpc.RpcError as error:
-                attempts += 1
-                if error.code() is grpc.StatusCode.UNAVAILABLE:
-                    connection.replica.failed(time.monotonic())
-                verdict = policy.after(status_from_rpc_error(error), attempts, time.monotonic(), deadline)
+                pause = call.failed(connection, error)
             finally:
-                connection.unary.discard(future)
-            if isinstance(verdict, AttnServeError):
-                future.settle(verdict)
-                return
-            await asyncio.sleep(verdict)
+                connection.unary.discard(call)
+            await asyncio.sleep(pause)
