@@ -181,6 +181,12 @@ class Config:
         "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
         "thread costs more than they do.",
     )
+    native_kernel: str = _setting(
+        kinds.words("auto", "off", "avx512", "avx2"),
+        "auto",
+        "On a CPU, which instructions the native kernel uses, if it was built: auto is the best that the processor "
+        "has. With off, torch's kernels compute alone.",
+    )
     priority_aging: float = _setting(
         kinds.DURATION,
         0.1,

@@ -72,7 +72,7 @@ OpenDevice: TypeAlias = Callable[[Config], Device]
 def configured_device(config: Config) -> Device:
     """The device that a configuration asks for."""
     try:
-        return open_device(config.device, config.threads or usable_cpus(), config.inline_flops)
+        return open_device(config.device, config.threads or usable_cpus(), config.inline_flops, config.native_kernel)
     except DeviceError as error:
         raise StartError(str(error)) from None
 

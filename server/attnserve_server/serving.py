@@ -51,6 +51,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
         print(
             f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
         )
+        print(f"kernels: {', '.join(name for name, _ in device.kernels())}")
         if endpoint := endpoint_of(config, os.environ):
             print(f"traces_to: {shown(endpoint)}" if server.tracing is not None else "traces_to: nowhere, see the log")
         print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")

@@ -5,6 +5,7 @@ Whoever imports this imports torch: the rooms that a request crosses before and 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,6 +14,8 @@ from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import Compute
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
+
+logger = logging.getLogger(__name__)
 
 
 class Device(Compute, Protocol):
@@ -56,8 +59,11 @@ class DeviceError(Exception):
     """A device that is asked for and is not there."""
 
 
-def open_device(name: str, threads: int, inline_flops: int) -> Device:
-    """Opens `cpu`, `cuda`, `cuda:n`, or for `auto` CUDA where there is one. Raises DeviceError."""
+def open_device(name: str, threads: int, inline_flops: int, native_kernel: str = "auto") -> Device:
+    """Opens `cpu`, `cuda`, `cuda:n`, or for `auto` CUDA where there is one. Raises DeviceError.
+
+    `native_kernel` is `auto`, `off` or instructions by name, for a CPU.
+    """
     import torch
 
     if name == "auto":
@@ -66,7 +72,15 @@ def open_device(name: str, threads: int, inline_flops: int) -> Device:
         from attnserve_server.devices.cpu import CpuDevice
         from attnserve_server.native import library
 
-        return CpuDevice(threads, inline_flops, library.best())
+        try:
+            native = library.best(native_kernel)
+        except LookupError as error:
+            raise DeviceError(str(error)) from None
+        if native is None and native_kernel == "auto":
+            logger.warning(
+                "there is no native kernel, for want of a C compiler or the instructions: torch's compute alone"
+            )
+        return CpuDevice(threads, inline_flops, native)
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")
     from attnserve_server.devices.cuda import CudaDevice

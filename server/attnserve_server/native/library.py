@@ -108,7 +108,7 @@ class Library:
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
-        symbol = f"attnserve_attend_{instructions.replace('-', '').lower()}"
+        symbol = f"attnserve_attend_{_symbol(instructions)}"
         self.instructions = instructions
         self._aside = _function(ctypes.CDLL(str(PATH)), symbol)
         # Work that takes less than to hand over the interpreter's lock and wait to have it back.
@@ -144,10 +144,21 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
     return function
 
 
-def best() -> Library | None:
-    """The kernel for the best instructions that there are, if there is any."""
-    names = available()
-    return Library(names[0]) if names else None
+def best(wanted: str = "auto") -> Library | None:
+    """The kernel for the best instructions that there are, if there is any; none if `off` is wanted; or for those that
+    are wanted by name. Raises LookupError if they are not there.
+    """
+    if wanted == "off":
+        return None
+    found = {_symbol(name): name for name in available()}
+    if wanted != "auto" and wanted not in found:
+        raise LookupError(f"the native kernel for {wanted} is not to be had: there is {', '.join(found) or 'none'}")
+    name = next(iter(found), None) if wanted == "auto" else wanted
+    return None if name is None else Library(found[name])
+
+
+def _symbol(instructions: str) -> str:
+    return instructions.replace("-", "").lower()
 
 
 @cache

@@ -1,0 +1,94 @@
+"""Which native kernel a server has: by its setting, by what was built, by what the processor can."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from conftest import Server
+
+from attnserve import Client
+from attnserve_server.devices import DeviceError, open_device
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.native import library
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the library is looked for instead, a directory in which there is nothing yet."""
+    library.available.cache_clear()
+    monkeypatch.setattr(library, "PATH", tmp_path / "attention.so")
+    yield tmp_path
+    library.available.cache_clear()
+
+
+def instructions(device: object) -> str | None:
+    assert isinstance(device, CpuDevice)
+    return None if device.native is None else device.native.instructions
+
+
+def test_it_is_here_where_tests_must_not_be_skipped() -> None:
+    if "REQUIRE_NATIVE" not in os.environ:
+        pytest.skip("it may be missing")
+    assert library.available()
+
+
+def test_the_best_is_taken_unless_another_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    names = {"AVX-512": "avx512", "AVX2": "avx2"}
+    assert instructions(open_device("cpu", 1, 0)) == (library.available() or (None,))[0]
+    assert instructions(open_device("cpu", 1, 0, "off")) is None
+    for name in library.available():
+        assert instructions(open_device("cpu", 1, 0, names[name])) == name
+    for name in names.keys() - set(library.available()):
+        with pytest.raises(DeviceError, match="is not to be had"):
+            open_device("cpu", 1, 0, names[name])
+    assert bool(caplog.messages) == (not library.available())
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_where_it_was_not_built_torch_computes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert instructions(open_device("cpu", 1, 0, "off")) is None
+    assert not caplog.messages
+    assert instructions(open_device("cpu", 1, 0, "auto")) is None
+    assert [(record.levelno, "no native kernel" in record.message) for record in caplog.records] == [
+        (logging.WARNING, True)
+    ]
+    with pytest.raises(DeviceError, match="avx2 is not to be had: there is none"):
+        open_device("cpu", 1, 0, "avx2")
+
+
+def test_what_cannot_be_loaded_is_none(elsewhere: Path) -> None:
+    (elsewhere / "attention.so").write_bytes(b"no library")
+    assert library.available() == ()
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+def test_one_that_is_older_than_its_sources_is_none(elsewhere: Path) -> None:
+    built, source = elsewhere / "attention.so", elsewhere / "kernel.h"
+    built.write_bytes(Path(library.__file__).with_name("attention.so").read_bytes())
+    source.touch()
+    os.utime(built, ns=(source.stat().st_mtime_ns + 10**9,) * 2)
+    assert library.available()
+    library.available.cache_clear()
+    os.utime(built, ns=(source.stat().st_mtime_ns - 10**9,) * 2)
+    with pytest.warns(RuntimeWarning, match="older than its sources"):
+        assert library.available() == ()
+
+
+@pytest.mark.parametrize("wanted", ["off", *(name.replace("-", "").lower() for name in library.available()[-1:])])
+def test_a_server_says_which_it_has_and_computes_by_it(start_server: Callable[..., Server], wanted: str) -> None:
+    server = start_server(f"--native-kernel={wanted}")
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 20, 16), np.float32)
+    with Client(server.address) as client:
+        output = client.attend(query, key, value, causal=True).output
+        kernels = {kernel.name: kernel.description for kernel in client.server_info().kernels}
+    np.testing.assert_allclose(output, oracle.attend(query, key, value, causal=True).output, atol=2e-6)
+    assert server.startup["kernels"].split(", ") == list(kernels)
+    assert (library.NAME in kernels) == (wanted != "off")
+    if wanted != "off":
+        assert library.available()[-1] in kernels[library.NAME]
