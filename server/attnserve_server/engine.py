@@ -127,7 +127,7 @@ class Engine:
         flight: for company it would wait longer than it takes.
         """
         step = self._next_step
-        if step is None or self._waits or not self.worker.is_small(self._queue.cost):
+        if step is None or self._waits or self._queue.cost > self.worker.inline_flops:
             return
         if self._admission.requests == self._queue.requests:
             step.cancel()

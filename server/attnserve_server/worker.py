@@ -40,6 +40,8 @@ class Worker:
         self, device: Device, computed: Callable[[Batch[Entry], float, list[Part]], None], died: Callable[[], None]
     ) -> None:
         self._device = device
+        self.inline_flops = device.inline_flops
+        """What a batch may cost to be computed on the loop, in FLOPs."""
         self._computed = computed
         self._died = died
         self._loop = asyncio.get_running_loop()
@@ -70,10 +72,6 @@ class Worker:
         """In how much time the device has had a batch."""
         return self._busy_seconds + self.batch_seconds
 
-    def is_small(self, cost: int) -> bool:
-        """Whether what costs so much, in FLOPs, is computed on the loop."""
-        return cost <= self._device.inline_flops
-
     def take(self, batch: Batch[Entry], begin: float) -> None:
         """Has a batch, since `begin`, which may change until it runs."""
         self.batch, self._begin, self._end = batch, begin, begin
@@ -83,7 +81,7 @@ class Worker:
         batch, begin = self.batch, self._begin
         assert batch is not None
         self._end = begin + seconds
-        if self.is_small(batch.cost):
+        if batch.cost <= self.inline_flops:
             self._computed(batch, begin, compute(self._device, batch.entries))
         else:
             future = self._loop.run_in_executor(self._thread, compute, self._device, batch.entries)
