@@ -7,7 +7,7 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -31,9 +31,9 @@ from attnserve._reply import decode_response
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
-from attnserve._servers import Servers
 from attnserve._targets import Address
 from attnserve._task_connection import Connection
+from attnserve._task_servers import TaskServers
 from attnserve._tasks import CallFuture, StreamFuture, later
 from attnserve._tracing import tracing_of
 from attnserve._transaction import Transaction
@@ -55,7 +55,7 @@ class AsyncClient:
 
     It belongs to the loop in which it is first used; gRPC wants one event loop in a process to be the only one that it
     meets. Otherwise everything is as with `Client`, but that it must be closed: it does not notice being forgotten.
-    Names are first looked up by `async with`, or else by the first call, for which the loop then waits.
+    Names are first looked up by `async with`, or else by the first call.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AsyncClient:
         self._identity, self._bearer = Identity(tls), Bearer(self._settings.token)
         self._tracing = tracing_of(tracing, self._settings.target.name)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._servers = Servers(
+        self._servers = TaskServers(
             self._settings.target,
             self._settings.refresh,
             self._connect,
@@ -88,6 +88,7 @@ class AsyncClient:
             None if tls is None else self._identity.changed,
         )
         self._unary = UnaryTransport(RetryPolicy(retries), self._bearer)
+        self._looking: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._turns = Turns(later)
 
@@ -182,7 +183,7 @@ class AsyncClient:
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._servers.each_once(checked_timeout(timeout)):
+        for replica in self._servers.each_once(await self._servers.find_soon(checked_timeout(timeout))):
             try:
                 info = await self._ask(rpc, timeout, replica.address)
             except UnavailableError as error:
@@ -222,12 +223,13 @@ class AsyncClient:
         await self._unary.close()
         for connection in connections:
             await connection.close()
+        await asyncio.gather(*self._looking, return_exceptions=True)
         await asyncio.gather(*self._closing)
 
     async def __aenter__(self) -> Self:
-        if self._settings.target.look_up is not None and not self._servers.found:
+        if self._servers.must_look:
             with suppress(UnavailableError, DeadlineExceededError):  # the first call says so
-                self._servers.take(await asyncio.to_thread(self._servers.look, self._settings.timeout))
+                await self._servers.find_soon(self._settings.timeout)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -239,22 +241,40 @@ class AsyncClient:
             future = CallFuture(call.result)
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
-            try:
-                if home is None:
-                    call.timeout = self._servers.find(call.timeout)
-                stream = self._servers.connection(home).stream()
-            except (UnavailableError, DeadlineExceededError) as error:
-                future.settle(error)
+            if self._find_for(home) is not None:
+                task = asyncio.get_running_loop().create_task(self._send_when_found(future, call))
+                self._looking.add(task)
+                task.add_done_callback(self._looking.discard)
+                future.withdraw = task.cancel
             else:
-                stream.submit(future, call, pinned=home is not None)
+                self._send_on_stream(future, call, home)
         else:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
-            route = partial(self._servers.connection, home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
+            route, find = partial(self._servers.connection, home), self._find_for(home)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, find=find)
         return future
+
+    def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
+        """What is to be awaited before a call is sent, if anything is."""
+        return self._servers.find_soon if home is None and self._servers.must_look else None
+
+    def _send_on_stream(self, future: CallFuture[Any, T], call: EncodedCall[T], home: str | None) -> None:
+        try:
+            stream = self._servers.connection(home).stream()
+        except (UnavailableError, DeadlineExceededError) as error:
+            future.settle(error)
+        else:
+            stream.submit(future, call, pinned=home is not None)
+
+    async def _send_when_found(self, future: CallFuture[Any, T], call: EncodedCall[T]) -> None:
+        try:
+            call.timeout = await self._servers.find_soon(call.timeout)
+            self._send_on_stream(future, call, None)
+        except Exception as error:  # of which asyncio would only tell when the task is collected
+            future.settle(error)
 
     def _ask(
         self,
@@ -267,8 +287,8 @@ class AsyncClient:
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        route = partial(self._servers.connection, home)
-        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
+        route, find, timeout = partial(self._servers.connection, home), self._find_for(home), checked_timeout(timeout)
+        self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, find=find)
         return future
 
     def _perform(self, plan: Plan[T]) -> asyncio.Future[T]:

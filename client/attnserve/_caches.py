@@ -19,6 +19,7 @@ from attnserve._plans import CacheState
 from attnserve._result import AttentionResult
 from attnserve._rpc import Ask, AskLater
 from attnserve._servers import Servers
+from attnserve._task_servers import TaskServers
 
 if TYPE_CHECKING:
     from attnserve._async_client import AsyncClient
@@ -239,7 +240,7 @@ class Caches:
 class AsyncCaches:
     """The caller's caches on all servers: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
 
-    def __init__(self, ask: AskLater, servers: Servers[Any]) -> None:
+    def __init__(self, ask: AskLater, servers: TaskServers[Any]) -> None:
         self._ask = ask
         self._servers = servers
 
@@ -249,7 +250,7 @@ class AsyncCaches:
 
     async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
         """All caches of the caller, and how full the pools are together. Renews no lease."""
-        rpc, homes = _cache_requests.list_all(), self._servers.homes(timeout)
+        rpc, homes = _cache_requests.list_all(), await self._servers.homes_soon(timeout)
         return CachePool.together([await self._ask(rpc, timeout, home) for home in homes])
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
@@ -261,7 +262,7 @@ class AsyncCaches:
     async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
         """What one cache is, and the address of its server, as `Caches.find` says."""
         failures: list[AttnServeError] = []
-        for home in self._servers.homes(timeout):
+        for home in await self._servers.homes_soon(timeout):
             try:
                 return await self._ask(_cache_requests.get(name), timeout, home), home
             except (NotFoundError, *_OUT_OF_REACH) as error:
@@ -274,7 +275,7 @@ class AsyncCaches:
         """
         rpc = _cache_requests.delete(names)
         failures: list[AttnServeError] = []
-        for home in self._servers.homes(timeout):
+        for home in await self._servers.homes_soon(timeout):
             try:
                 await self._ask(rpc, timeout, home)
             except _OUT_OF_REACH as error:

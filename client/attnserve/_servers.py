@@ -58,6 +58,11 @@ class Servers(Generic[C]):
     def _knows_each(self) -> bool:
         return self._target.look_up is not None or len(self._target.fixed) > 1
 
+    @property
+    def must_look(self) -> bool:
+        """Whether `find` takes its time."""
+        return not self.found and self._target.look_up is not None
+
     def home_of(self, replica: Replica, info: CacheInfo) -> str | None:
         """Where a cache that a server has made is to be asked for: at that server, or where it says that it is; None
         where it does not.
@@ -108,12 +113,18 @@ class Servers(Generic[C]):
         known after so many seconds, and ClientClosedError if the client is closed before.
         """
         try:
-            return self._looked_up().result(timeout)
+            return self.looked_up().result(timeout)
         except TimeoutError:
-            raise DeadlineExceededError(f"{self._target.name}: not looked up within the timeout") from None
+            raise self.too_late() from None
 
-    def _looked_up(self) -> Future[Sequence[str]]:
-        """The addresses, to come from a thread of its own: nothing ends a look that takes too long."""
+    def too_late(self) -> DeadlineExceededError:
+        """What is said where a look takes longer than a call may."""
+        return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
+
+    def looked_up(self) -> Future[Sequence[str]]:
+        """The addresses, to come from a thread of its own: nothing ends a look that takes too long. Only where a name
+        is looked up; whoever gives up waiting must not cancel it. It fails as `look` does.
+        """
         with self._lock:
             if self._closed:
                 raise ClientClosedError

@@ -53,8 +53,8 @@ class UnaryCall(Generic[F, C]):
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
         none, or no time left.
         """
-        connection = self._route(self._left())
-        left = self._left()
+        connection = self._route(self.left())
+        left = self.left()
         if left is not None and left <= 0:
             raise DeadlineExceededError("no reply within the timeout")
         return connection, left
@@ -70,6 +70,6 @@ class UnaryCall(Generic[F, C]):
             raise verdict
         return verdict
 
-    def _left(self) -> float | None:
+    def left(self) -> float | None:
         """The seconds until the deadline; None if there is none."""
         return None if self._deadline == inf else self._deadline - time.monotonic()

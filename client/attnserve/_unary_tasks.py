@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
@@ -45,15 +45,17 @@ class UnaryTransport:
         route: Callable[[float | None], Connection],
         *,
         repeatable: bool = True,
+        find: Callable[[float | None], Awaitable[object]] | None = None,
     ) -> None:
         """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
 
-        `route` gives the connection for an attempt.
+        `route` gives the connection for an attempt; `find`, if it is there, is to be awaited before the first one. Both
+        are told how many seconds are left.
         """
         if self._closed:
             raise ClientClosedError
         call = UnaryCall(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
-        task = asyncio.get_running_loop().create_task(self._carry_out(call))
+        task = asyncio.get_running_loop().create_task(self._carry_out(call, find))
         self._tasks[task] = future
         future.withdraw = task.cancel
         task.add_done_callback(self._tasks.pop)
@@ -67,9 +69,11 @@ class UnaryTransport:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _carry_out(self, call: Call) -> None:
+    async def _carry_out(self, call: Call, find: Callable[[float | None], Awaitable[object]] | None) -> None:
         outcome: bytes | AttnServeError
         try:
+            if find is not None:
+                await find(call.left())
             outcome = await self._reply(call)
         except AttnServeError as error:
             outcome = error

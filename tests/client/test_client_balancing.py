@@ -7,7 +7,7 @@ import itertools
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -224,6 +224,60 @@ async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: L
             await in_tasks_too.create_cache(2, 8, timeout=0.05)
         known.set()
         await in_tasks_too.attend(*arrays(), timeout=calls.PATIENCE_S)
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_the_loop_goes_on_while_a_name_is_looked_up(
+    server: Server, transport: Literal["stream", "unary"]
+) -> None:
+    """By a client that is used without `async with`, too: whatever is asked first, the look ends only if it does."""
+    looking, known = threading.Event(), threading.Event()
+
+    def slow() -> list[str]:
+        looking.set()
+        assert known.wait(2 * calls.PATIENCE_S)
+        return [server.address]
+
+    asks: list[Callable[[AsyncClient], Awaitable[object]]] = [
+        lambda client: client.attend(*arrays()),
+        lambda client: client.server_info(),
+        lambda client: client.create_cache(2, 8),
+        lambda client: client.caches.list(),
+        lambda client: asyncio.gather(*(client.submit(*arrays()) for _ in range(3))),
+    ]
+    for ask in asks:
+        looking.clear()
+        known.clear()
+        client = AsyncClient(slow, transport=transport, timeout=calls.PATIENCE_S)
+        asked = asyncio.ensure_future(ask(client))
+        try:
+            assert await asyncio.to_thread(looking.wait, calls.PATIENCE_S)
+            given_up = client.submit(*arrays())
+            assert given_up.cancel()
+            known.set()
+            await asked
+            assert given_up.cancelled()
+        finally:
+            known.set()
+            await client.close()
+
+
+async def test_closing_ends_the_wait_of_tasks_for_a_name() -> None:
+    over = threading.Event()
+
+    def endless() -> list[str]:
+        over.wait()
+        return []
+
+    client = AsyncClient(endless)
+    try:
+        waiting = [client.submit(*arrays(), timeout=None), asyncio.ensure_future(client.server_info(timeout=None))]
+        await asyncio.sleep(0)
+        await client.close()
+        for each in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(each, ClientClosedError)
+    finally:
+        over.set()
 
 
 def test_closing_ends_the_wait_for_a_name() -> None:
