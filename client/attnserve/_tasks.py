@@ -22,11 +22,8 @@ from google.rpc.status_pb2 import Status
 from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
 from attnserve._credentials import Bearer
-from attnserve._errors import (
-    ClientClosedError,
-    status_from_rpc_error,
-    unreadable,
-)
+from attnserve._ending import Ending
+from attnserve._errors import ClientClosedError, unreadable
 from attnserve._multiplexer import Call, Multiplexer, Outcome
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
@@ -162,9 +159,10 @@ class StreamTransport:
         if self._multiplexer.wants_stream:
             stream = self._multiplexer.opened()
             rpc = self._attend_stream(metadata=self._bearer.metadata)
+            ending = Ending(rpc)
             for task in (
                 self._loop.create_task(self._write(stream, rpc)),
-                self._loop.create_task(self._read(stream, rpc)),
+                self._loop.create_task(self._read(stream, rpc, ending)),
             ):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -191,7 +189,7 @@ class StreamTransport:
         except Exception as error:
             self._distrust(stream, rpc, error)
 
-    async def _read(self, stream: int, rpc: Any) -> None:
+    async def _read(self, stream: int, rpc: Any, ending: Ending) -> None:
         """Takes replies until the stream ends, and then its end."""
         status = Status()
         try:
@@ -205,7 +203,7 @@ class StreamTransport:
                 _settle(outcomes)
                 del data, outcomes, replies  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
-            status = status_from_rpc_error(error)
+            status = ending.status(error)
         except asyncio.CancelledError:
             if self._closed:
                 raise

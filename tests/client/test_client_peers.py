@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -19,7 +20,15 @@ from calls import PATIENCE_S
 from google.rpc.status_pb2 import Status
 from peers import good, good_unary, peer, replies
 
-from attnserve import AsyncClient, Client, DeadlineExceededError, ProtocolError, ServerError, UnavailableError
+from attnserve import (
+    AsyncClient,
+    Client,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    ProtocolError,
+    ServerError,
+    UnavailableError,
+)
 from attnserve._reply import Reply, decode_replies
 from attnserve.v1 import attention_pb2 as pb
 
@@ -224,6 +233,23 @@ async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
             with pytest.raises(ProtocolError, match="not now"):
                 await bad
             assert (await client.attend(array(2), array(2), array(2))).output[0, 0] == 2
+
+
+async def test_a_stream_that_ends_while_a_large_message_is_written_says_why() -> None:
+    """The status is the peer's, and not that of the write which failed by it."""
+    numbers = itertools.count()
+
+    def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        time.sleep(0.002 * (next(numbers) % 8))  # somewhere in the message
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
+        yield b""
+
+    large = np.zeros((8, 64, 64, 64), np.float32)
+    with peer(refuse) as address:
+        for _ in range(24):
+            async with AsyncClient(address, retries=0) as client:
+                with pytest.raises(PermissionDeniedError, match="not you"):
+                    await client.attend(large, large, large)
 
 
 def test_an_answer_of_another_dtype(attend: Attend) -> None:
