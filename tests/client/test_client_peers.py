@@ -210,7 +210,7 @@ def test_an_end_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     def refuse(message: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.INTERNAL, "no")
 
-    monkeypatch.setattr(f"attnserve._unary{module}.status_from_rpc_error", fail)
+    monkeypatch.setattr("attnserve._unary.status_from_rpc_error", fail)
     with peer(good, refuse) as address:
         (result,) = attend(address, [array(1)], timeout=None, transport="unary")
     assert isinstance(result, ProtocolError)
