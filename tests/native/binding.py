@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
@@ -45,10 +45,11 @@ HALF_A_UNIT: Final[dict[np.dtype[Any], float]] = {
 
 NAN_BYTE, CANARY = 0xFF, 0xA5
 
+needs_native = pytest.mark.skipif(
+    not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here"
+)
 each_instructions = pytest.mark.parametrize(
-    "instructions",
-    available()
-    or [pytest.param("", marks=() if "REQUIRE_NATIVE" in os.environ else pytest.mark.skip("no native kernel is here"))],
+    "instructions", available() or [pytest.param("", marks=needs_native, id="none")]
 )
 """The test runs with each set of instructions of this processor."""
 
@@ -64,19 +65,29 @@ class Place(NamedTuple):
 
 
 PACKED: Final = Place()
+Room: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any], Place, int], tuple[Array, Array]]
+"""An array of a shape [heads, tokens, width] and a dtype at a place, and all memory around it, filled with a byte."""
 
 
-def laid(array: Array, place: Place = PACKED, fill: int = NAN_BYTE) -> Array:
-    """A copy of an array [heads, tokens, width], which lies as a place says between bytes of `fill`."""
-    heads, tokens, width = array.shape
-    element = array.itemsize
-    row = width + place.token_gap
-    steps = (row, heads * row) if place.tokens_first else (tokens * row, row)
-    memory = np.full(heads * tokens * row * element + 256, fill, np.uint8)
-    offset = -memory.ctypes.data % 64 + 64 + place.address
-    copy: Array = np.ndarray(
-        array.shape, array.dtype, memory.data, offset, (steps[0] * element, steps[1] * element, element)
-    )
+def room(shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, fill: int) -> tuple[Array, Array]:
+    """A `Room` with some space on both sides."""
+    heads, tokens, width = shape
+    memory = np.full(heads * tokens * (width + place.token_gap) * dtype.itemsize + 256, fill, np.uint8)
+    return np.ndarray(
+        shape, dtype, memory.data, -memory.ctypes.data % 64 + 64 + place.address, steps(shape, dtype, place)
+    ), memory
+
+
+def steps(shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> tuple[int, int, int]:
+    """From head to head, from token to token and from element to element, in bytes."""
+    heads, tokens, width = shape
+    row = (width + place.token_gap) * dtype.itemsize
+    return (row, heads * row, dtype.itemsize) if place.tokens_first else (tokens * row, row, dtype.itemsize)
+
+
+def laid(array: Array, place: Place = PACKED, room: Room = room) -> Array:
+    """A copy of an array [heads, tokens, width], which lies as a place says, between NaN."""
+    copy, _ = room(array.shape, array.dtype, place, NAN_BYTE)
     copy[...] = array
     return copy
 
@@ -135,11 +146,11 @@ class Outcome:
 class _Packed:
     """A call as the kernel reads it, and what must live until it has."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, room: Room) -> None:
         (heads, length, width), value_width = call.query.shape, call.value.shape[2]
-        nothing = np.zeros((heads, length, value_width), call.query.dtype)
-        self.output = laid(nothing, call.output, CANARY)
-        self.lse = laid(np.zeros((1, heads, length), np.float32), Place(address=call.output.address), CANARY)[0]
+        self.output, around = room((heads, length, value_width), call.query.dtype, call.output, CANARY)
+        lse, around_lse = room((1, heads, length), np.dtype(np.float32), Place(address=call.output.address), CANARY)
+        self.lse, self._memories = lse[0], (around, around_lse)
         key, value, self._pages = call.key, call.value, []
         key_at, value_at = key.ctypes.data, value.ctypes.data
         if call.page_tokens:
@@ -180,16 +191,13 @@ class _Packed:
         outcome = Outcome(self.output.copy(), self.lse.copy(), finite)
         for array in (self.output, self.lse):
             array[...] = np.frombuffer(bytes([CANARY] * array.itemsize), array.dtype)[0]
-            memory = array
-            while memory.base is not None:
-                memory = memory.base if isinstance(memory.base, np.ndarray) else np.asarray(memory.base)
-            assert (memory == CANARY).all(), "something was written beside a result"
+        assert all((memory == CANARY).all() for memory in self._memories), "something was written beside a result"
         return outcome
 
 
-def attend(library: Library, calls: Sequence[Call], threads: int = 1) -> list[Outcome]:
-    """What comes of calls that are computed together."""
-    packed = [_Packed(call) for call in calls]
+def attend(library: Library, calls: Sequence[Call], threads: int = 1, room: Room = room) -> list[Outcome]:
+    """What comes of calls that are computed together. `room` is for the results."""
+    packed = [_Packed(call, room) for call in calls]
     finite = library.attend(
         bytearray().join(each.bytes for each in packed), on_threads(threads) if threads > 1 else None
     )

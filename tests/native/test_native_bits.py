@@ -7,10 +7,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from binding import BFLOAT, Call, Outcome, Place, attend, each_instructions, laid, paged
+from binding import Call, Outcome, Place, attend, each_instructions, laid, paged
 from bits import assert_same_bits
 from hypothesis import given, settings
-from random_calls import normal, random_call, randoms
+from random_calls import normal, random_call, randoms, sharing
 
 from attnserve_server.native.library import Library
 
@@ -94,53 +94,6 @@ def test_the_work_of_many_threads_is_done_once(instructions: str) -> None:
     for _ in range(10):
         for outcome, expected in zip(attend(library, calls, threads=8), alone, strict=True):
             assert_same(outcome, expected)
-
-
-def sharing(random: Random, count: int, page_tokens: int) -> list[Call]:
-    """Calls over pages of one pool, of which each has the first so many in common with the one before it.
-
-    Some pages hold NaN, which windows may keep from some of the calls.
-    """
-    numbers = np.random.default_rng(random.randrange(2**32))
-    kv_heads, group, length = random.choice((1, 2)), random.choice((1, 2, 4)), random.choice((1, 1, 2, 3, 5, 8))
-    width, value_width = random.choice(((64, 64), (16, 40), (24, 8)))
-    query_dtype, kv_dtype = random.choice(((np.float32, np.float32), (np.float32, BFLOAT), (np.float16, np.float16)))
-    pool = [normal(numbers, (12, kv_heads, page_tokens, each)).astype(kv_dtype) for each in (width, value_width)]
-    if random.random() < 0.4:
-        for array in pool:
-            array[random.randrange(12), :, random.randrange(page_tokens)] = random.choice((np.nan, np.inf))
-    left = random.choice((-1, -1, 5, 70, 100))
-    options: dict[str, object] = {"softcap": random.choice((0.0, 10.0))}
-    if random.random() < 0.3:
-        options["slopes"] = np.abs(normal(numbers, (kv_heads * group,)))
-    if random.random() < 0.3:
-        options["sinks"] = normal(numbers, (kv_heads * group,))
-    calls: list[Call] = []
-    table = [random.randrange(12) for _ in range(5)]
-    for number in range(count):
-        shared = random.randint(1, len(table)) if number else 0
-        if number:
-            table = table[:shared] + [random.randrange(12) for _ in range(random.randint(0, 3))]
-        # It may end within a page that others have more of.
-        keys = random.randint(1, len(table) * page_tokens)
-        key_pages, value_pages = (tuple(array[page] for page in table) for array in pool)
-        key, value = (np.concatenate(pages, 1)[:, :keys] for pages in (key_pages, value_pages))
-        calls.append(
-            Call(
-                query=normal(numbers, (kv_heads * group, length, width)).astype(query_dtype),
-                key=key,
-                value=value,
-                offset=keys - length,
-                left=left,
-                right=0,
-                page_tokens=page_tokens,
-                key_pages=key_pages,
-                value_pages=value_pages,
-                shared=shared,
-                **options,  # type: ignore[arg-type]
-            )
-        )
-    return calls
 
 
 @each_instructions

@@ -219,9 +219,10 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
         UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c]);
 }
 
-/* The same for few rows: every other key is added up apart, since one sum would wait for itself. */
-INLINE void few_outputs(int rows, int vectors, const float *weights, const float *fades, const float *values,
-                        int64_t n, int64_t stride, float *outputs) {
+/* The same for few rows: every other key is added up apart, since one sum would wait for itself. Whether the first is
+   one of those follows from its place in its block: each stays in its sum, wherever begins what is reached. */
+INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
+                        const float *values, int64_t n, int64_t stride, float *outputs) {
     vec sums[FEW_ROWS][TILE_VECTORS], others[FEW_ROWS][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) {
         vec fade = vset(fades[r]);
@@ -231,6 +232,12 @@ INLINE void few_outputs(int rows, int vectors, const float *weights, const float
         }
     }
     int64_t j = 0;
+    if (first_apart && n > 0) {
+        UNROLL for (int c = 0; c < vectors; c++)
+            UNROLL for (int r = 0; r < rows; r++)
+                others[r][c] = vfma(vset(weights[r * BLOCK]), vload(values + c * V), others[r][c]);
+        j = 1;
+    }
     for (; j + 2 <= n; j += 2) {
         UNROLL for (int c = 0; c < vectors; c++) {
             vec column = vload(values + j * stride + c * V), other = vload(values + (j + 1) * stride + c * V);
@@ -313,12 +320,15 @@ static void many_scores(int rows, int64_t vectors, const float *queries, int64_t
                  scores + c * V)
 }
 
-static void add_outputs(int few, int rows, const float *weights, const float *fades, const float *values, int64_t n,
-                        int64_t stride, float *outputs) {
+/* Keys from `from` up to `to` of a block. */
+static void add_outputs(int few, int rows, const float *weights, const float *fades, const float *values, int64_t from,
+                        int64_t to, int64_t stride, float *outputs) {
+    int64_t n = to - from;
+    weights += from, values += from * stride;
     for (int64_t c = 0; c < stride; c += TILE_VECTORS * V) {
         int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
         if (few)
-            FOR_FEW(rows, vectors, few_outputs, weights, fades, values + c, n, stride, outputs + c)
+            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c)
         else
             FOR_TILE(rows, vectors, tile_outputs, weights, fades, values + c, n, stride, outputs + c)
     }
@@ -466,8 +476,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
             }
             for (int i = 0; i < count; i++)
                 fades[i] = weigh(rows + i, memory->scores + i * BLOCK, block, to, vectors);
-            from = from / 2 * 2; /* where few rows add up every other key apart, each stays in its sum */
-            add_outputs(few, count, memory->scores + from, fades, values + from * value_width, to - from, value_width,
+            add_outputs(few, count, memory->scores, fades, values, from, to, value_width,
                         memory->outputs + r * value_width);
         }
         at = block_end;
@@ -518,9 +527,9 @@ static int end_row(const struct row *row, const float *output) {
     }
     finite &= vsum(suspect) == 0 && total - total == 0;
     if (call->lse) {
-        double lse = total == 0 ? -INFINITY : top + log(total);
-        call->lse[row->head * call->lse_head + row->query] = (float)lse;
-        finite &= !(lse > 3.4e38) && lse == lse;
+        float lse = total == 0 ? -INFINITY : (float)(top + log(total));
+        memcpy(call->lse + row->head * call->lse_head + row->query, &lse, sizeof lse);
+        finite &= lse < INFINITY;
     }
     return finite;
 }

@@ -1,0 +1,102 @@
+"""`python guarded.py LIBRARY CALLS`: random calls by a library whose inputs and results lie against forbidden memory.
+
+Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
+does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
+a library that was built with sanitizers, what it keeps for itself is watched as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
+from oracle import Array
+from random_calls import random_call, sharing
+
+from attnserve_server.native import library
+
+PAGE = mmap.PAGESIZE
+_protect = ctypes.CDLL(None, use_errno=True).mprotect
+_protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Guarded:
+    """Memory against forbidden pages. What is mapped lives as long as this."""
+
+    def __init__(self, at_end: bool) -> None:
+        self._at_end = at_end
+        self._mapped: list[mmap.mmap] = []
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, fill: int) -> tuple[Array, Array]:
+        """A `Room` without any space on one side."""
+        place = Place(place.tokens_first)
+        memory, offset = self._memory(int(np.prod(shape)) * dtype.itemsize, fill)
+        return np.ndarray(shape, dtype, memory.data, offset, steps(shape, dtype, place)), memory
+
+    def page(self, page: Array, tokens: int) -> Array:
+        """A copy of a page [heads, tokens, width] up to so many tokens of the last head, with the page's strides."""
+        memory, offset = self._memory(page.nbytes - (page.shape[1] - tokens) * page.strides[1], NAN_BYTE)
+        copy: Array = np.ndarray((len(page), tokens, page.shape[2]), page.dtype, memory.data, offset, page.strides)
+        copy[...] = page[:, :tokens]
+        return copy
+
+    def _memory(self, size: int, fill: int) -> tuple[Array, int]:
+        """Pages that hold so many bytes, and where those begin."""
+        inner = max(-(-size // PAGE), 1) * PAGE
+        mapped = mmap.mmap(-1, inner + 2 * PAGE)
+        self._mapped.append(mapped)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        for forbidden in (base, base + PAGE + inner):
+            if _protect(forbidden, PAGE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * inner).from_address(base + PAGE))
+        memory[...] = fill
+        return memory, inner - size if self._at_end else 0
+
+    def call(self, call: Call) -> Call:
+        """A call with all its inputs so."""
+        place = call.output
+        call = replace(
+            call,
+            query=laid(call.query, place, self.room),
+            key=laid(call.key, place, self.room),
+            value=laid(call.value, place, self.room),
+            mask=None if call.mask is None else laid(call.mask, PACKED, self.room),
+            bias=None if call.bias is None else laid(call.bias, PACKED, self.room),
+            slopes=None if call.slopes is None else laid(call.slopes[None, None], PACKED, self.room)[0, 0],
+            sinks=None if call.sinks is None else laid(call.sinks[None, None], PACKED, self.room)[0, 0],
+        )
+        pages, last = [], call.key.shape[1] - (len(call.key_pages) - 1) * call.page_tokens
+        for of_call in (call.key_pages, call.value_pages):
+            tokens = [page.shape[1] for page in of_call[:-1]] + [last]
+            pages.append(tuple(self.page(page, count) for page, count in zip(of_call, tokens, strict=bool(of_call))))
+        return replace(call, key_pages=pages[0], value_pages=pages[1])
+
+
+def main() -> None:
+    """Ends with an exception, or is killed, if anything is wrong."""
+    library.PATH = Path(sys.argv[1])  # type: ignore[misc]
+    library.available.cache_clear()
+    libraries = [library.Library(instructions) for instructions in library.available()]
+    assert libraries
+    for number in range(int(sys.argv[2])):
+        random = Random(number)
+        guarded = Guarded(at_end=random.random() < 0.7)
+        call = guarded.call(random_call(random))
+        for each in libraries:
+            (outcome,) = attend(each, [call], random.choice((1, 3)), guarded.room)
+            assert_right(call, outcome)
+            if number % 10 == 0:
+                attend(each, sharing(random, 20, 16), random.choice((1, 3)), guarded.room)
+    print("sound")
+
+
+if __name__ == "__main__":
+    main()

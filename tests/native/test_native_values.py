@@ -1,0 +1,123 @@
+"""NaN and infinities: excluded ones never reach a result, and of what attended ones reach the kernel says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from binding import Call, assert_right, attend, each_instructions
+from bits import assert_same_bits
+from hypothesis import assume, given
+from oracle import Array
+from random_calls import normal, random_call, randoms
+
+from attnserve_server.native.library import Library
+
+BAD = (np.nan, np.inf, -np.inf)
+
+
+def with_keys(call: Call, excluded: Array, of_key: float, of_value: float) -> Call:
+    """A call with other contents of the keys and values [Hk, S] that are excluded."""
+    key, value = call.key.copy(), call.value.copy()
+    key[excluded], value[excluded] = of_key, of_value
+    return replace(call, key=key, value=value, page_tokens=0)
+
+
+def attended(call: Call) -> Array:
+    """Which keys [Hk, S] any row attends."""
+    rows: Array = call.expected.attended
+    return np.array([of_head.any((0, 1)) for of_head in np.split(rows, len(call.key))])
+
+
+@each_instructions
+@given(random=randoms)
+def test_what_no_row_reaches_changes_no_bits(instructions: str, random: Random) -> None:
+    library, call = Library(instructions), replace(random_call(random), mask=None)
+    good = with_keys(call, ~attended(call), 0.0, 0.0)
+    bad = with_keys(call, ~attended(call), random.choice(BAD), random.choice(BAD))
+    expected, outcome = attend(library, [good, bad])
+    assert outcome.finite
+    assert_same_bits(outcome.output, expected.output)
+    assert_same_bits(outcome.lse, expected.lse)
+
+
+@each_instructions
+@given(random=randoms)
+def test_what_a_mask_excludes_never_shows(instructions: str, random: Random) -> None:
+    """A value that a mask excludes may make the kernel give up; a key may not."""
+    library, call = Library(instructions), random_call(random)
+    assume(call.mask is not None)
+    keys = with_keys(call, ~attended(call), random.choice(BAD), 0.0)
+    values = with_keys(call, ~attended(call), 0.0, random.choice(BAD))
+    of_keys, of_values = attend(library, [keys, values])
+    assert_right(keys, of_keys)
+    if of_values.finite:
+        assert_right(values, of_values)
+
+
+@each_instructions
+@given(random=randoms)
+def test_what_is_attended_is_told_of(instructions: str, random: Random) -> None:
+    library, call = Library(instructions), replace(random_call(random), page_tokens=0)
+    seen = np.argwhere(call.expected.attended)
+    assume(len(seen))
+    head, query, key = random.choice(seen.tolist())
+    kv_head = head // (len(call.query) // len(call.key))
+    altered = {name: getattr(call, name).copy() for name in ("query", "key", "value")}
+    name = random.choice(("query", "key", "value"))
+    place = (head, query) if name == "query" else (kv_head, key)
+    # Of infinite queries and keys some scores are -inf, which weigh nothing.
+    altered[name][(*place, random.randrange(altered[name].shape[2]))] = (
+        random.choice(BAD) if name == "value" else np.nan
+    )
+    calls = [call, replace(call, **altered), call]
+    outcomes = attend(library, calls, threads=random.choice((1, 2)))
+    assert [outcome.finite for outcome in outcomes] == [True, False, True]
+
+
+@each_instructions
+@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("bad", BAD)
+def test_infinite_scores_are_right_or_told_of(instructions: str, bad: float, length: int) -> None:
+    numbers, library = np.random.default_rng(0), Library(instructions)
+    call = Call(*(normal(numbers, (2, count, 16)) for count in (length, 70, 70)))
+    for name in ("query", "key"):
+        altered = getattr(call, name).copy()
+        altered[1, 0, 3] = bad
+        changed = replace(call, **{name: altered})
+        (outcome,) = attend(library, [changed])
+        with np.errstate(invalid="ignore"):
+            expected = changed.expected
+        if np.isfinite(expected.output).all() and np.isfinite(expected.lse).all():
+            assert_right(changed, outcome)
+        else:
+            assert not outcome.finite
+
+
+@each_instructions
+@pytest.mark.parametrize("name", ["bias", "slopes", "sinks"])
+@pytest.mark.parametrize("length", [1, 40])
+def test_options_that_are_no_numbers_are_told_of(instructions: str, name: str, length: int) -> None:
+    numbers, library = np.random.default_rng(0), Library(instructions)
+    call = Call(*(normal(numbers, (2, count, 16)) for count in (length, 70, 70)), offset=30, right=0)
+    whole = normal(numbers, (2, length, 70)) if name == "bias" else normal(numbers, (2,))
+    for bad in (np.nan, np.inf):
+        altered = whole.copy()
+        altered[(1, 0, 3) if name == "bias" else 1] = bad
+        # Infinite slopes leave the nearest key alone, and 0 * inf is not a number.
+        assert not attend(library, [replace(call, **{name: altered})])[0].finite
+
+
+@each_instructions
+def test_causal_rows_before_a_nan_keep_it_out(instructions: str) -> None:
+    """Rows of one tile reach different keys: a NaN in the last value is the last row's alone."""
+    numbers, library = np.random.default_rng(0), Library(instructions)
+    call = Call(*(normal(numbers, (1, 30, 16)) for _ in range(3)), right=0)
+    value = call.value.copy()
+    value[:, 29] = np.nan
+    changed = replace(call, value=value)
+    assert not attend(library, [changed])[0].finite
+    before = replace(changed, query=call.query[:, :29])
+    assert_right(before, attend(library, [before])[0])
