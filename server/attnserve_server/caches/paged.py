@@ -57,19 +57,20 @@ def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacke
     pages = [np.asarray(call.pages, np.int32)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
     arranged = _grouped(calls, pages, pool) if len(calls) > 1 else [Group([0], 0)]
     order = [place for group in arranged for place in group.members]
-    keys, values = pool.addresses(pages[0] if len(order) == 1 else np.concatenate([pages[place] for place in order]))
-    key, value = keys.ctypes.data, values.ctypes.data
+    addresses = pool.addresses(pages[0] if len(order) == 1 else np.concatenate([pages[place] for place in order]))
+    key, values = addresses.ctypes.data, addresses.strides[0]
     packed = bytearray()
     for members, shared in arranged:
         before = 0
         for place in members:
             (query, output, lse, mask, bias, slopes, sinks), shape, _, length, offset = calls[place]
-            addresses = query, key, value, output, lse, mask, bias, slopes, sinks
-            packed += pack(addresses, with_keys(shape.packed, length, offset), before)
+            own = query, key, key + values, output, lse, mask, bias, slopes, sinks
+            packed += pack(own, with_keys(shape.packed, length, offset), before)
             before = shared
-            size = keys.itemsize * len(pages[place])
-            key, value = key + size, value + size
+            key += addresses.itemsize * len(pages[place])
     found = attend(packed, flops)
+    if found.all():
+        return found
     finite = np.empty_like(found)
     finite[order] = found
     return finite

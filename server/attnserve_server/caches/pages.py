@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -87,8 +88,9 @@ class PagePool:
         self._finite_of = np.frombuffer(self._finite, np.uint8)
         self._looks = device.type == "cpu"
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
+        self._arrays = lru_cache(REMEMBERED_SHAPES)(self._arrays_of)
         self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
-        self._addresses = self._keys.data_ptr(), self._values.data_ptr()
+        self._halves = np.array([[self._keys.data_ptr()], [self._values.data_ptr()]])
         self._page_stride = self._keys.stride(0)
 
     def tokens_per_page(self, shape: CacheShape) -> int:
@@ -100,10 +102,7 @@ class PagePool:
 
         Both are cast to the storage dtype; T is the number of tokens of the placement.
         """
-        for source, copy in placement.copies:
-            for half in (self._keys, self._values):
-                half[copy] = half[source]
-            self._finite[copy] = self._finite[source]
+        self.copy(placement.copies)
         views = self._views(shape)
         begin = 0
         for page, count, slot, tokens in _joined(placement.writes, views.tokens_per_page):
@@ -118,28 +117,46 @@ class PagePool:
                 self._look(views, page, count, slot, tokens)
             begin = end
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, from one to the other."""
+        for source, copy in copies:
+            for half in (self._keys, self._values):
+                half[copy] = half[source]
+            self._finite[copy] = self._finite[source]
+
     def write_tokens(self, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor) -> None:
         """Copies key [n, Hk, D] and value [n, Hk, Dv] of one token each to n places in different pages, as `write`."""
         views = self._views(shape)
         key, value = key.to(views.key.dtype), value.to(views.value.dtype)
+        if self._looks:
+            self.write_arrays(shape, places, _array(key), _array(value))
+            return
         pages, slots = torch.tensor([place[:2] for place in places], device=key.device).unbind(1)
         views.key[pages, :, slots], views.value[pages, :, slots] = key, value
-        if not self._looks:
-            return
-        finite = all(isfinite(part.sum(dtype=torch.float32).item()) for part in (key, value))
-        for page, slot, _ in places:
-            if not slot:
-                views.value[page, :, 1:].zero_()
-            if not finite:
-                self._look(views, page, 1, slot, 1)
-            elif not slot:
-                self._finite[page] = True
 
-    def addresses(self, pages: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the keys of pages begin in memory, and where their values do. Not on other devices than a CPU."""
-        offsets = pages.astype(np.int64) * self._page_stride
-        keys, values = self._addresses
-        return offsets + keys, offsets + values
+    def write_arrays(self, shape: CacheShape, places: Sequence[Write], key: NDArray[Any], value: NDArray[Any]) -> None:
+        """The same from arrays of at most 32 bits an element, on a CPU."""
+        keys, values = self._arrays(shape)
+        if key.dtype != keys.dtype:
+            with np.errstate(over="ignore"):
+                key, value = key.astype(keys.dtype), value.astype(values.dtype)
+        if len(places) == 1:
+            page, slot, _ = places[0]
+            keys[page, :, slot], values[page, :, slot] = key[0], value[0]
+        else:
+            pages, slots = np.array([place[:2] for place in places]).T
+            keys[pages, :, slots], values[pages, :, slots] = key, value
+        finite = bool(np.isfinite(key).all() and np.isfinite(value).all())
+        for n, (page, slot, _) in enumerate(places):
+            if not slot:
+                values[page, :, 1:] = 0
+            own = finite or bool(np.isfinite(key[n]).all() and np.isfinite(value[n]).all())
+            self._finite[page] = own and (not slot or self._finite[page])
+
+    def addresses(self, pages: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Where in memory the keys of pages begin, and where their values do: [2, n]. On a CPU only."""
+        found: NDArray[np.int64] = np.multiply(pages, self._page_stride, dtype=np.int64) + self._halves
+        return found
 
     def finite_pages(self, pages: NDArray[np.int32]) -> int:
         """How many first ones of some pages are known to be finite."""
@@ -242,6 +259,18 @@ class PagePool:
             return elements.as_strided(size, (elements.shape[1], per_head, width, 1))
 
         return _Views(block(self._keys, shape.head_dim), block(self._values, shape.value_dim), per_page)
+
+    def _arrays_of(self, shape: CacheShape) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The same as arrays."""
+        views = self._views(shape)
+        return _array(views.key), _array(views.value)
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor on the host as an array, in the same memory."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def _block(views: _Views, pages: Sequence[int], start: int, stop: int) -> Block:

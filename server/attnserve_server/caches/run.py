@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from attnserve import _dtypes
 from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.devices.results import rows_of_bytes
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
+from attnserve_server.native.payloads import DTYPES
 from attnserve_server.tensors import TensorSpec
 from attnserve_server.work import BatchResult, RequestResult
 
@@ -92,15 +96,27 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     """Writes what a request appends, where it has been placed."""
     if not request.placements:
         return
-    key, value = (_heads_first(name, request, device) for name in ("key", "value"))
-    placements = request.placements
-    if len(placements) > 1 and key.shape[2] == 1 and not any(placement.copies for placement in placements):
-        pool.write_tokens(
-            request.uses[0].cache.shape, [placement.writes[0] for placement in placements], key[:, :, 0], value[:, :, 0]
-        )
+    problem, placements, shape = request.problem, request.placements, request.uses[0].cache.shape
+    if problem.kv_length > 1:
+        key, value = (_heads_first(name, request, device) for name in ("key", "value"))
+        for b, placement in enumerate(placements):
+            pool.write(shape, placement, key[b], value[b])
         return
-    for b, (use, placement) in enumerate(zip(request.uses, request.placements, strict=True)):
-        pool.write(use.cache.shape, placement, key[b], value[b])
+    for placement in placements:
+        pool.copy(placement.copies)
+    places = [placement.writes[0] for placement in placements]
+    if device.torch_device.type == "cpu" and problem.dtype in DTYPES:
+        pool.write_arrays(shape, places, *(_token(name, request) for name in ("key", "value")))
+    else:
+        key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
+        pool.write_tokens(shape, places, key, value)
+
+
+def _token(name: str, request: CachedRequest) -> NDArray[Any]:
+    """Keys or values [n, Hk, width] of one token for each sequence, which lie so in either layout."""
+    problem, spec = request.problem, request.problem.tensors[name]
+    array = np.frombuffer(request.payloads[spec.payload], _dtypes.NUMPY[spec.dtype])
+    return array.reshape(problem.batch, problem.kv_heads, -1)
 
 
 def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
