@@ -1,4 +1,4 @@
-"""What must not depend on how long a cache is: an append of one token, and a fork.
+"""What must not depend on how long a cache is: an append of one token, and a fork; and what it saves that forks share.
 
 In: a server, and how many tokens. Out: the same operation when there is little and when there is much, in process (the
 store that decides and the pool that holds the bytes, without a network) and over the wire (the SDK).
@@ -18,14 +18,22 @@ import torch
 
 from attnserve import Cache as RemoteCache
 from attnserve import Client
+from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
+from attnserve_server.cpus import usable_cpus
+from attnserve_server.devices.device import open_device
 from benchmarks.workload import HEAD_DIM, HEADS
 
 PAGE_BYTES: Final = 1 << 18
 FORKS: Final = 50
+STEPPED: Final = 64
+"""So many caches have a step together,"""
+STEP_TOKENS: Final = 8192
+"""each over so many tokens."""
+STEPS: Final = 20
 SHAPE: Final = CacheShape(HEADS, HEAD_DIM, HEAD_DIM, 1, "float32")
 
 T = TypeVar("T")
@@ -49,6 +57,8 @@ def growth(address: str, tokens: int, progress: Callable[[str], None] = lambda _
     """
     progress("appends in process")
     found = _in_process(tokens)
+    progress("steps of forks in process")
+    found.append(_steps(min(tokens, STEP_TOKENS)))
     with Client(address) as client:
         key, value = (np.ones((HEADS, 1, HEAD_DIM), np.float32) for _ in range(2))
         with client.create_cache(HEADS, HEAD_DIM) as cache, client.create_cache(HEADS, HEAD_DIM) as empty:
@@ -86,6 +96,44 @@ def _in_process(tokens: int) -> list[Growth]:
 
     appended = _appends("append, in process", tokens, append)
     return [appended, _forks("fork, in process", tokens, lambda: fork(empty), lambda: fork(full))]
+
+
+def _steps(tokens: int) -> Growth:
+    """A step of many forks of one cache, which have a token of their own each, and of as many that share nothing."""
+    pool_bytes = (STEPPED + 1) * (-(-tokens // SHAPE.tokens_per_page(PAGE_BYTES)) + 1) * PAGE_BYTES
+    store = CacheStore(pool_bytes, PAGE_BYTES, 2 * STEPPED + 1)
+    pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"))
+    device = open_device("cpu", usable_cpus(), 0)
+    query = torch.randn(1, HEADS, 1, HEAD_DIM)
+
+    def append(cache: Cache, count: int) -> Cache:
+        reservation = store.reserve([(cache, 0, count)], monotonic())
+        key, value = (torch.randn(HEADS, count, HEAD_DIM) for _ in range(2))
+        pool.write(SHAPE, store.append(cache, 0, count, reservation), key, value)
+        store.cancel(reservation)
+        return cache
+
+    def step(caches: list[Cache]) -> Callable[[], object]:
+        pages = [cache.pages(0) for cache in caches]
+        length = caches[0].length(0)
+        queries = [CacheQuery(query, SHAPE, own, length, HEAD_DIM**-0.5) for own in pages]
+        return lambda: attend_cache(queries, pool, device)
+
+    def times(caches: list[Cache]) -> float:
+        run = step(caches)
+        run()
+        return statistics.median(_timed(run)[0] for _ in range(STEPS)) * 1e6
+
+    trunk = append(store.create(SHAPE, None, monotonic()), tokens)
+    forks = [append(store.fork(trunk, None, monotonic()), 1) for _ in range(STEPPED)]
+    shared = times(forks)
+    for cache in (trunk, *forks):
+        store.delete(cache)
+    own = times([append(store.create(SHAPE, None, monotonic()), tokens + 1) for _ in range(STEPPED)])
+    device.close()
+    return Growth(
+        f"step of {STEPPED}, in process", f"forks of one of {tokens:,} tokens", f"{tokens:,} each", shared, own
+    )
 
 
 def _appends(name: str, tokens: int, append: Callable[[], object]) -> Growth:

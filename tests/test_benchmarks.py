@@ -50,7 +50,13 @@ WAYS = [
     *(f"attnserve, {name}" for name in ("stream", "unary", "async SDK", "sync SDK")),
 ]
 MEASURED = ["S1", "D", "X"]
-GROWTH = ["append, in process", "fork, in process", "append, over the wire", "fork, over the wire"]
+GROWTH = [
+    "append, in process",
+    "fork, in process",
+    "step of 64, in process",
+    "append, over the wire",
+    "fork, over the wire",
+]
 
 pytestmark = pytest.mark.timeout(600)
 
