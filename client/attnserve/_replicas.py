@@ -17,7 +17,9 @@ LONGEST_REST: Final = 30.0
 """How long a server is left alone that failed, in seconds: twice as long every time, from the first to the longest."""
 
 FORGET_AFTER: Final = 60.0
-"""How long, in seconds, the connection of a server that is named no longer is kept without use: caches may be there."""
+"""How long, in seconds, the connection of a server that is named no longer is kept without use: caches may be there.
+One that has been made anew is kept as long, for who has just been given it.
+"""
 
 
 class Replica:
@@ -127,21 +129,27 @@ class Replicas(Generic[C]):
             self._dispose(connection)
 
     def renew(self, now: float) -> None:
-        """Has every connection made anew. Calls in flight end on those that there are."""
+        """Has every connection made anew. Calls in flight end on those that there are, until `retire` closes them."""
         with self._lock:
-            idle = [
-                (since, each) for since, each in self._replaced if now - since > FORGET_AFTER and not each.in_flight
-            ]
             replaced = list(self._connections.values())
-            self._replaced = [each for each in self._replaced if each not in idle]
             self._replaced += [(now, connection) for connection in replaced]
             self._connections = {}
             self._rotation = [self._open(connection.replica.address) for connection in self._rotation]
             self.only = self._rotation[0] if len(self._rotation) == 1 else None
         for connection in replaced:
             connection.leave()
+
+    def retire(self, now: float) -> bool:
+        """Closes connections that were made anew, if nobody can have them in hand any more. Whether some are left."""
+        with self._lock:
+            idle = [
+                (since, each) for since, each in self._replaced if now - since >= FORGET_AFTER and not each.in_flight
+            ]
+            self._replaced = [each for each in self._replaced if each not in idle]
+            left = bool(self._replaced)
         for _, connection in idle:
             self._dispose(connection)
+        return left
 
     def choose(self, now: float) -> C:
         """The connection for a call that any server can answer. There must be one."""

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, Generic, TypeVar
 
+from attnserve import _replicas
 from attnserve._cache_requests import CacheInfo
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._lookout import Lookout
@@ -45,6 +46,7 @@ class Servers(Generic[C]):
         self._lock = threading.RLock()  # a call that is given up may close the client
         self._lookout: Lookout | None = None
         self._first_look: Future[Sequence[str]] | None = None
+        self._retiring: threading.Timer | None = None
         self._closed = False
         self.found = False
         """Whether it is known which servers there are."""
@@ -73,6 +75,7 @@ class Servers(Generic[C]):
         """The connection for a call, to the server `home` if it is not for any. Raises what `find` does."""
         if self._outdated is not None and self._outdated() and not self._closed:
             self._replicas.renew(time.monotonic())
+            self._retire_later()
         if home is not None:
             if self._closed:
                 raise ClientClosedError
@@ -175,6 +178,20 @@ class Servers(Generic[C]):
     def _deliver(self, addresses: Sequence[str]) -> None:
         self._run(lambda: self.take(addresses))
 
+    def _retire_later(self) -> None:
+        """Has connections closed, in good time, that have been made anew."""
+        with self._lock:
+            if self._closed or self._retiring is not None:
+                return
+            self._retiring = threading.Timer(_replicas.FORGET_AFTER, self._run, (self._retire,))
+            self._retiring.daemon = True
+            self._retiring.start()
+
+    def _retire(self) -> None:
+        self._retiring = None
+        if self._replicas.retire(time.monotonic()):
+            self._retire_later()
+
     def close(self) -> Sequence[C]:
         """Looks no more, tells those who wait for a look, and gives every connection to whoever closes it."""
         with self._lock:
@@ -183,4 +200,6 @@ class Servers(Generic[C]):
                 self._first_look.set_exception(ClientClosedError())
             if self._lookout is not None:
                 self._lookout.close()
+            if self._retiring is not None:
+                self._retiring.cancel()
             return self._replicas.all()

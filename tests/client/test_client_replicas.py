@@ -118,7 +118,7 @@ def test_servers_come_and_go() -> None:
 
 
 def test_connections_that_are_made_anew() -> None:
-    """Those that there were end their calls, and are closed long after."""
+    """Those that there were end their calls, and are closed when nobody can have them in hand any more."""
     fleet = Fleet("a", "b")
     first = fleet.at("a")
     first.in_flight = 1
@@ -128,13 +128,18 @@ def test_connections_that_are_made_anew() -> None:
     assert sorted(fleet.choose(2)) == ["a", "b"]
     assert fleet.replicas.others(first)
     assert len(fleet.replicas.all()) == 4, "all are closed with the client"
-    fleet.replicas.renew(1.5 + FORGET_AFTER)
+    assert fleet.replicas.retire(0.5 + FORGET_AFTER)
+    assert fleet.disposed == []
+    assert fleet.replicas.retire(1.0 + FORGET_AFTER)
     assert fleet.disposed == ["b"], "a call is in flight on the other"
     first.in_flight = 0
-    fleet.replicas.renew(2.0 + FORGET_AFTER)
+    assert not fleet.replicas.retire(2.0 + FORGET_AFTER)
     assert fleet.disposed == ["b", "a"]
-    fleet.replicas.renew(2.0 + 3 * FORGET_AFTER)
-    assert sorted(fleet.disposed) == ["a", "a", "a", "b", "b", "b"]
+    assert not fleet.replicas.retire(3.0 + FORGET_AFTER)
+    for now in (2.0, 3.0):
+        fleet.replicas.renew(now)
+    assert fleet.replicas.retire(2.0 + FORGET_AFTER)
+    assert sorted(fleet.disposed) == ["a", "a", "b", "b"]
     assert len(fleet.replicas.all()) == 4
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cryptography import x509
 
-from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
+from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError, _replicas
 from attnserve._credentials import LOOK_INTERVAL_S
 from attnserve_server.tls import ServerTls, TlsError
 from attnserve_server.tokens import digest, format_hash, new_token
@@ -270,9 +270,15 @@ def put(files: certificates.Files, into: certificates.Files) -> None:
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])
 def test_a_client_shows_its_new_certificate_without_being_made_anew(
-    mutual: Server, authority: certificates.Authority, transport: Literal["stream", "unary"]
+    mutual: Server,
+    authority: certificates.Authority,
+    transport: Literal["stream", "unary"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it has made under the old name is another's under the new one."""
+    """What it has made under the old name is another's under the new one. The old connection is closed, whether the
+    client calls again or not.
+    """
+    monkeypatch.setattr(_replicas, "FORGET_AFTER", 0.2)
     files, successor = authority.issue("files", common_name="old"), authority.issue("successor", common_name="new")
     tls = TLS(authority.ca, files.certificate, files.key)
     with Client(mutual.address, tls=tls, transport=transport, retries=0) as client:
@@ -291,17 +297,23 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
             return not client.caches.list()
 
         until(is_another)
+        until(lambda: len(client._servers._replicas.all()) == 1)
+        attend(client)
 
 
 async def test_so_does_the_client_for_asyncio_show_its_new_one(
-    mutual: Server, authority: certificates.Authority
+    mutual: Server, authority: certificates.Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_replicas, "FORGET_AFTER", 0.2)
     files = authority.issue("files", common_name="old")
     async with AsyncClient(mutual.address, tls=TLS(authority.ca, files.certificate, files.key), retries=0) as client:
         await client.create_cache(2, 8)
         put(authority.issue("successor", common_name="new"), into=files)
         deadline = time.monotonic() + PATIENCE_S
         while await client.caches.list():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        while len(client._servers._replicas.all()) > 1:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         await client.attend(*np.ones((3, 2, 4, 8), np.float32))
