@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -43,6 +44,8 @@ class Server:
         """Starts the server and waits until it says that it is ready. What it writes to stderr goes to `errors`."""
         command = [sys.executable, *program, "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
         self._errors = errors
+        self.said: list[str] = []
+        """The lines of its standard output, until it was ready."""
         with errors.open("w") as stderr:
             self.process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert self.process.stdout is not None
@@ -60,7 +63,7 @@ class Server:
         self.http_address = addresses["http"]
 
     def _until_ready(self) -> dict[str, str]:
-        """The lines `name: value` that it writes to stdout, the ready line being the last."""
+        """The facts that it writes to stdout, as `name: value` or as JSON, that it is ready being the last."""
         said: dict[str, str] = {}
         deadline = time.monotonic() + STARTUP_S
         while "ready" not in said:
@@ -70,6 +73,11 @@ class Server:
                 pytest.fail(f"the server was not ready after {STARTUP_S:.0f} s; it said {said}\n{self.stderr()}")
             if line is None:
                 pytest.fail(f"the server ended with {self.process.wait()} before it was ready\n{self.stderr()}")
+            self.said.append(line)
+            if line.startswith("{"):
+                fact = json.loads(line)
+                said[fact["fact"]] = fact["value"]
+                continue
             name, _, value = line.rstrip("\n").partition(": ")
             said[name] = value
         return said

@@ -1,39 +1,30 @@
 """The command line: `attnserve-server`, also `python -m attnserve_server`.
 
 In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
-says what it runs on and with which settings, one `name: value` a line, and at last `ready: ...`; log lines go to
-standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
+says what it runs on and with which settings (see `startup`), and at last that it is ready; log lines go to standard
+error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
 a setting is wrong, 1 if the server cannot start.
 `attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `tokens`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 
 import prometheus_client
 
-from attnserve_server import __version__, logs, tokens
+from attnserve_server import logs, tokens
 from attnserve_server.allocator import keep_one_heap
 from attnserve_server.config import Config, StartError
-from attnserve_server.cpus import usable_cpus
 from attnserve_server.layers import check
+from attnserve_server.startup import Startup, surroundings
 
-
-def surroundings() -> Iterator[str]:
-    """What the server runs on, one `name: value` a line."""
-    yield f"attnserve: {__version__}"
-    yield f"python: {platform.python_version()}"
-    for distribution in ("torch", "grpcio"):
-        yield f"{distribution}: {metadata.version(distribution)}"
-    yield f"platform: {platform.platform()}"
-    yield f"usable_cpus: {usable_cpus()}"
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -62,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.main(arguments[1:])
     if arguments[:1] == ["token"]:
         return tokens.main(arguments[1:])
+    config: Config | None = None
     try:
         config = Config.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
@@ -69,14 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         with _ending_at_once():
             keep_one_heap()
-            for line in (*surroundings(), *config.describe()):
-                print(line, flush=True)
+            startup = Startup(config.log_format)
+            for name, value in surroundings():
+                startup.say(name, value)
+            for name, source in config.sources().items():
+                startup.say(name, config.show(name), note=f" ({source})", source=source)
             # Only now, because it loads torch: --help and a wrong setting answer at once.
             from attnserve_server.serving import run
 
             run(config)
     except StartError as error:
-        print(f"attnserve-server: {error}", file=sys.stderr)
+        if config is not None and config.log_format == "json":
+            logger.critical("attnserve-server: %s", error)
+        else:
+            print(f"attnserve-server: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 

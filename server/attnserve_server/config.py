@@ -214,7 +214,7 @@ class Config:
         "some minutes are right for several replicas.",
     )
     advertise_address: str = _setting(
-        kinds.matches("nothing, or host:port", lambda text: units.parse_address(text) if text else ""),
+        kinds.ADVERTISED,
         "",
         "Where callers reach this very server, past all balancers, as host:port. It comes with each cache, which is "
         "nowhere else.",
@@ -271,7 +271,9 @@ class Config:
         kinds.words("debug", "info", "warning", "error"), "info", "The least severe log line written."
     )
     log_format: str = _setting(
-        kinds.words("text", "json"), "text", "Log lines for people (text) or for machines (json)."
+        kinds.words("text", "json"),
+        "text",
+        "Log lines, and what is said at the start, for people (text) or for machines (json).",
     )
     _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
 
@@ -348,11 +350,6 @@ class Config:
         for item in settings():
             value = None if _kind(item).private and getattr(self, item.name) else self.show(item.name)
             yield Effective(item.name, value, self._source(item))
-
-    def describe(self) -> Iterator[str]:
-        """Every setting as one line, `name: value (source)`."""
-        for name, source in self.sources().items():
-            yield f"{name}: {self.show(name)} ({source})"
 
 
 def settings() -> Iterator[Field[Any]]:

@@ -83,6 +83,10 @@ TCP_OR_UNIX: Final = matches(
     lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
     private=True,
 )
+ADVERTISED: Final = matches(
+    "nothing, or host:port where others reach this server, with nothing in it that is still to be filled in",
+    lambda text: not text or units.parse_address(text).can_be_reached or None,
+)
 TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str, private=True)
 RATIO: Final = Kind(
     "a number from 0 to 1",

@@ -14,6 +14,7 @@ from attnserve_server import units
 from attnserve_server.config import Config
 from attnserve_server.event_loop import EventLoop
 from attnserve_server.server import OpenDevice, Server, configured_device
+from attnserve_server.startup import Startup
 from attnserve_server.tracing import endpoint_of, shown
 from attnserve_server.watchdog import FAILED
 
@@ -40,7 +41,7 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
 
 async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> int:
     """Serves; the exit status."""
-    stopping = asyncio.Event()
+    stopping, startup = asyncio.Event(), Startup(config.log_format)
     server = Server(config, open_device)
     server.metrics.watch_loop(lambda: loop.busy_seconds)
     try:
@@ -48,14 +49,13 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopping.set)
         device = server.device
-        print(
-            f"computes_on: {device.name}, {device.description}" + f", {device.threads} threads" * bool(device.threads)
-        )
-        print(f"kernels: {', '.join(name for name, _ in device.kernels())}")
+        threads = f", {device.threads} threads" * bool(device.threads)
+        startup.say("computes_on", f"{device.name}, {device.description}{threads}")
+        startup.say("kernels", ", ".join(name for name, _ in device.kernels()))
         if endpoint := endpoint_of(config, os.environ):
-            print(f"traces_to: {shown(endpoint)}" if server.tracing is not None else "traces_to: nowhere, see the log")
-        print(f"cache_pool: {units.format_size(server.caches.store.pool_bytes)}")
-        print(f"ready: grpc={grpc_address} http={http_address}", flush=True)
+            startup.say("traces_to", shown(endpoint) if server.tracing is not None else "nowhere, see the log")
+        startup.say("cache_pool", units.format_size(server.caches.store.pool_bytes))
+        startup.say("ready", f"grpc={grpc_address} http={http_address}", grpc=grpc_address, http=http_address)
         failed = asyncio.create_task(server.engine.failed.wait())
         for phase in (stopping.wait, server.drain):
             ended = asyncio.create_task(phase())

@@ -38,7 +38,7 @@ _TRUTHS: Final = {
 
 
 class Address(NamedTuple):
-    """A TCP address to listen on."""
+    """A TCP address."""
 
     host: str
     port: int
@@ -53,6 +53,14 @@ class Address(NamedTuple):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host.lower() == "localhost"
+
+    @property
+    def can_be_reached(self) -> bool:
+        """Whether it can be somewhere to connect to: on port 0 nobody is, and `0.0.0.0` is only listened on."""
+        try:
+            return self.port > 0 and not ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return self.port > 0
 
 
 def _number_and_unit(text: str) -> tuple[str, str]:
@@ -137,14 +145,11 @@ def parse_address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
+        ipaddress.IPv6Address(host)
     elif ":" in host:
         raise ValueError(f"{text!r} needs brackets around its IPv6 address")
-    if (
-        not colon
-        or not host
-        or not re.fullmatch("[0-9]{1,5}", port)
-        or int(port) > 65535
-        or re.search(r"[\s/\[\]]", host)
-    ):
+    elif not re.fullmatch(r"[\w-]+(\.[\w-]+)*\.?", host):
+        raise ValueError(f"{text!r} is not host:port")
+    if not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"{text!r} is not host:port")
     return Address(host, int(port))

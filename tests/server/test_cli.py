@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from tests.conftest import Server
 
 ROOT = Path(__file__).parents[2]
+CORE = re.compile(r"[DIWEF][0-9]{4} ")
+"""How lines begin that gRPC's core writes by itself."""
 ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("ATTNSERVE_")} | {
     "PYTHONPATH": os.pathsep.join((str(ROOT / "client"), str(ROOT / "server")))
 }
@@ -258,6 +261,25 @@ def test_startup_says_what_it_runs_on_and_every_setting(start_server: Callable[.
     assert startup["computes_on"]
     assert "math" in startup["kernels"].split(", ")
     assert startup["cache_pool"] == "64MiB"
+
+
+def test_for_machines_every_line_is_json(start_server: Callable[..., Server]) -> None:
+    """On standard output and on standard error, from the first to the last."""
+    server = start_server("--log-format", "json", "--max-requests", "77", "--log-level", "debug")
+    facts = {fact["fact"]: fact for fact in map(json.loads, server.said)}
+    assert {item.name for item in settings()} <= set(facts)
+    limit = facts["max_requests"]
+    assert (limit["value"], limit["source"], limit["level"]) == ("77", "flag", "info")
+    assert limit["message"] == "max_requests: 77 (flag)"
+    assert limit["time"].endswith("Z")
+    assert (facts["ready"]["grpc"], facts["ready"]["http"]) == (server.address, server.http_address)
+    assert server.stop() == 0
+    of_python = [line for line in server.stderr().splitlines() if not CORE.match(line)]
+    assert all(json.loads(line)["message"] for line in of_python)
+    done = run("--log-format=json", "--listen", server.address, "--http-listen", "127.0.0.1:0", "--layers", "/no/file")
+    assert done.returncode == 1
+    assert all(json.loads(line)["message"] for line in (*done.stdout.splitlines(), *done.stderr.splitlines()))
+    assert json.loads(done.stderr.splitlines()[-1])["level"] == "critical"
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen"])

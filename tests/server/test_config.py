@@ -73,7 +73,7 @@ def test_values_have_their_units() -> None:
     assert loaded.max_flops == 20_000_000_000_000
     assert type(loaded.max_flops) is int
     assert loaded.reflection is False
-    assert "max_wait: 1500us (flag)" in list(loaded.describe())
+    assert (loaded.show("max_wait"), loaded.sources()["max_wait"]) == ("1500us", "flag")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,18 @@ def test_values_have_their_units() -> None:
         ("reflection", "perhaps"),
         ("log_level", "loud"),
         ("log_format", "xml"),
+        ("listen", "$(POD_IP):8001"),
+        ("listen", "[10.0.0.1]:8001"),
+        ("advertise_address", "$(POD_IP):8001"),
+        ("advertise_address", "${HOSTNAME}:8001"),
+        ("advertise_address", "{{ .Values.host }}:8001"),
+        ("advertise_address", ":8001"),
+        ("advertise_address", "host"),
+        ("advertise_address", "host..name:8001"),
+        ("advertise_address", "fd00::1:8001"),
+        ("advertise_address", "0.0.0.0:8001"),
+        ("advertise_address", "[::]:8001"),
+        ("advertise_address", "host:0"),
     ],
 )
 def test_a_wrong_value_is_refused_and_named(name: str, text: str) -> None:
@@ -161,6 +173,14 @@ def test_a_wrong_command_line_is_one_line(argv: list[str]) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:8001", "localhost:80", "unix:/run/a.sock", "unix:///run/a"])
 def test_addresses(address: str) -> None:
     assert Config(listen=address).listen == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "10.0.0.7:8001", "[fd00::7]:8001", "attnserve-0.attnserve.default.svc:8001", "a_b:1", "müller.de.:1"],
+)
+def test_addresses_to_be_told_to_others(address: str) -> None:
+    assert Config(advertise_address=address).advertise_address == address
 
 
 @given(st.integers(0, 2**62))

@@ -1,0 +1,41 @@
+"""What the server says of itself while it starts: facts, one a line, on standard output; the last one is `ready`.
+
+In: a name, a value, and perhaps more that is known of it. Out: `name: value` for people, or a JSON object for machines:
+that of a log line, with `fact`, `value` and the rest as fields.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+from attnserve_server import __version__
+from attnserve_server.cpus import usable_cpus
+from attnserve_server.logs import JsonFormatter
+
+
+class Startup:
+    """Where facts are said, in a log format: `text` or `json`."""
+
+    def __init__(self, log_format: str) -> None:
+        self._formatter = JsonFormatter() if log_format == "json" else None
+
+    def say(self, fact: str, value: str, *, note: str = "", **more: str) -> None:
+        """Says one fact. `note` follows the value for people; `more` are fields, for machines."""
+        line = f"{fact}: {value}{note}"
+        if self._formatter is not None:
+            record = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": line}
+            line = self._formatter.format(logging.makeLogRecord({**record, "fact": fact, "value": value, **more}))
+        print(line, flush=True)
+
+
+def surroundings() -> Iterator[tuple[str, str]]:
+    """What the server runs on: names and values."""
+    yield "attnserve", __version__
+    yield "python", platform.python_version()
+    for distribution in ("torch", "grpcio"):
+        yield distribution, metadata.version(distribution)
+    yield "platform", platform.platform()
+    yield "usable_cpus", str(usable_cpus())
