@@ -93,7 +93,7 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
+def read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
     """The varint at a place, modulo 2**64, and the place behind it. IndexError if the buffer ends within it."""
     value = shift = 0
     while True:
@@ -118,8 +118,8 @@ def read_ticket(data: bytes) -> tuple[int, int]:
         return -1, 0
     if len(data) == 2:
         return data[0], data[1]
-    index, at = _read_varint(data, 0)
-    return index, _read_varint(data, at)[0]
+    index, at = read_varint(data, 0)
+    return index, read_varint(data, at)[0]
 
 
 def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -132,14 +132,14 @@ def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, i
             tag = buffer[at]
             at += 1
             if tag >= 0x80:
-                tag, at = _read_varint(buffer, start)
+                tag, at = read_varint(buffer, start)
             wire_type = tag & 7
             content = at
             if wire_type == _LENGTH_DELIMITED:
                 length = buffer[at]
                 at += 1
                 if length >= 0x80:
-                    length, at = _read_varint(buffer, at - 1)
+                    length, at = read_varint(buffer, at - 1)
                 content = at
                 at += length
             elif wire_type == 0:
@@ -171,7 +171,7 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
     while at < end:
         if at - first > _MANY_FIELDS:
             raise _ManyFieldsError("a group is too long")
-        tag, behind = _read_varint(buffer, at)
+        tag, behind = read_varint(buffer, at)
         if tag & 7 == 4:
             if tag >> 3 != number:
                 raise DecodeError("a group ends that has not begun")
@@ -300,7 +300,7 @@ class _Walk:
 
 def _overlong_prefix(buffer: Buffer, start: int, content: int, length: int) -> bytes:
     """A field's tag as it is in the buffer and a length as overlong as there, for protobuf to judge."""
-    _, at = _read_varint(buffer, start)
+    _, at = read_varint(buffer, start)
     canonical = varint(length)
     missing = content - at - len(canonical)
     if missing <= 0:
@@ -361,6 +361,7 @@ def join(message_type: type[Message], header: bytes, payloads: Sequence[Buffer])
     return [payloads[piece] if isinstance(piece, int) else piece for piece in template], size
 
 
+@_cached(4096)
 def field_prefix(number: int, length: int) -> bytes:
     """What stands before the content of a length-delimited field."""
     return varint(number << 3 | _LENGTH_DELIMITED) + varint(length)

@@ -100,12 +100,13 @@ class BatchQueue(Generic[E]):
 
     def push(self, entry: E) -> None:
         """Takes an entry."""
-        begin = self._fairness.enter(entry.caller, entry.priority, self._pace.work(entry.cost))
-        item = (begin - self._advantage(entry.priority), next(self._pushes), entry)
-        group = self._groups.setdefault(entry.group, [])
-        heapq.heappush(group, item)
-        if group[0] is item:
-            heapq.heappush(self._first, (item[0], item[1], entry.group))
+        priority, group = entry.priority, entry.group
+        begin = self._fairness.enter(entry.caller, priority, self._pace.work(entry.cost))
+        item = (begin - self._advantage(priority), next(self._pushes), entry)
+        waiting = self._groups.setdefault(group, [])
+        heapq.heappush(waiting, item)
+        if waiting[0] is item:
+            heapq.heappush(self._first, (item[0], item[1], group))
         self._work.add(entry.kind, entry.cost)
         self.requests += 1
         self.bytes += entry.received_bytes
@@ -170,7 +171,7 @@ class BatchQueue(Generic[E]):
 
     def _advantage(self, priority: int) -> float:
         """How much earlier a priority makes an entry due: with so many callers, virtual time is so much slower."""
-        return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers)
+        return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers) if priority else 0.0
 
     def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
         """Fills a batch from the group whose entry is due first; no further than to that, if nobody waits for it."""

@@ -23,6 +23,11 @@ OPERATIONS: Final = {
 }
 """The fields of a call that hold what it asks for."""
 
+# Of fields whose numbers fit a tag of one byte.
+_ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
+_TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
+_OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
+
 
 class Call(NamedTuple):
     """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies, or what is
@@ -64,8 +69,37 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     return cancelled, calls
 
 
+def _plain_call(message: bytes, at: int, end: int) -> Call | None:
+    """The call that lies in a part of a message, if it is as clients write nearly all: an id, maybe a timeout, and an
+    operation, each once and in this order. None for all else, right or wrong.
+    """
+    try:
+        if message[at] != _ID_TAG:
+            return None
+        call_id, at = _wire.read_varint(message, at + 1)
+        timeout = None
+        if message[at] == _TIMEOUT_TAG:
+            length, begin = _wire.read_varint(message, at + 1)
+            at = begin + length
+            timeout = _seconds(Duration.FromString(message[begin:at]))
+        operation = _OPERATION_TAGS.get(message[at])
+        length, begin = _wire.read_varint(message, at + 1)
+    except (DecodeError, IndexError):
+        return None
+    if operation is None or begin + length != end:
+        return None
+    return Call(call_id, timeout, operation, (message, begin, end))
+
+
+def _seconds(duration: Duration) -> float:
+    """However large or odd, it says when: what is no duration by the letter is no error."""
+    return duration.seconds + duration.nanos * 1e-9
+
+
 def _read_call(message: bytes, at: int, end: int) -> Call:
     """The call that lies in a part of a message. What is not its operation is left to protobuf."""
+    if (plain := _plain_call(message, at, end)) is not None:
+        return plain
     found: dict[int, list[tuple[int, int]]] = {}
     rest: list[bytes] = []
     try:
@@ -81,9 +115,7 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
         return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
     timeout = None
     if envelope.HasField("timeout"):
-        # However large or odd, it says when: what is no duration by the letter is no error.
-        duration: Duration = envelope.timeout
-        timeout = duration.seconds + duration.nanos * 1e-9
+        timeout = _seconds(envelope.timeout)
     parent = TraceParent(envelope.traceparent, envelope.tracestate) if envelope.traceparent else None
     if not found:
         return Call(envelope.id, timeout, None, (b"", 0, 0), None, parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from attnserve_server.errors import RequestError
 from attnserve_server.work import Phases, RequestResult, Work
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from attnserve_server.tracing import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a request that ran: its result, its phases (encode still holds only the fetching), its batch."""
 
     result: RequestResult

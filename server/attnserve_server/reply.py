@@ -60,15 +60,17 @@ def payloads_of(result: RequestResult) -> list[memoryview]:
     return [payload for payload in (result.output, result.lse, result.scores) if payload is not None]
 
 
-def timings_of(phases: Phases) -> pb.Timings:
-    """The phases, as a reply has them."""
-    return pb.Timings(
-        decode_ns=round(phases.decode * 1e9),
-        queue_ns=round(phases.queue * 1e9),
-        staging_ns=round(phases.staging * 1e9),
-        compute_ns=round(phases.compute * 1e9),
-        encode_ns=round(phases.encode * 1e9),
-    )
+def timings_of(phases: Phases) -> dict[str, int]:
+    """The phases, as a reply has them: the fields of `Timings`. A message made of a mapping costs half of one that is
+    made of another message.
+    """
+    return {
+        "decode_ns": round(phases.decode * 1e9),
+        "queue_ns": round(phases.queue * 1e9),
+        "staging_ns": round(phases.staging * 1e9),
+        "compute_ns": round(phases.compute * 1e9),
+        "encode_ns": round(phases.encode * 1e9),
+    }
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final, TypeAlias, get_args
@@ -157,7 +156,7 @@ class AttentionService:
             encode = phases.encode + end - begin
             self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
             if trace is not None:
-                trace.finish("OK", end, replace(phases, encode=encode), outcome.batch_size)
+                trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
             self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
             return reply_message
         finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -244,7 +243,7 @@ class CallStream:
         self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
         self._metrics.finished(label, "OK", end - entry.arrival)
         if entry.trace is not None:
-            entry.trace.finish("OK", end, replace(phases, encode=encode), outcome.batch_size)
+            entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
         self._usage.computed(entry.request.query_tokens, entry.request.flops)
         self._send(Unsent(pieces, size, entry))
 

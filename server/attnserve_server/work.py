@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 from attnserve._wire import Buffer
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from attnserve_server.devices import Device
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
+class Phases(NamedTuple):
     """How long each phase of a request took, in seconds."""
 
     decode: float

@@ -318,6 +318,29 @@ def test_a_message_is_read_as_protobuf_reads_it(one: pb.AttendStreamRequest, oth
             assert type(asked).FromString(buffer[at:end]) == asked
 
 
+def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with a call that looks like most: cut off, a byte more or less, another one behind it."""
+    whole = pb.AttendStreamCall(id=300, timeout=Duration(seconds=2), apply=pb.ApplyRequest(layer="a"))
+    body = whole.SerializeToString()
+    bodies = [body[:cut] for cut in range(len(body) + 1)] + [body + body, b"\x08\x05" + body, body[3:]]
+    for place in range(len(body)):
+        bodies += [body[:place] + bytes((body[place] ^ 1 << bit,)) + body[place + 1 :] for bit in range(8)]
+
+    def read() -> list[tuple[object, ...]]:
+        found = []
+        for each in bodies:
+            message = (b"\x12" + _wire.varint(len(each)) + each) + (b"\x12" + _wire.varint(len(body)) + body)
+            for call in read_message(message, 2)[1]:
+                buffer, at, end = call.request
+                found.append((call.id, call.timeout, call.operation, buffer[at:end], type(call.error)))
+        return found
+
+    at_a_glance = read()
+    monkeypatch.setattr("attnserve_server.calls._plain_call", lambda *_: None)
+    assert at_a_glance == read()
+    assert at_a_glance.count((300, 2.0, "apply", b"\x0a\x01a", type(None))) > len(bodies)
+
+
 def test_of_two_operations_the_last_counts() -> None:
     first, last = pb.AttendStreamCall(attend=messages.random_attend(0)), pb.AttendStreamCall(id=3)
     last.apply.layer = "a"
