@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from attnserve_server.caches.attend import CacheQuery, attend_cache
-from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
-from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.rows import Batch, Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,13 @@ def attend_residents(
     """Causal attention [n, Hq Dv] of query [n, Hq, D], after key [n, Hk, D] and value [n, Hk, Dv] have been appended to
     the layer `block` of the caches. The rows lie as `batch.inputs` says; those behind the last sequence are 0.
     """
-    pool, ranges, queries = residents.pool, [], []
-    packing = batch.inputs
-    for start, length, resident in zip(
-        packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True
-    ):
+    packing, sequences = batch.inputs, batch.in_order(residents.of_requests)
+    _write(residents.pool, key, value, packing, sequences, block)
+    ranges, queries = [], []
+    for start, length, resident in zip(packing.starts, packing.lengths, sequences, strict=True):
         if not length:
             continue
         own = slice(start, start + length)
-        placement = resident.placements[block]
-        pool.write(resident.shape, placement, key[own].transpose(0, 1), value[own].transpose(0, 1))
         ranges.append(own)
         queries.append(
             CacheQuery(
@@ -83,7 +80,33 @@ def attend_residents(
             )
         )
     rows = query.new_empty(len(query), query.shape[1], value.shape[2])
-    for own, result in zip(ranges, attend_cache(queries, pool, compute), strict=True):
+    for own, result in zip(ranges, attend_cache(queries, residents.pool, compute), strict=True):
         rows[own] = result.output[0].transpose(0, 1)
     rows[packing.total :] = 0
     return rows.flatten(1)
+
+
+def _write(
+    pool: PagePool,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    sequences: Sequence[Resident],
+    block: int,
+) -> None:
+    """Appends key [n, Hk, D] and value [n, Hk, Dv] to the layer `block` of the caches, single tokens all at once."""
+    steps: dict[CacheShape, tuple[list[int], list[Write]]] = {}
+    for start, length, resident in zip(packing.starts, packing.lengths, sequences, strict=True):
+        if not length:
+            continue
+        placement = resident.placements[block]
+        if length > 1:
+            own = slice(start, start + length)
+            pool.write(resident.shape, placement, key[own].transpose(0, 1), value[own].transpose(0, 1))
+            continue
+        pool.copy(placement.copies)
+        rows, places = steps.setdefault(resident.shape, ([], []))
+        rows.append(start)
+        places.append(placement.writes[0])
+    for shape, (rows, places) in steps.items():
+        pool.write_tokens(shape, places, key[rows], value[rows])
