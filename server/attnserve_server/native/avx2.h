@@ -12,7 +12,6 @@ INLINE vec vload(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void vstore(float *p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm256_max_ps(a, b); }
-INLINE vec vmin(vec a, vec b) { return _mm256_min_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 INLINE vec vround(vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec vscale(vec a, vec exponent) { /* in two steps, since 2^exponent alone may be subnormal: exponent >= -252 */

@@ -12,7 +12,6 @@ INLINE vec vload(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void vstore(float *p, vec x) { _mm512_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm512_max_ps(a, b); }
-INLINE vec vmin(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm512_abs_ps(a); }
 INLINE vec vround(vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec vscale(vec a, vec exponent) { return _mm512_scalef_ps(a, exponent); }

@@ -20,7 +20,7 @@ enum {
     BLOCK = 64,         /* keys */
     TILE_ROWS = 6,
     FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
-    UNIT_ROWS = 126,    /* a unit of work has no more, if its call is in no group */
+    UNIT_ROWS = 126,    /* of a unit of work, about, if its call is in no group: each transposes all keys by itself */
     GROUP_ROWS = 504,   /* calls of a group that together have more of a key head are computed as several groups */
 };
 
@@ -484,7 +484,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
 }
 
 /* The row of a query in a head. */
-static void begin_row(struct row *row, const struct call *call, int64_t head, int64_t query) {
+INLINE void begin_row(struct row *row, const struct call *call, int64_t head, int64_t query) {
     int64_t position = sum_of(call->offset, query);
     int64_t begin = call->left >= 0 ? most(sum_of(position, -call->left), 0) : 0;
     int64_t end = call->right >= 0 ? least(sum_of(sum_of(position, call->right), 1), call->kv_length) : call->kv_length;
@@ -504,7 +504,7 @@ static void begin_row(struct row *row, const struct call *call, int64_t head, in
 }
 
 /* Writes what a row has come to. Returns whether it is finite. */
-static int end_row(const struct row *row, const float *output) {
+INLINE int end_row(const struct row *row, const float *output) {
     const struct call *call = row->call;
     int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
     char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
@@ -534,6 +534,19 @@ static int end_row(const struct row *row, const float *output) {
     return finite;
 }
 
+/* Computes again, by itself, a row that is not finite: it may have met a value that only other rows of its tile reach,
+   be they of another call. Returns whether it is finite. */
+__attribute__((noinline, cold))
+static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head, int few) {
+    struct row *row = memory->rows + place;
+    int64_t value_width = padded(row->call->value_dim);
+    float *output = memory->outputs + place * value_width;
+    begin_row(row, row->call, row->head, row->query);
+    memset(output, 0, value_width * sizeof(float));
+    meet(memory, place, place + 1, kv_head, 0, row->call->kv_length, few);
+    return end_row(row, output);
+}
+
 /* Computes rows from `first` up to `last`, counted query by query, of one key head of all calls of a group. */
 static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                      int64_t last) {
@@ -561,14 +574,9 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
     for (int64_t i = 0; i < count; i++) {
         meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
         for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
-            struct row *row = memory->rows + r;
-            float *output = memory->outputs + r * value_width;
-            if (end_row(row, output) || !__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED)) continue;
-            /* It may come from a value that only other rows of the tile reach, even those of other calls. */
-            begin_row(row, row->call, row->head, row->query);
-            memset(output, 0, value_width * sizeof(float));
-            meet(memory, r, r + 1, kv_head, 0, row->call->kv_length, few);
-            if (!end_row(row, output)) __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+            if (end_row(memory->rows + r, memory->outputs + r * value_width)) continue;
+            if (__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED) && !is_finite_alone(memory, r, kv_head, few))
+                __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
         }
     }
 }
@@ -580,10 +588,12 @@ static int64_t group_of(const struct call *calls, int64_t count) {
     return found;
 }
 
-/* The rows of each call in a unit of a group of calls. */
+/* The rows of each call in a unit of a group of calls: whole tiles, if they are not all. */
 static int64_t unit_rows(const struct call *calls, int64_t group) {
-    int64_t rows = rows_of_call(calls);
-    return group > 1 ? most(rows, 1) : most(least(rows, UNIT_ROWS), 1);
+    int64_t rows = rows_of_call(calls), parts = most((rows + UNIT_ROWS / 2) / UNIT_ROWS, 1);
+    if (group > 1 || parts == 1) return most(rows, 1);
+    int64_t each = (rows + parts - 1) / parts;
+    return (each + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
 }
 
 static float *floats(int64_t count) {
