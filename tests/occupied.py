@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import calls
 import grpc
 import messages
+import numpy as np
 from google.rpc import code_pb2
 
 from attnserve.v1 import attention_pb2 as pb
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 """What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
 
-# Some hundredths of a second of a CPU. Being written out, it costs more than a batch may, and so runs alone.
-_REQUEST = messages.random_attend(0, 1024, heads=1, width=128, softcap=1.0, priority=8)
+# Some hundredths of a second of a CPU, for no fast kernel computes float64. With its softcap it costs more than a batch
+# may, and so runs alone.
+_REQUEST = messages.random_attend(0, 1024, heads=1, width=128, dtype=np.float64, softcap=1.0, priority=8)
 _AHEAD = 32
 """How many of them are there at once: one runs. They are most of a second ahead: a test may stand still meanwhile."""
 

@@ -174,8 +174,8 @@ def test_requests_in_flight_finish_on_the_old_version(changing: tuple[Server, Cl
     _, client = changing
     old = client.layers.get("one")
     alone = client.apply("one", X).output
-    x = np.random.default_rng(1).standard_normal((8, 1024, 64)).astype(np.float32)
-    # Each keeps a CPU busy for about half a second, and is too much for one batch.
+    x = np.random.default_rng(1).standard_normal((8, 1024, 64))
+    # Each keeps a CPU busy for some tenths of a second, being of float64, and is too much for one batch.
     blocking = [client.submit(x, x, x, softcap=1.0) for _ in range(4)]
 
     def wait() -> Future[Any]:

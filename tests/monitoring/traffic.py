@@ -117,7 +117,8 @@ class Traffic:
 
         How many waited at least, and how many were in flight at most.
         """
-        long, small = arrays(8, 1024, 64), arrays(4, 16, 32)
+        # Of float64, which no fast kernel computes.
+        long, small = [array.astype(np.float64) for array in arrays(8, 1024, 64)], arrays(4, 16, 32)
         while True:
             first = [self.client.submit(*long, softcap=1.0, priority=8) for _ in range(4)]
             others = [self.client.submit(*small, priority=-8) for _ in range(20)]
