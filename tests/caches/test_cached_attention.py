@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from bits import assert_same_results
+from bits import assert_same_bits, assert_same_results
 from cached_cases import STORAGES, by_sequence, caller, fill, last
 from caller import Caller, Reference, attend_request, result, tokens
 from cases import DTYPES, Case, Plan
@@ -199,4 +199,43 @@ def test_company_changes_no_bit(paged_server: Server, caller: Caller) -> None:
                 assert_same_results(alone[reply.id], result(reply.attend))
         stream.half_close()
         assert stream.rest() == []
+    caller.delete(*names)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_forks_in_one_message_are_answered_as_each_alone(caller: Caller, storage: str) -> None:
+    """Steps of forks that part at different tokens, by one message; what they share is read for all of them."""
+    plan = Plan(batch=24, group=2, query_length=1, key_length=90, causal="bottom_right", alibi=True, sinks=True)
+    case = plan.case(1)
+    parted = [(13 * b) % 90 for b in range(24)]
+    for b, length in enumerate(parted):
+        case.key[b, :, :length], case.value[b, :, :length] = case.key[0, :, :length], case.value[0, :, :length]
+    (trunk,) = fill(caller, Case(case.query[:1], case.key[:1], case.value[:1], {}), storage, [90], [90])
+    names = [trunk]
+    for b, length in list(enumerate(parted))[1:]:
+        name = caller.fork(trunk).name
+        caller.truncate(name, length)
+        caller.append(name, case.key[b, :, length:], case.value[b, :, length:], expected_length=length)
+        names.append(name)
+    together = result(caller.attend(attend_request(case, names, return_lse=True)))
+    accuracy.check(stored(case, storage), together)
+    for b in (0, 1, 7, 23):
+        alone = Case(case.query[b : b + 1], case.key[b : b + 1], case.value[b : b + 1], case.options)
+        reply = result(caller.attend(attend_request(alone, [names[b]], return_lse=True)))
+        assert_same_bits(reply.output[0], together.output[b])
+        assert_same_bits(reply.lse[0], together.lse[b])
+    caller.delete(*names)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (9, -1)])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_is_seen_by_its_own_sequence(caller: Caller, poison: float, window: tuple[int, int]) -> None:
+    """An old token of one of three caches, by a step that reaches it and by one that does not."""
+    case = Plan(batch=3, query_length=1, key_length=40, causal="bottom_right", window=window).case(2)
+    case.key[1, 0, 17], case.value[1, 0, 18] = poison, poison
+    names = fill(caller, case, "float32", [40] * 3, [7], left_out=1)
+    reply = result(caller.attend(attend_request(case, names, last(case, [40] * 3, 1), return_lse=True)))
+    accuracy.check(case, reply)
+    assert np.isfinite(reply.output[[0, 2]]).all()
+    assert np.isfinite(reply.output[1]).all() == (window != (-1, -1))
     caller.delete(*names)

@@ -58,12 +58,12 @@ class Forks:
             self.queries.append(query_of(case, storage, pages, return_lse=True))
 
 
-@pytest.fixture(scope="module")
-def native() -> Iterator[CpuDevice]:
-    """One thread, with the native kernel."""
-    kernel = library.best()
-    if kernel is None:
-        pytest.skip("there is no native kernel here")
+@pytest.fixture(scope="module", params=["AVX-512", "AVX2"])
+def native(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
+    """One thread, with the native kernel for some instructions."""
+    if request.param not in library.available():
+        pytest.skip(f"there is no native kernel for {request.param} here")
+    kernel = library.Library(request.param)
     threads = torch.get_num_threads()
     device = CpuDevice(1, 0, kernel)
     yield device
