@@ -55,16 +55,16 @@ class CacheWork:
     host: Host
     uses: tuple[Use, ...]
     received_bytes: int
+    needs: Sequence[Hashable] = field(init=False)
     lengths: list[int] = field(default_factory=list, init=False)
     placements: list[Placement] = field(default_factory=list, init=False)
     _before: list[int] = field(default_factory=list, init=False)
     _announced: list[tuple[CacheLayer, int]] = field(default_factory=list, init=False)
     _reservation: Reservation | None = field(default=None, init=False)
 
-    @property
-    def needs(self) -> Sequence[Hashable]:
-        """The caches, each once, however many of its layers are used."""
-        return list(dict.fromkeys(use.cache.name for use in self.uses))
+    def __post_init__(self) -> None:
+        """Names the caches, each once, however many of its layers are used."""
+        self.needs = list(dict.fromkeys(use.cache.name for use in self.uses))
 
     @property
     def shares(self) -> bool:
