@@ -1,4 +1,4 @@
-/* Vectors of 16 floats. See `vectors` in kernel.h for what each function is. */
+/* Vectors of 16 floats. See `vectors` in elements.h for what each function is. */
 
 #include <immintrin.h>
 

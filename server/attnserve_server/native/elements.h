@@ -1,0 +1,94 @@
+/* Numbers of any dtype at any address, as vectors of floats; and functions of vectors.
+
+   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow a comparison; vselect(mask, a, b) is a where the mask is
+   set, else b; vrange sets places begin <= i < end; vbytes those whose byte is not 0; vtranspose turns V vectors of
+   rows into those of columns; vsums gives the sum of each of V vectors. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+/* a + b, or whichever number is nearest to it. */
+INLINE int64_t sum_of(int64_t a, int64_t b) {
+    int64_t sum;
+    return !__builtin_add_overflow(a, b, &sum) ? sum : b < 0 ? INT64_MIN : INT64_MAX;
+}
+/* An element of an array that may lie anywhere. */
+INLINE float float_at(const float *base, int64_t index) {
+    float found;
+    memcpy(&found, base + index, sizeof found);
+    return found;
+}
+INLINE int64_t padded(int64_t width) { return (width + V - 1) / V * V; }
+
+/* exp(x) for x <= 0, 0 for what is too small: Cephes' polynomial, within 2 units in the last place. NaN stays NaN. */
+INLINE vec vexp(vec x) {
+    x = vmax(vset(-104.0f), x);
+    vec n = vround(x * vset(1.44269504088896341f));
+    vec r = vfma(n, vset(-0.693359375f), x);
+    r = vfma(n, vset(2.12194440e-4f), r);
+    vec p = vset(1.9875691500e-4f);
+    p = vfma(p, r, vset(1.3981999507e-3f));
+    p = vfma(p, r, vset(8.3334519073e-3f));
+    p = vfma(p, r, vset(4.1665795894e-2f));
+    p = vfma(p, r, vset(1.6666665459e-1f));
+    p = vfma(p, r, vset(5.0000001201e-1f));
+    p = vfma(p, r * r, r + vset(1.0f));
+    return vscale(p, n);
+}
+
+/* tanh(x), as Cephes has it: a polynomial near 0, exponentials elsewhere. */
+INLINE vec vtanh(vec x) {
+    vec size = vabs(x), z = x * x;
+    vec p = vset(-5.70498872745e-3f);
+    p = vfma(p, z, vset(2.06390887954e-2f));
+    p = vfma(p, z, vset(-5.37397155531e-2f));
+    p = vfma(p, z, vset(1.33314422036e-1f));
+    p = vfma(p, z, vset(-3.33332819422e-1f));
+    vec small = vfma(p * z, x, x);
+    vec e = vexp(vset(-2.0f) * size);
+    vec large = (vset(1.0f) - e) / (vset(1.0f) + e);
+    large = vselect(vbelow(x, vzero()), vzero() - large, large);
+    return vselect(vbelow(size, vset(0.625f)), small, large);
+}
+
+/* `width` elements of a dtype as floats, up to a whole number of vectors with zeros behind them. */
+INLINE void widen(const void *from, int64_t dtype, int64_t width, float *to) {
+    int64_t at = 0;
+    if (dtype == FLOAT32) {
+        const float *source = from;
+        for (; at + V <= width; at += V) vstore(to + at, vload(source + at));
+        if (at < width) {
+            memcpy(to + at, source + at, (width - at) * sizeof(float));
+            for (int64_t i = width; i < padded(width); i++) to[i] = 0;
+        }
+        return;
+    }
+    const uint16_t *source = from;
+    for (; at < width; at += V) {
+        uint16_t rest[V];
+        const uint16_t *part = source + at;
+        if (at + V > width) {
+            memset(rest, 0, sizeof rest);
+            memcpy(rest, part, (width - at) * sizeof *rest);
+            part = rest;
+        }
+        vstore(to + at, dtype == FLOAT16 ? vload_f16(part) : vload_bf16(part));
+    }
+}
+
+/* `count` floats to elements of a dtype; count <= V. */
+INLINE void narrow(vec x, int64_t dtype, int64_t count, void *to) {
+    union { float single[V]; uint16_t half[V]; } all;
+    void *target = count == V ? to : &all;
+    if (dtype == FLOAT32) vstore(target, x);
+    else if (dtype == FLOAT16) vstore_f16(target, x);
+    else vstore_bf16(target, x);
+    if (count < V) memcpy(to, &all, count * (dtype == FLOAT32 ? 4 : 2));
+}
+
+INLINE const void *element(const void *base, int64_t dtype, int64_t index) {
+    return (const char *)base + index * (dtype == FLOAT32 ? 4 : 2);
+}

@@ -1,0 +1,161 @@
+/* A row: a query and a head that it has, the keys that it reaches, and what it has come to so far.
+
+   Keys are met in blocks, one after the other, with the running maximum and sum of each row (Milakov and Gimelshein
+   2018). Everything is added up in an order that follows from the row's own call alone. */
+
+#include "tiles.h"
+
+struct row {
+    const struct call *call;
+    const float *bias;          /* of the first key; as in the call, or NULL */
+    const uint8_t *mask;
+    int64_t begin, end;         /* the keys that it reaches, but for its mask */
+    int64_t head, query;
+    int64_t nearest;            /* the key within reach that its position is nearest to, */
+    double distance;            /* and how far that is */
+    int64_t reached;            /* how many keys have not been excluded so far */
+    float slope;
+    float top, total;           /* the greatest score so far, and the sum of all exp(score - top) */
+};
+
+/* The row of a query in a head. */
+INLINE void begin_row(struct row *row, const struct call *call, int64_t head, int64_t query) {
+    int64_t position = sum_of(call->offset, query);
+    int64_t begin = call->left >= 0 ? most(sum_of(position, -call->left), 0) : 0;
+    int64_t end = call->right >= 0 ? least(sum_of(sum_of(position, call->right), 1), call->kv_length) : call->kv_length;
+    row->call = call;
+    row->head = head;
+    row->query = query;
+    row->begin = begin;
+    row->end = most(end, begin);
+    row->nearest = most(least(position, row->end - 1), begin);
+    row->distance = begin < end ? fabs((double)position - (double)row->nearest) : 0;
+    row->bias = call->bias ? call->bias + head * call->bias_head + query * call->bias_query : NULL;
+    row->mask = call->mask ? call->mask + head * call->mask_head + query * call->mask_query : NULL;
+    row->slope = call->slopes ? float_at(call->slopes, head) : 0;
+    row->reached = 0;
+    row->top = -INFINITY;
+    row->total = 0;
+}
+
+/* Scores of a row and the keys from `first` on, of which it reaches those from begin to end: with all options. */
+static void finish_scores(struct row *row, float *scores, int64_t first, int64_t begin, int64_t end) {
+    const struct call *call = row->call;
+    vec scale = vset((float)call->scale), cap = vset((float)call->softcap), barred = vset(-INFINITY);
+    uint8_t mask_part[BLOCK];
+    float bias_part[BLOCK];
+    const uint8_t *mask = row->mask;
+    const float *bias = row->bias;
+    if (mask && call->mask_key) {
+        memset(mask_part, 0, sizeof mask_part);
+        memcpy(mask_part + begin, mask + first + begin, end - begin);
+        mask = mask_part;
+    } else if (mask) {
+        if (!*mask) begin = end;
+        mask = NULL;
+    }
+    if (bias && call->bias_key) {
+        memset(bias_part, 0, sizeof bias_part);
+        memcpy(bias_part + begin, bias + first + begin, (end - begin) * sizeof *bias);
+        bias = bias_part;
+    } else if (bias) {
+        memcpy(bias_part, bias, sizeof *bias);
+    }
+    if (!mask) row->reached += end - begin;
+    for (int64_t c = 0; c < end; c += V) {
+        vec x = vload(scores + c) * scale;
+        if (call->softcap > 0) x = cap * vtanh(x / cap);
+        if (bias) x = x + (call->bias_key ? vload(bias + c) : vset(*bias_part));
+        if (call->slopes) x = vfma(vset(-row->slope), vabs(viota() + vset((float)(first + c - row->nearest))), x);
+        vmask within = vrange(begin - c, end - c);
+        if (mask) {
+            within = vand(within, vbytes(mask + c));
+            row->reached += vcount(within);
+        }
+        vstore(scores + c, vselect(within, x, barred));
+    }
+}
+
+/* Scores of a row become weights, 0 up to `vectors`; returns what all that has been added up so far fades by. */
+static float weigh(struct row *row, float *scores, int64_t first, int64_t n, int64_t vectors) {
+    const struct call *call = row->call;
+    int64_t begin = most(row->begin - first, 0), end = least(row->end - first, n);
+    float top = -INFINITY;
+    if (begin < end) {
+        vec greatest = vset(-INFINITY);
+        if (begin || row->mask || row->bias || call->slopes || call->softcap > 0) {
+            finish_scores(row, scores, first, begin, end);
+            for (int64_t c = 0; c < end; c += V) greatest = vmax(vload(scores + c), greatest);
+        } else {
+            vec scale = vset((float)call->scale);
+            int64_t c = 0;
+            row->reached += end;
+            for (; c + V <= end; c += V) {
+                vec x = vload(scores + c) * scale;
+                vstore(scores + c, x);
+                greatest = vmax(x, greatest);
+            }
+            if (c < end) {
+                vec x = vselect(vrange(0, end - c), vload(scores + c) * scale, vset(-INFINITY));
+                vstore(scores + c, x);
+                greatest = vmax(x, greatest);
+            }
+        }
+        top = vgreatest(greatest);
+    }
+    float before = row->top;
+    top = top > before ? top : before;
+    int64_t c = 0;
+    float fade = 1;
+    if (begin < end && top != -INFINITY) {
+        vec shift = vset(top), total = vzero();
+        for (; c < end; c += V) {
+            vec x = vload(scores + c) - shift;
+            vec weights = vselect(vbelow(x, vset(-103.0f)), vzero(), vexp(x));
+            vstore(scores + c, weights);
+            total = total + weights;
+        }
+        if (top != before) {
+            fade = before == -INFINITY ? 0 : expf(before - top);
+            row->top = top;
+        }
+        row->total = row->total * fade + vsum(total);
+    } else {
+        /* Of all that it reaches nothing weighs anything so far: NaN would not have shown. */
+        for (int64_t i = most(begin, 0); i < end; i++)
+            if (scores[i] != -INFINITY) row->total = NAN;
+    }
+    for (; c < vectors * V; c += V) vstore(scores + c, vzero());
+    return fade;
+}
+
+/* Writes what a row has come to. Returns whether it is finite. */
+INLINE int end_row(const struct row *row, const float *output) {
+    const struct call *call = row->call;
+    int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
+    char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
+    /* Until now all scores of a row with ALiBi have been too large by what the nearest key lacks. */
+    double top = row->top - (double)row->slope * row->distance, total = row->total, fade = 1;
+    int finite = !(row->reached && row->top == -INFINITY);
+    if (call->sinks) {
+        double sink = float_at(call->sinks, row->head), greatest = sink > top ? sink : top;
+        if (greatest != -INFINITY) {
+            fade = exp(top - greatest);
+            total = total * fade + exp(sink - greatest);
+            top = greatest;
+        }
+    }
+    vec share = vset(total == 0 ? 0 : (float)(fade / total)), suspect = vzero();
+    for (int64_t c = 0; c < call->value_dim; c += V) {
+        vec x = vfma(vload(output + c), share, vzero()); /* 0 even where what is next to nothing has made it -0 */
+        suspect = suspect + x * vzero();
+        narrow(x, call->query_dtype, least(V, call->value_dim - c), to + c * element_size);
+    }
+    finite &= vsum(suspect) == 0 && total - total == 0;
+    if (call->lse) {
+        float lse = total == 0 ? -INFINITY : (float)(top + log(total));
+        memcpy(call->lse + row->head * call->lse_head + row->query, &lse, sizeof lse);
+        finite &= lse < INFINITY;
+    }
+    return finite;
+}

@@ -1,0 +1,202 @@
+/* Products of queries with a block of keys, and of weights with its values: in tiles, so that what they read is near.
+
+   Many rows take scores from a transposed block of keys: a vector is a query's scores of V keys. Few rows would not
+   repay the transposition, and take them from vectors of V elements of a key. */
+
+#include "elements.h"
+
+enum {
+    BLOCK = 64,         /* keys */
+    TILE_ROWS = 6,
+    FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
+};
+
+/* n keys, [n, D] by strides, as [D, BLOCK]: zeros up to whole vectors. */
+static void transpose_keys(const struct call *call, const void *from, int64_t n, float *to) {
+    int64_t width = call->head_dim;
+    for (int64_t j = 0; j < n; j += V) {
+        int64_t rows = least(V, n - j);
+        for (int64_t d = 0; d < width; d += V) {
+            int64_t columns = least(V, width - d);
+            vec square[V];
+            for (int64_t i = 0; i < V; i++) {
+                const void *part = element(from, call->kv_dtype, (j + i) * call->key_token + d);
+                if (i >= rows) {
+                    square[i] = vzero();
+                } else if (columns == V && call->kv_dtype == FLOAT32) {
+                    square[i] = vload(part);
+                } else {
+                    float whole[V];
+                    widen(part, call->kv_dtype, columns, whole);
+                    square[i] = vload(whole);
+                }
+            }
+            vtranspose(square);
+            if (columns == V) {
+                UNROLL for (int64_t i = 0; i < V; i++) vstore(to + (d + i) * BLOCK + j, square[i]);
+            } else {
+                for (int64_t i = 0; i < columns; i++) vstore(to + (d + i) * BLOCK + j, square[i]);
+            }
+        }
+    }
+}
+
+/* n rows [n, width] by a stride, as [n, padded width]. Where they are that already, they stay where they are. */
+static const float *rows_of(const void *from, int64_t dtype, int64_t stride, int64_t n, int64_t width, float *to) {
+    if (dtype == FLOAT32 && stride == width && width % V == 0) return from;
+    for (int64_t i = 0; i < n; i++) widen(element(from, dtype, i * stride), dtype, width, to + i * padded(width));
+    return to;
+}
+
+/* Dot products of `rows` queries and of `vectors` * V keys of a transposed block, from column 0 of `keys` on. */
+INLINE void tile_scores(int rows, int vectors, const float *queries, int64_t stride, int64_t width, const float *keys,
+                        float *scores) {
+    vec sums[TILE_ROWS][TILE_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
+    for (int64_t d = 0; d < width; d++) {
+        vec columns[TILE_VECTORS];
+        UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(keys + d * BLOCK + c * V);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec element = vset(queries[r * stride + d]);
+            UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(element, columns[c], sums[r][c]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) vstore(scores + r * BLOCK + c * V, sums[r][c]);
+}
+
+/* outputs[r] = outputs[r] * fades[r] + sum over n of weights[r][j] * values[j], for `vectors` * V columns of values. */
+INLINE void tile_outputs(int rows, int vectors, const float *weights, const float *fades, const float *values,
+                         int64_t n, int64_t stride, float *outputs) {
+    vec sums[TILE_ROWS][TILE_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++) {
+        vec fade = vset(fades[r]);
+        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = fade * vload(outputs + r * stride + c * V);
+    }
+    for (int64_t j = 0; j < n; j++) {
+        vec columns[TILE_VECTORS];
+        UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(values + j * stride + c * V);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec weight = vset(weights[r * BLOCK + j]);
+            UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(weight, columns[c], sums[r][c]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c]);
+}
+
+/* The same for few rows: every other key is added up apart, since one sum would wait for itself. Whether the first is
+   one of those follows from its place in its block: each stays in its sum, wherever begins what is reached. */
+INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
+                        const float *values, int64_t n, int64_t stride, float *outputs) {
+    vec sums[FEW_ROWS][TILE_VECTORS], others[FEW_ROWS][TILE_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++) {
+        vec fade = vset(fades[r]);
+        UNROLL for (int c = 0; c < vectors; c++) {
+            sums[r][c] = fade * vload(outputs + r * stride + c * V);
+            others[r][c] = vzero();
+        }
+    }
+    int64_t j = 0;
+    if (first_apart && n > 0) {
+        UNROLL for (int c = 0; c < vectors; c++)
+            UNROLL for (int r = 0; r < rows; r++)
+                others[r][c] = vfma(vset(weights[r * BLOCK]), vload(values + c * V), others[r][c]);
+        j = 1;
+    }
+    for (; j + 2 <= n; j += 2) {
+        UNROLL for (int c = 0; c < vectors; c++) {
+            vec column = vload(values + j * stride + c * V), other = vload(values + (j + 1) * stride + c * V);
+            UNROLL for (int r = 0; r < rows; r++) {
+                sums[r][c] = vfma(vset(weights[r * BLOCK + j]), column, sums[r][c]);
+                others[r][c] = vfma(vset(weights[r * BLOCK + j + 1]), other, others[r][c]);
+            }
+        }
+    }
+    if (j < n)
+        UNROLL for (int c = 0; c < vectors; c++)
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[r][c] = vfma(vset(weights[r * BLOCK + j]), vload(values + j * stride + c * V), sums[r][c]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c] + others[r][c]);
+}
+
+/* Dot products of few queries and n keys [n, stride], both padded with zeros. */
+INLINE void few_scores(int rows, const float *queries, int64_t stride, const float *keys, int64_t n, float *scores) {
+    for (int64_t j = 0; j < n; j += V) {
+        vec sums[FEW_ROWS][V];
+        if (n - j >= V && stride == 4 * V) { /* such as 64 elements of 16 */
+            UNROLL for (int i = 0; i < V; i++) {
+                const float *key = keys + (j + i) * stride;
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const float *query = queries + r * stride;
+                    vec sum = vload(query) * vload(key);
+                    sum = vfma(vload(query + V), vload(key + V), sum);
+                    sum = vfma(vload(query + 2 * V), vload(key + 2 * V), sum);
+                    sums[r][i] = vfma(vload(query + 3 * V), vload(key + 3 * V), sum);
+                }
+            }
+        } else {
+            for (int64_t i = 0; i < V; i++) {
+                const float *key = keys + (j + i) * stride;
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const float *query = queries + r * stride;
+                    vec sum = vzero();
+                    if (j + i < n) {
+                        sum = vload(query) * vload(key);
+                        for (int64_t d = V; d < stride; d += V) sum = vfma(vload(query + d), vload(key + d), sum);
+                    }
+                    sums[r][i] = sum;
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) vstore(scores + r * BLOCK + j, vsums(sums[r]));
+    }
+}
+
+#define FOR_VECTORS(function, rows, vectors, ...) \
+    switch (vectors) { \
+    case 1: function(rows, 1, __VA_ARGS__); break; \
+    case 2: function(rows, 2, __VA_ARGS__); break; \
+    case 3: function(rows, TILE_VECTORS > 2 ? 3 : 2, __VA_ARGS__); break; \
+    default: function(rows, TILE_VECTORS, __VA_ARGS__); \
+    }
+
+#define FOR_FEW(rows, vectors, function, ...) \
+    switch (rows) { \
+    case 1: FOR_VECTORS(function, 1, vectors, __VA_ARGS__) break; \
+    case 2: FOR_VECTORS(function, 2, vectors, __VA_ARGS__) break; \
+    default: FOR_VECTORS(function, 3, vectors, __VA_ARGS__) \
+    }
+
+#define FOR_TILE(rows, vectors, function, ...) \
+    switch (rows) { \
+    case 1: FOR_VECTORS(function, 1, vectors, __VA_ARGS__) break; \
+    case 2: FOR_VECTORS(function, 2, vectors, __VA_ARGS__) break; \
+    case 3: FOR_VECTORS(function, 3, vectors, __VA_ARGS__) break; \
+    case 4: FOR_VECTORS(function, 4, vectors, __VA_ARGS__) break; \
+    case 5: FOR_VECTORS(function, 5, vectors, __VA_ARGS__) break; \
+    default: FOR_VECTORS(function, 6, vectors, __VA_ARGS__) \
+    }
+
+static void many_scores(int rows, int64_t vectors, const float *queries, int64_t stride, int64_t width,
+                        const float *keys, float *scores) {
+    for (int64_t c = 0; c < vectors; c += TILE_VECTORS)
+        FOR_TILE(rows, least(TILE_VECTORS, vectors - c), tile_scores, queries, stride, width, keys + c * V,
+                 scores + c * V)
+}
+
+/* Keys from `from` up to `to` of a block. */
+static void add_outputs(int few, int rows, const float *weights, const float *fades, const float *values, int64_t from,
+                        int64_t to, int64_t stride, float *outputs) {
+    int64_t n = to - from;
+    weights += from, values += from * stride;
+    for (int64_t c = 0; c < stride; c += TILE_VECTORS * V) {
+        int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
+        if (few)
+            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c)
+        else
+            FOR_TILE(rows, vectors, tile_outputs, weights, fades, values + c, n, stride, outputs + c)
+    }
+}
