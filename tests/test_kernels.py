@@ -282,6 +282,14 @@ def test_causal_lengths_that_are_computed_in_blocks(dtype: str, length: int, key
         assert_same_bits(alone.lse, result.lse[of_part])
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("added", [{"bias_shape": (65, 40)}, {"bias_shape": (1,)}, {"alibi": True}, {"sinks": True}])
+def test_what_is_added_to_causal_scores_is_added_at_every_length(dtype: str, added: dict[str, Any]) -> None:
+    plan = Plan(dtype=dtype, causal=True, group=2, query_length=65, key_length=40, **added)
+    case = plan.case(14)
+    accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
 @pytest.mark.parametrize("length", [9, 100])
 def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> None:
     """The key is finite and its score is not: queries before it must not notice, nor other sequences."""

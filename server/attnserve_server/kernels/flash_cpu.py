@@ -167,7 +167,7 @@ def _run(
             bias = bias.reshape(bias.shape[0], kv_heads, group, bias.shape[-1])
     if bias is not None:
         bias = bias.expand(count, query.shape[1], query.shape[2], key.shape[2])
-    if causal and length in CAUSAL_LENGTHS:
+    if causal and bias is None and length in CAUSAL_LENGTHS:
         output, lse = _run_causal(query, key, value, scale)
     else:
         output, lse = _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
