@@ -53,8 +53,11 @@ def test_many_calls_in_one_message_are_a_batch(stream: calls.Stream) -> None:
         calls.assert_answers(reply.attend, requests[reply.id])
         assert reply.attend.batch_size == len(requests)  # causal or not
         timings = reply.attend.timings
-        phases = (timings.decode_ns, timings.queue_ns, timings.staging_ns, timings.compute_ns, timings.encode_ns)
-        assert all(0 < phase < calls.PATIENCE_S * 1e9 for phase in phases)
+        assert all(
+            0 < phase < calls.PATIENCE_S * 1e9 for phase in (timings.decode_ns, timings.queue_ns, timings.compute_ns)
+        )
+        # The native kernel reads where messages lie, and writes as replies have it.
+        assert max(timings.staging_ns, timings.encode_ns) < calls.PATIENCE_S * 1e9
 
 
 def test_replies_come_in_the_order_in_which_they_ran(stream: calls.Stream) -> None:
