@@ -7,8 +7,9 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -82,6 +83,9 @@ FAREWELL_S = 5.0
 """How long a server whose device failed waits for its callers to take the news."""
 STREAM_SHARE = 4
 """A stream that has this part of all requests in flight is not read from until it has fewer."""
+
+_UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
+"""gRPC's own bounds on the RPCs that have arrived and not begun."""
 
 
 class Server:
@@ -184,6 +188,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                *_for_unbegun_calls(config),
                 *(stream_life.channel_options if stream_life is not None else ()),
             )
         )
@@ -309,6 +314,17 @@ class Server:
             address=config.advertise_address,
             cache_pool_bytes=self.caches.store.pool_bytes,
         )
+
+
+def _for_unbegun_calls(config: Config) -> Iterator[tuple[str, int]]:
+    """What gRPC's core does with RPCs that wait for the event loop to begin them. Beyond a number it cancels some,
+    beyond another all, and those that have waited for so many seconds. By default there may be fewer than the requests
+    that there is room for.
+    """
+    for name, least in _UNBEGUN.items():
+        yield name, min(max(least, config.max_requests), 2**31 - 1)
+    if config.max_queue_time:
+        yield "grpc.server_max_unrequested_time_in_server", min(max(2, ceil(2 * config.max_queue_time)), 2**31 - 1)
 
 
 def _tls(config: Config) -> ServerTls | None:

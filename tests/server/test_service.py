@@ -46,6 +46,16 @@ def test_unary(channel: grpc.Channel) -> None:
     assert all(0 < phase < calls.PATIENCE_S * 1e9 for phase in phases)
 
 
+def test_a_burst_of_unary_calls_that_there_is_room_for_is_taken_whole(server: Server) -> None:
+    """Faster than the event loop can begin them: gRPC's core cancels none."""
+    request = messages.random_attend(0)
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    with grpc.insecure_channel(server.address, options) as one, grpc.insecure_channel(server.address, options) as other:
+        payload = request.SerializeToString()
+        futures = [calls.unary_future(channel, "Attend", payload) for _ in range(1500) for channel in (one, other)]
+        assert {future.code() for future in futures} == {grpc.StatusCode.OK}
+
+
 def test_unary_and_stream_give_the_same_bits(channel: grpc.Channel) -> None:
     request = messages.random_attend(0, 9, causal=True, return_lse=True, return_scores=pb.SCORE_STAGE_WEIGHTS)
     stream = calls.Stream(channel)
