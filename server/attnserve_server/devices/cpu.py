@@ -93,7 +93,7 @@ class CpuDevice:
         staged = self._stager.stage(requests)
         after_staging = perf_counter()
         flops = sum(request.flops for request in requests)
-        results = self._attend_tensors([staged_call.call for staged_call in staged], flops)
+        results = self.attend_tensors([staged_call.call for staged_call in staged], flops)
         after_compute = perf_counter()
         return BatchResult(
             results=collect(requests, staged, results),
@@ -136,12 +136,12 @@ class CpuDevice:
         """The results of calls, which are computed on all threads if they cost enough."""
         native = [] if self.native is None else [call for call in calls if applies(call)]
         if self.native is None or not native:
-            return self._attend_tensors(calls, flops)
+            return self.attend_tensors(calls, flops)
         found = iter(attend_all(self.native, native, self._threads_for(flops)))
         self._count(NAME, len(native))
         if len(native) == len(calls):
             return list(found)
-        others = iter(self._attend_tensors([call for call in calls if not applies(call)], flops))
+        others = iter(self.attend_tensors([call for call in calls if not applies(call)], flops))
         return [next(found if applies(call) else others) for call in calls]
 
     def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> NDArray[np.bool_]:
@@ -149,7 +149,7 @@ class CpuDevice:
         self._count(NAME, len(calls) // CALL_BYTES)
         return native.attend(calls, self._threads_for(flops))
 
-    def _attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+    def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The same by the kernels on torch tensors."""
         pool = self._pool_for(flops)
         if pool is None:
