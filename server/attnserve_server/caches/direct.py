@@ -54,10 +54,8 @@ def attend_requests(
             owners += [place] * len(request.uses)
             inputs.append(given)
     if calls:
-        finite = attend_paged(calls, pool, attend, sum(request.flops for request in requests))
-        if not finite.all():
-            for call in (~finite).nonzero()[0].tolist():
-                results[owners[call]] = None
+        for call in attend_paged(calls, pool, attend, sum(request.flops for request in requests)):
+            results[owners[call]] = None
     return results
 
 

@@ -34,10 +34,8 @@ def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: Attend
             places.append(place)
             flops += 2 * (query.query.numel() + result.output.numel()) * calls[-1].length
     if calls:
-        finite = attend_paged(calls, pool, attend, flops)
-        if not finite.all():
-            for call in (~finite).nonzero()[0].tolist():
-                results[places[call]] = None
+        for call in attend_paged(calls, pool, attend, flops):
+            results[places[call]] = None
     return results
 
 

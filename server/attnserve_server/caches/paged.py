@@ -52,8 +52,8 @@ class PagedCall(NamedTuple):
     offset: int
 
 
-def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> NDArray[np.bool_]:
-    """Computes calls: which results are finite. Those that are not have no meaning."""
+def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:
+    """Computes calls. Returns the places of those whose results are not finite, and have no meaning."""
     pages = [np.asarray(call.pages, np.int32)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
     arranged = _grouped(calls, pages, pool) if len(calls) > 1 else [Group([0], 0)]
     order = [place for group in arranged for place in group.members]
@@ -68,12 +68,7 @@ def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacke
             packed += pack(own, with_keys(shape.packed, length, offset), before)
             before = shared
             key += addresses.itemsize * len(pages[place])
-    found = attend(packed, flops)
-    if found.all():
-        return found
-    finite = np.empty_like(found)
-    finite[order] = found
-    return finite
+    return [place for place, finite in zip(order, attend(packed, flops).tolist(), strict=True) if not finite]
 
 
 def _grouped(calls: Sequence[PagedCall], pages: Sequence[NDArray[np.int32]], pool: PagePool) -> list[Group]:
