@@ -242,9 +242,10 @@ def assert_right(call: Call, outcome: Outcome, tolerance: float = 2e-6) -> None:
     """Asserts that a call came out finite and as the oracle has it."""
     expected = call.expected
     assert outcome.finite
-    # Scores are float32, so that the error of an exponential grows with their size.
-    seen = np.where(expected.attended, expected.masked, 0.0)
-    tolerance *= max(1.0, float(np.abs(seen).max(initial=0)) / 8)
+    # Scores are float32: their errors grow with the products that they are sums of, those of exponentials with them.
+    seen = [np.where(expected.attended, scores, 0.0) for scores in (expected.raw, expected.masked)]
+    steep = 1.0 if call.scale is None else abs(call.scale) * call.query.shape[2] ** 0.5
+    tolerance *= max(1.0, steep, float(np.abs(seen).max(initial=0)) / 8)
     output, error = outcome.output.astype(np.float64), HALF_A_UNIT[call.query.dtype]
     limit = tolerance * max(1.0, float(np.abs(expected.output).max(initial=0))) + error * np.abs(expected.output)
     if call.query.dtype == np.float16:
