@@ -20,9 +20,12 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.kernels import KERNELS, blocked_cpu
+from attnserve_server.native import library
 from attnserve_server.request import Request
 from attnserve_server.work import RequestResult
 
+MOST = 2**31 - 1
+"""The longest axis of a tensor."""
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 STAGES = {
@@ -244,15 +247,19 @@ def test_zero_sizes(
 
 
 @pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
-def test_sequences_without_queries_cost_nothing_however_many(devices: dict[int, CpuDevice], stage: int) -> None:
+@pytest.mark.parametrize("shape", [[MOST, MOST, 0, MOST], [0, MOST, MOST, MOST]])
+@pytest.mark.parametrize("native", [None, *library.available()[:1]])
+def test_what_has_no_queries_costs_nothing_however_long_its_other_axes_are(
+    shape: list[int], native: str | None, stage: int
+) -> None:
     """Axes beside one of length 0 need no payload: nothing may be done for each element of them."""
-    most = 2**31 - 1
     message = messages.random_attend(0, 0, return_scores=stage, return_lse=True)
     for name in ("query", "key", "value"):
-        getattr(message, name).shape[:] = [most, most, 0, most]
+        getattr(message, name).shape[:] = shape
     request = messages.read(message)
     empty = b"" if stage else None
-    assert [contents(result) for result in devices[2].run([request] * 2).results] == [(b"", b"", empty)] * 2
+    device = CpuDevice(1, 0, None if native is None else library.Library(native))
+    assert [contents(result) for result in device.run([request] * 2).results] == [(b"", b"", empty)] * 2
 
 
 def test_sinks_without_keys(devices: dict[int, CpuDevice]) -> None:

@@ -11,7 +11,8 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock, local
@@ -239,9 +240,12 @@ def _alone(compute: Callable[[], None]) -> None:
 
 
 def _together(pool: ThreadPoolExecutor, threads: int, compute: Callable[[], None]) -> None:
-    """Computes here and on all other threads, which share the work."""
-    others = [pool.submit(compute) for _ in range(threads - 1)]
+    """Computes here and on all other threads, which share the work. Those that cannot be had are done without."""
+    others: list[Future[None]] = []
     try:
+        with suppress(RuntimeError):  # the limit of threads
+            while len(others) < threads - 1:
+                others.append(pool.submit(compute))
         compute()
     finally:
         wait(others)  # what they write to must not go before them

@@ -39,9 +39,16 @@ def collect(
     for index, parts in pieces.items():
         gathered[index] = _assemble(requests[index], parts)
     for index, request in enumerate(requests):
-        if gathered[index] is None:  # it has no queries
-            gathered[index] = _assemble(request, [])
+        if gathered[index] is None:
+            gathered[index] = _of_no_queries(request.problem)
     return gathered  # type: ignore[return-value]  # every place has been filled
+
+
+def _of_no_queries(problem: Problem) -> RequestResult:
+    """Nothing: no tensor, for other lengths than that of the queries may be beyond all bounds."""
+    nothing = memoryview(b"")
+    lse, scores = (nothing if asked else None for asked in (problem.return_lse, problem.return_scores))
+    return RequestResult(nothing, lse, scores)
 
 
 def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:

@@ -98,6 +98,17 @@ def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:
     return _VARYING.pack(*addresses, shared, 1) + shape
 
 
+def pack_several(addresses: Addresses, steps: NDArray[np.int64], shape: bytes, count: int) -> bytes:
+    """Calls of one shape, `count` of them. `steps` says by how many bytes the first addresses of each are behind those
+    of the call before: 0 for what they share, or have not.
+    """
+    if count == 1:
+        return pack(addresses, shape)
+    calls = np.tile(np.frombuffer(pack(addresses, shape), np.int64), (count, 1))
+    calls[:, : len(steps)] += np.arange(count)[:, np.newaxis] * steps
+    return calls.tobytes()
+
+
 def with_keys(shape: bytes, kv_length: int, offset: int) -> bytes:
     """A packed shape, but for so many keys, and with the first query at that position."""
     return shape[:8] + _KEYS.pack(kv_length, offset) + shape[8 + _KEYS.size :]
@@ -123,11 +134,15 @@ class Library:
         count = len(calls) // CALL_BYTES
         fields = np.frombuffer(calls, np.int64).reshape(count, -1)
         counter = ctypes.c_int64(0)
-        arguments = fields.ctypes.data, count, ctypes.addressof(counter)
+
+        def compute(function: Any = self._aside) -> None:
+            # Whenever it is called: calls and counter are there, and where all is done, no other address is read.
+            _check(function(fields.ctypes.data, count, ctypes.addressof(counter)))
+
         if threads is None:
-            _check(self._at_once(*arguments))
+            compute(self._at_once)
         else:
-            threads(lambda: _check(self._aside(*arguments)))
+            threads(compute)
         finite: NDArray[np.bool_] = fields[:, _FINITE] != 0
         return finite
 

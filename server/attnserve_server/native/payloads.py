@@ -73,7 +73,12 @@ def address(payloads: Sequence[memoryview], place: int) -> int:
     """Where a payload is; anywhere if it has no elements."""
     if place < 0 or not payloads[place]:
         return ALIGNMENT
-    found: int = np.frombuffer(payloads[place], np.uint8).ctypes.data
+    return address_of(np.frombuffer(payloads[place], np.uint8))
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array is: as `ctypes.data` says it, in half the time."""
+    found: int = array.__array_interface__["data"][0]
     return found
 
 

@@ -10,34 +10,52 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack
-from attnserve_server.native.payloads import DTYPES, address, aligned, applies, broadcast_strides, floats, strides_of
+from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack_several
+from attnserve_server.native.payloads import (
+    DTYPES,
+    address,
+    address_of,
+    aligned,
+    applies,
+    broadcast_strides,
+    floats,
+    strides_of,
+)
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
 from attnserve_server.work import RequestResult
 
 MOST_KEPT: Final = 4096
 """So many problems are remembered,"""
-MOST_SEQUENCES: Final = 64
-"""of no more than so many sequences."""
+MOST_SPANS: Final = 64
+"""of no more than so many spans."""
+MOST_SEQUENCES: Final = 1 << 14
+"""A request of more is left to others: each takes the memory of a call, however small it is."""
 _FLOATS: Final = ("bias", "alibi_slopes", "sinks")
 
 
-class _Sequence(NamedTuple):
-    """Where a sequence's query, key, value, output, lse, mask and bias begin, in bytes from where the request's do."""
+class _Sequences(NamedTuple):
+    """So many sequences alike, one behind the other: where the first one's query, key, value, output, lse, mask and
+    bias begin, in bytes from where the request's do.
+    """
 
-    offsets: tuple[int, int, int, int, int, int, int]
+    number: int
+    offsets: list[int]
     shape: bytes
 
 
 class _Plan(NamedTuple):
-    """The sequences of all requests of a problem with these spans, and the bytes of a reply's output and lse."""
+    """The sequences of all requests of a problem with these spans, by how many bytes the tensors of each are behind
+    those of the one before, and the bytes of a reply's output and lse.
+    """
 
     problem: Problem
     spans: tuple[Span, ...]
-    sequences: list[_Sequence]
+    sequences: list[_Sequences]
+    steps: NDArray[np.int64]
     output_bytes: int
     lse_bytes: int
 
@@ -54,22 +72,18 @@ class NativeRequests:
         """The result of each request, None for those that are to be computed in another way. `threads` as in the
         library. Raises MemoryError.
         """
-        plans = [self._plan(request) for request in requests]
-        size = 0
-        for plan in plans:
-            if plan is not None:
-                size += aligned(plan.output_bytes) + aligned(plan.lse_bytes)
-        memory = np.empty(size, np.uint8)
-        replies = memoryview(memory)  # type: ignore[arg-type]
         results: list[RequestResult | None] = []
         packed, owners, alive = bytearray(), [], []
-        base, at = memory.ctypes.data, 0
-        for place, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+        for place, request in enumerate(requests):
+            plan = self._plan(request)
             if plan is None:
                 results.append(None)
                 continue
-            output, at = at, at + aligned(plan.output_bytes)
-            lse, at = at, at + aligned(plan.lse_bytes)
+            # Of its own: who is slow to take a reply is not to hold the memory of others'.
+            lse_at = aligned(plan.output_bytes)
+            memory = np.empty(lse_at + plan.lse_bytes, np.uint8)
+            reply, output = memoryview(memory), address_of(memory)  # type: ignore[arg-type]
+            lse = output + lse_at if plan.lse_bytes else 0
             problem, payloads = plan.problem, request.payloads
             query, key, value = (address(payloads, problem.tensors[name].payload) for name in ("query", "key", "value"))
             mask = bias = slopes = sinks = 0
@@ -78,28 +92,24 @@ class NativeRequests:
                     mask = address(payloads, problem.tensors["mask"].payload)
                 converted = [floats(problem, payloads, name) for name in _FLOATS]
                 alive.append(converted)  # until the kernel has read them
-                bias, slopes, sinks = (0 if each is None else each.ctypes.data for each in converted)
-            lse_address = base + lse if plan.lse_bytes else 0
-            for (of_query, of_key, of_value, of_output, of_lse, of_mask, of_bias), shape in plan.sequences:
+                bias, slopes, sinks = (0 if each is None else address_of(each) for each in converted)
+            for number, offsets, shape in plan.sequences:
+                of_query, of_key, of_value, of_output, of_lse, of_mask, of_bias = offsets
                 addresses: Addresses = (
                     query + of_query,
                     key + of_key,
                     value + of_value,
-                    base + output + of_output,
-                    lse_address and lse_address + of_lse,
+                    output + of_output,
+                    lse and lse + of_lse,
                     mask and mask + of_mask,
                     bias and bias + of_bias,
                     slopes,
                     sinks,
                 )
-                packed += pack(addresses, shape)
-                owners.append(place)
+                packed += pack_several(addresses, plan.steps, shape, number)
+                owners += [place] * number
             results.append(
-                RequestResult(
-                    replies[output : output + plan.output_bytes],
-                    replies[lse : lse + plan.lse_bytes] if problem.return_lse else None,
-                    None,
-                )
+                RequestResult(reply[: plan.output_bytes], reply[lse_at:] if problem.return_lse else None, None)
             )
         if packed:
             finite = self._library.attend(packed, threads)
@@ -114,10 +124,10 @@ class NativeRequests:
         plan = self._plans.get(id(problem))
         if plan is not None and plan.spans is spans:  # it keeps its problem alive, so that no other has this id
             return plan
-        if plan is None and not applies(problem):
-            return None
+        if plan is None and not (applies(problem) and problem.query_length and 0 < problem.batch <= MOST_SEQUENCES):
+            return None  # where there is no query, lengths may be beyond all bounds
         plan = _planned(problem, spans)
-        if len(plan.sequences) <= MOST_SEQUENCES:
+        if len(plan.sequences) <= MOST_SPANS:
             if len(self._plans) >= MOST_KEPT:
                 self._plans.clear()
             self._plans[id(problem)] = plan
@@ -131,6 +141,11 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
     batch = 1 if problem.packed else problem.batch
     tokens_first = problem.length_first and problem.rank > 2
     mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
+    # The bytes of a token in query, key, value and output, and of a sequence in these and all else.
+    of_query, of_key = itemsize * heads * problem.head_dim, itemsize * kv_heads * problem.key_dim
+    of_value, of_output = (itemsize * count * problem.value_dim for count in (kv_heads, heads))
+    of_lse = 4 * heads * rows if problem.return_lse else 0
+    steps = [rows * of_query, keys * of_key, keys * of_value, rows * of_output, of_lse, mask[0], 4 * bias[0]]
     sequences = []
     for span in spans:
         shape = Shape(
@@ -156,24 +171,16 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
             scale=problem.scale,
             softcap=problem.softcap,
         )
-        packed = shape.packed()
-        for number in range(span.first, span.first + span.sequences):
-            query, key = (span.query_start, span.kv_start) if problem.packed else (number * rows, number * keys)
-            elements = (
-                query * heads * problem.head_dim,
-                key * kv_heads * problem.key_dim,
-                key * kv_heads * problem.value_dim,
-                query * heads * problem.value_dim,
-            )
-            # Packed requests have tokens first, but for their lse.
-            lse = span.query_start if problem.packed else number * heads * rows
-            of_query, of_key, of_value, of_output = (itemsize * element for element in elements)
-            offsets = of_query, of_key, of_value, of_output, 4 * lse, number * mask[0], 4 * number * bias[0]
-            sequences.append(_Sequence(offsets, packed))
+        offsets = [span.first * step for step in steps]
+        if problem.packed:  # tokens come first, but in the lse
+            query, key = span.query_start, span.kv_start
+            offsets[:5] = query * of_query, key * of_key, key * of_value, query * of_output, 4 * query
+        sequences.append(_Sequences(span.sequences, offsets, shape.packed()))
     return _Plan(
         problem,
         spans,
         sequences,
-        batch * rows * heads * problem.value_dim * itemsize,
-        batch * rows * heads * 4 if problem.return_lse else 0,
+        np.array(steps, np.int64),
+        batch * rows * of_output,
+        batch * of_lse,
     )

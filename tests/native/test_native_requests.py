@@ -1,0 +1,90 @@
+"""Requests by the native kernel in a device: many sequences, the memory of replies, threads that cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import messages
+import numpy as np
+import pytest
+
+from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.native import library, requests
+from attnserve_server.request import Request
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(2, 0, library.best())
+    yield device
+    device.close()
+
+
+def request(seed: int, batch: int, **options: Any) -> Request:
+    return messages.read(messages.random_attend(seed, 3, batch=batch, return_lse=True, **options))
+
+
+def test_each_of_many_sequences_has_the_bits_that_it_has_alone(device: CpuDevice) -> None:
+    rng = np.random.default_rng(0)
+    batch, heads, length = 70, 2, 3
+    mask = rng.random((batch, 1, length, length)) < 0.7
+    bias = rng.standard_normal((batch, heads, 1, length)).astype(np.float32)
+    message = messages.random_attend(1, length, batch=batch, mask=mask, bias=bias, return_lse=True)
+    together = device.run([messages.read(message)])
+    assert together.kernel_calls == {library.NAME: 1}
+    query, key, value = (messages.array(tensor) for tensor in (message.query, message.key, message.value))
+    found = [np.frombuffer(part, np.float32) for part in (together.results[0].output, together.results[0].lse or b"")]
+    output, lse = found[0].reshape(batch, -1), found[1].reshape(batch, -1)
+    for n in range(batch):
+        one = slice(n, n + 1)
+        own = messages.attend(query[one], key[one], value[one], mask=mask[one], bias=bias[one], return_lse=True)
+        (alone,) = device.run([messages.read(own)]).results
+        assert bytes(alone.output) == output[n].tobytes()
+        assert bytes(alone.lse or b"") == lse[n].tobytes()
+
+
+def test_more_sequences_than_calls_are_made_of_are_left_to_other_kernels(device: CpuDevice) -> None:
+    """A call takes more memory than a sequence of one query and one key does."""
+    for batch, native in ((requests.MOST_SEQUENCES, True), (requests.MOST_SEQUENCES + 1, False), (0, False)):
+        found = device.run([request(2, batch, width=1, heads=1)])
+        assert (found.kernel_calls[library.NAME] > 0) == native
+
+
+def test_a_reply_holds_no_memory_of_others(device: CpuDevice) -> None:
+    """Who is slow to take a small one must not keep a large one of somebody else's there."""
+    small, large = device.run([request(3, 1), request(4, 2000)]).results
+    held = small.output.obj
+    assert isinstance(held, np.ndarray)
+    assert held.nbytes < 2000
+    assert large.output.nbytes > 100_000
+
+
+class _Overdue:
+    """A pool whose threads cannot be started now: what it was given runs when that is long done."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def submit(self, function: Any) -> Future[None]:
+        self.given.append(function)
+        raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = messages.read(messages.random_attend(5, 300, heads=4, width=64))
+    assert asked.flops > SPLIT_FLOPS
+    (expected,) = device.run([asked]).results
+    pool = _Overdue()
+    monkeypatch.setattr(device, "_pool", pool)
+    (found,) = device.run([asked]).results
+    assert bytes(found.output) == bytes(expected.output)
+    assert len(pool.given) == 1
+    before = bytes(found.output)
+    pool.given[0]()  # finds that nothing is left, and writes nothing
+    assert bytes(found.output) == before
