@@ -83,7 +83,7 @@ class Guarded:
 def main() -> None:
     """Ends with an exception, or is killed, if anything is wrong."""
     library.PATH = Path(sys.argv[1])  # type: ignore[misc]
-    library.available.cache_clear()
+    library._found.cache_clear()
     libraries = [library.Library(instructions) for instructions in library.available()]
     assert libraries
     for number in range(int(sys.argv[2])):

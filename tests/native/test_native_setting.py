@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,14 +19,21 @@ from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+def native_library() -> bytes:
+    """What was built, if it was."""
+    return library.PATH.read_bytes() if library.PATH.exists() else b""
+
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the library is looked for instead, a directory in which there is nothing yet."""
-    library.available.cache_clear()
+    library._found.cache_clear()
     monkeypatch.setattr(library, "PATH", tmp_path / "attention.so")
     yield tmp_path
-    library.available.cache_clear()
+    library._found.cache_clear()
 
 
 def instructions(device: object) -> str | None:
@@ -62,9 +71,40 @@ def test_where_it_was_not_built_torch_computes_and_the_log_says_so(caplog: pytes
         open_device("cpu", 1, 0, "avx2")
 
 
-def test_what_cannot_be_loaded_is_none(elsewhere: Path) -> None:
-    (elsewhere / "attention.so").write_bytes(b"no library")
+def of_another_architecture(built: bytes) -> bytes:
+    """A library's ELF header says for which machine it is."""
+    return built[:18] + (183).to_bytes(2, "little") + built[20:]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("int other;", "undefined symbol"),
+        (
+            "int attnserve_instructions(void) { return 2; } int attnserve_call_bytes(void) { return 8; }",
+            "is of another version",
+        ),
+    ],
+)
+@needs_compiler
+def test_a_library_that_is_not_this_kernel_is_none(elsewhere: Path, source: str, why: str) -> None:
+    (elsewhere / "other").write_text(source)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(elsewhere / "attention.so"), str(elsewhere / "other")]
+    subprocess.run(command, check=True)
     assert library.available() == ()
+    assert why in library.hindrance()
+
+
+@pytest.mark.parametrize("content", [b"no library", of_another_architecture(native_library())], ids=["no", "other"])
+def test_what_cannot_be_loaded_is_none_and_the_log_says_why(
+    elsewhere: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (elsewhere / "attention.so").write_bytes(content)
+    assert library.available() == ()
+    assert instructions(open_device("cpu", 1, 0, "auto")) is None
+    assert "there is no native kernel, since it cannot be loaded" in caplog.text
+    with pytest.raises(DeviceError, match="avx2 is not to be had: there is none, since it cannot be loaded"):
+        open_device("cpu", 1, 0, "avx2")
 
 
 @pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -74,10 +114,11 @@ def test_one_that_is_older_than_its_sources_is_none(elsewhere: Path) -> None:
     source.touch()
     os.utime(built, ns=(source.stat().st_mtime_ns + 10**9,) * 2)
     assert library.available()
-    library.available.cache_clear()
+    library._found.cache_clear()
     os.utime(built, ns=(source.stat().st_mtime_ns - 10**9,) * 2)
     with pytest.warns(RuntimeWarning, match="older than its sources"):
         assert library.available() == ()
+    assert "older than its sources" in library.hindrance()
 
 
 @pytest.mark.parametrize("wanted", ["off", *(name.replace("-", "").lower() for name in library.available()[-1:])])

@@ -77,9 +77,7 @@ def open_device(name: str, threads: int, inline_flops: int, native_kernel: str =
         except LookupError as error:
             raise DeviceError(str(error)) from None
         if native is None and native_kernel == "auto":
-            logger.warning(
-                "there is no native kernel, for want of a C compiler or the instructions: torch's compute alone"
-            )
+            logger.warning("there is no native kernel, since %s; torch's compute alone", library.hindrance())
         return CpuDevice(threads, inline_flops, native)
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")

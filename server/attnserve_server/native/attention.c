@@ -1,4 +1,4 @@
-/* What instructions this processor has. */
+/* What instructions this processor has, and what calls are to be like. */
 
 #include "attention.h"
 
@@ -10,3 +10,5 @@ int64_t attnserve_instructions(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 2;
     return 0;
 }
+
+int64_t attnserve_call_bytes(void) { return sizeof(struct call); }

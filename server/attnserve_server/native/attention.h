@@ -45,4 +45,7 @@ int64_t attnserve_attend_avx2(struct call *calls, int64_t count, int64_t *next);
 /* The best of them that this processor has the instructions for: 512, 2, or 0 for neither. */
 int64_t attnserve_instructions(void);
 
+/* The size of a call: who packs calls of another has another version of this file. */
+int64_t attnserve_call_bytes(void);
+
 #endif

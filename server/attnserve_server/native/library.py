@@ -167,7 +167,8 @@ def best(wanted: str = "auto") -> Library | None:
         return None
     found = {_symbol(name): name for name in available()}
     if wanted != "auto" and wanted not in found:
-        raise LookupError(f"the native kernel for {wanted} is not to be had: there is {', '.join(found) or 'none'}")
+        there = ", ".join(found) or f"none, since {hindrance()}"
+        raise LookupError(f"the native kernel for {wanted} is not to be had: there is {there}")
     name = next(iter(found), None) if wanted == "auto" else wanted
     return None if name is None else Library(found[name])
 
@@ -176,19 +177,32 @@ def _symbol(instructions: str) -> str:
     return instructions.replace("-", "").lower()
 
 
-@cache
 def available() -> tuple[str, ...]:
-    """The sets of instructions that the library was built for and this processor has, the best first.
+    """The sets of instructions that the library was built for and this processor has, the best first."""
+    return _found()[0]
 
-    Where the sources lie beside it and are newer, it may compute something else, or read calls otherwise: then it is
-    none, with a RuntimeWarning.
-    """
+
+def hindrance() -> str:
+    """Why there are none; empty if there are."""
+    return _found()[1]
+
+
+@cache
+def _found() -> tuple[tuple[str, ...], str]:
+    if not PATH.exists():
+        return (), "it was not built, for want of a C compiler"
     try:
-        instructions = ctypes.CDLL(str(PATH)).attnserve_instructions
-    except OSError:
-        return ()
+        library = ctypes.CDLL(str(PATH))
+        instructions, call_bytes = library.attnserve_instructions, library.attnserve_call_bytes
+    except (OSError, AttributeError) as error:
+        return (), f"it cannot be loaded: {error}"
+    instructions.restype = call_bytes.restype = ctypes.c_int64
+    # Where the sources lie beside it and are newer, it may compute something else, or read calls otherwise.
     if any(source.stat().st_mtime > PATH.stat().st_mtime for source in PATH.parent.glob("*.[ch]")):
-        warnings.warn(f"{PATH} is older than its sources: python hatch_build.py", RuntimeWarning, stacklevel=2)
-        return ()
-    instructions.restype = ctypes.c_int64
-    return {512: ("AVX-512", "AVX2"), 2: ("AVX2",)}.get(instructions(), ())
+        why = f"{PATH} is older than its sources: python hatch_build.py"
+        warnings.warn(why, RuntimeWarning, stacklevel=3)  # tests would be skipped otherwise, and nobody would know
+        return (), why
+    if call_bytes() != CALL_BYTES:
+        return (), f"{PATH} is of another version, which reads other calls"
+    names = {512: ("AVX-512", "AVX2"), 2: ("AVX2",)}.get(instructions(), ())
+    return names, "" if names else "the processor has neither AVX-512 nor AVX2"
