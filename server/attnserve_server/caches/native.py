@@ -15,7 +15,7 @@ from attnserve_server.caches.query import CacheQuery
 from attnserve_server.devices.compute import AttendPacked
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.native.calls import DTYPES, broadcast, strides_of
-from attnserve_server.native.library import MAX_WIDTH, NAME, Shape, Strides
+from attnserve_server.native.library import NAME, Shape, Strides, computes
 
 
 def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: AttendPacked) -> list[AttentionResult | None]:
@@ -43,11 +43,13 @@ def _applies(query: CacheQuery) -> bool:
     """Whether the native kernel computes a query."""
     tensor = query.query
     return (
-        query.score is None
-        and query.return_scores is None
-        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-        and (query.alibi_slopes is None or query.mask is None)
-        and max(query.shape.head_dim, query.shape.value_dim) <= MAX_WIDTH
+        computes(
+            widest=max(query.shape.head_dim, query.shape.value_dim),
+            score=query.score,
+            return_scores=query.return_scores,
+            mask=query.mask is not None,
+            alibi=query.alibi_slopes is not None,
+        )
         and tensor.dtype in DTYPES
         and tensor.stride(3) == 1
     )

@@ -135,15 +135,18 @@ class CpuDevice:
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, which are computed on all threads if they cost enough."""
-        native = [] if self.native is None else [call for call in calls if applies(call)]
+        ours = [self.native is not None and applies(call) for call in calls]
+        native = list(itertools.compress(calls, ours))
         if self.native is None or not native:
             return self.attend_tensors(calls, flops)
         found = iter(attend_all(self.native, native, self._threads_for(flops)))
         self._count(NAME, len(native))
         if len(native) == len(calls):
             return list(found)
-        others = iter(self.attend_tensors([call for call in calls if not applies(call)], flops))
-        return [next(found if applies(call) else others) for call in calls]
+        others = iter(
+            self.attend_tensors([call for call, is_ours in zip(calls, ours, strict=True) if not is_ours], flops)
+        )
+        return [next(found if is_ours else others) for is_ours in ours]
 
     def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> NDArray[np.bool_]:
         """What the native kernel makes of packed calls, on all threads if they cost enough."""

@@ -16,14 +16,14 @@ from attnserve_server.native.library import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
-    MAX_WIDTH,
     NAME,
     Addresses,
     Library,
     Shape,
     Strides,
     Threads,
-    pack,
+    computes,
+    pack_several,
 )
 
 DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -33,11 +33,13 @@ def applies(call: AttentionCall) -> bool:
     """Whether the native kernel computes a call."""
     tensors = call.query, call.key, call.value
     return (
-        call.score is None
-        and call.return_scores is None
-        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-        and (call.alibi_slopes is None or call.mask is None)
-        and max(call.query.shape[3], call.value.shape[3]) <= MAX_WIDTH
+        computes(
+            widest=max(call.query.shape[3], call.value.shape[3]),
+            score=call.score,
+            return_scores=call.return_scores,
+            mask=call.mask is not None,
+            alibi=call.alibi_slopes is not None,
+        )
         and all(tensor.dtype in DTYPES and tensor.stride(3) == 1 for tensor in tensors)
         and call.key.dtype == call.value.dtype
     )
@@ -100,10 +102,8 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
     starts = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
     steps = [0 if tensor is None else tensor.stride(0) * tensor.itemsize for tensor in bases]
     constant = [0 if tensor is None else tensor.data_ptr() for tensor in (call.alibi_slopes, call.sinks)]
-    for n in range(query.shape[0]):
-        places = (start + n * step for start, step in zip(starts, steps, strict=True))
-        addresses: Addresses = (*places, *constant)  # type: ignore[assignment]
-        packed += pack(addresses, shape)
+    addresses: Addresses = (*starts, *constant)  # type: ignore[assignment]
+    packed += pack_several(addresses, steps, shape, query.shape[0])
     return mask, bias
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -93,19 +93,23 @@ class Shape(NamedTuple):
         )
 
 
+def computes(*, widest: int, score: object, return_scores: object, mask: bool, alibi: bool) -> bool:
+    """Whether the kernel has what a call asks for: heads of such a width, no learned score, no scores to return."""
+    # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+    return widest <= MAX_WIDTH and score is None and return_scores is None and not (mask and alibi)
+
+
 def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:
     """A call, of which so many first pages are also those of the call before it."""
     return _VARYING.pack(*addresses, shared, 1) + shape
 
 
-def pack_several(addresses: Addresses, steps: NDArray[np.int64], shape: bytes, count: int) -> bytes:
+def pack_several(addresses: Addresses, steps: Sequence[int], shape: bytes, count: int) -> bytes:
     """Calls of one shape, `count` of them. `steps` says by how many bytes the first addresses of each are behind those
     of the call before: 0 for what they share, or have not.
     """
-    if count == 1:
-        return pack(addresses, shape)
     calls = np.tile(np.frombuffer(pack(addresses, shape), np.int64), (count, 1))
-    calls[:, : len(steps)] += np.arange(count)[:, np.newaxis] * steps
+    calls[:, : len(steps)] += np.arange(count)[:, np.newaxis] * np.array(steps)
     return calls.tobytes()
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attnserve import _dtypes
 from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, MAX_WIDTH, Strides
+from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Strides, computes
 from attnserve_server.problem import Problem
 
 DTYPES: Final[dict[int, int]] = {
@@ -27,14 +27,12 @@ ALIGNMENT: Final = 64
 
 def applies(problem: Problem) -> bool:
     """Whether the native kernel computes such requests."""
-    names = problem.tensors.keys()
-    return (
-        problem.dtype in DTYPES
-        and problem.score is None
-        and problem.return_scores is None
-        # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-        and not {"mask", "alibi_slopes"} <= names
-        and max(problem.head_dim, problem.value_dim) <= MAX_WIDTH
+    return problem.dtype in DTYPES and computes(
+        widest=max(problem.head_dim, problem.value_dim),
+        score=problem.score,
+        return_scores=problem.return_scores,
+        mask="mask" in problem.tensors,
+        alibi="alibi_slopes" in problem.tensors,
     )
 
 

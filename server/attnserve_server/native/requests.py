@@ -7,13 +7,13 @@ way. Where a sequence's tensors begin follows from a problem, and callers send t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack_several
+from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack, pack_several
 from attnserve_server.native.payloads import (
     DTYPES,
     address,
@@ -29,9 +29,7 @@ from attnserve_server.request import Request, Span
 from attnserve_server.work import RequestResult
 
 MOST_KEPT: Final = 4096
-"""So many problems are remembered,"""
-MOST_SPANS: Final = 64
-"""of no more than so many spans."""
+"""So many problems are remembered."""
 MOST_SEQUENCES: Final = 1 << 14
 """A request of more is left to others: each takes the memory of a call, however small it is."""
 _FLOATS: Final = ("bias", "alibi_slopes", "sinks")
@@ -55,7 +53,7 @@ class _Plan(NamedTuple):
     problem: Problem
     spans: tuple[Span, ...]
     sequences: list[_Sequences]
-    steps: NDArray[np.int64]
+    steps: list[int]
     output_bytes: int
     lse_bytes: int
 
@@ -82,7 +80,7 @@ class NativeRequests:
             # Of its own: who is slow to take a reply is not to hold the memory of others'.
             lse_at = aligned(plan.output_bytes)
             memory = np.empty(lse_at + plan.lse_bytes, np.uint8)
-            reply, output = memoryview(memory), address_of(memory)  # type: ignore[arg-type]
+            reply, output = memoryview(memory), addressof(c_char.from_buffer(memory))  # type: ignore[arg-type]
             lse = output + lse_at if plan.lse_bytes else 0
             problem, payloads = plan.problem, request.payloads
             query, key, value = (address(payloads, problem.tensors[name].payload) for name in ("query", "key", "value"))
@@ -106,8 +104,12 @@ class NativeRequests:
                     slopes,
                     sinks,
                 )
-                packed += pack_several(addresses, plan.steps, shape, number)
-                owners += [place] * number
+                if number == 1:
+                    packed += pack(addresses, shape)
+                    owners.append(place)
+                else:
+                    packed += pack_several(addresses, plan.steps, shape, number)
+                    owners += [place] * number
             results.append(
                 RequestResult(reply[: plan.output_bytes], reply[lse_at:] if problem.return_lse else None, None)
             )
@@ -127,7 +129,7 @@ class NativeRequests:
         if plan is None and not (applies(problem) and problem.query_length and 0 < problem.batch <= MOST_SEQUENCES):
             return None  # where there is no query, lengths may be beyond all bounds
         plan = _planned(problem, spans)
-        if len(plan.sequences) <= MOST_SPANS:
+        if len(spans) == 1:  # others have lengths of their own, which hardly ever come again
             if len(self._plans) >= MOST_KEPT:
                 self._plans.clear()
             self._plans[id(problem)] = plan
@@ -180,7 +182,7 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
         problem,
         spans,
         sequences,
-        np.array(steps, np.int64),
+        steps,
         batch * rows * of_output,
         batch * of_lse,
     )
