@@ -122,9 +122,9 @@ def assert_answers(reply: pb.AttendResponse, request: pb.AttendRequest) -> None:
 def long_running(length: int = 1024) -> pb.AttendRequest:
     """A request that keeps a CPU busy for about half a second, four times as long at twice the length.
 
-    With its softcap it is written out in float64, and two of them are too much for one batch.
+    No fast kernel computes float64, and with its softcap it is written out; two of them are too much for one batch.
     """
-    return messages.random_attend(0, length, heads=8, width=64, softcap=1.0)
+    return messages.random_attend(0, length, heads=8, width=64, dtype=np.float64, softcap=1.0)
 
 
 def large_reply() -> pb.AttendRequest:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import calls
 import grpc
 import messages
+import numpy as np
 import pytest
 from conftest import Server
 from google.rpc import code_pb2, error_details_pb2
@@ -30,12 +31,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Flood:
-    """Calls of some hundredths of a second, each answered or refused one followed by the next."""
+    """Calls of some hundredths of a second, each answered or refused one followed by the next.
+
+    They are of float64, which no fast kernel computes.
+    """
 
     def __init__(self, address: str, priority: int) -> None:
         self.codes: Counter[int] = Counter()
         self.delays: list[float] = []
-        self._heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16, priority=priority)
+        self._heavy = messages.random_attend(
+            0, 1024, heads=8, kv_heads=1, width=16, dtype=np.float64, priority=priority
+        )
         self._numbers = itertools.count(1)
         self._stop = threading.Event()
         self._channel = grpc.insecure_channel(address, OPTIONS)
@@ -109,7 +115,7 @@ def test_a_deadline_that_a_flood_makes_impossible_is_refused_at_once(server: Ser
     """As the flood's own next call would be, which has to wait for those before it."""
     with flooded(server), grpc.insecure_channel(server.address, OPTIONS) as other:
         # Of a caller that floods as well.
-        heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16)
+        heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16, dtype=np.float64)
         stream = calls.Stream(other)
         stream.send(*(calls.call(number, heavy) for number in range(1, 4)))
         hurried = calls.call(4, heavy)

@@ -42,8 +42,11 @@ def test_unary(channel: grpc.Channel) -> None:
     assert not reply.HasField("lse")
     assert not reply.HasField("scores")
     timings = reply.timings
-    phases = (timings.decode_ns, timings.queue_ns, timings.staging_ns, timings.compute_ns, timings.encode_ns)
-    assert all(0 < phase < calls.PATIENCE_S * 1e9 for phase in phases)
+    assert all(
+        0 < phase < calls.PATIENCE_S * 1e9 for phase in (timings.decode_ns, timings.queue_ns, timings.compute_ns)
+    )
+    # The native kernel reads what was received, and writes what is sent.
+    assert all(0 <= phase < calls.PATIENCE_S * 1e9 for phase in (timings.staging_ns, timings.encode_ns))
 
 
 def test_a_burst_of_unary_calls_that_there_is_room_for_is_taken_whole(server: Server) -> None:
