@@ -42,12 +42,13 @@ def encoded_replies(workloads: Iterable[Workload]) -> dict[tuple[str, int], byte
 
 
 async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.ServicerContext[bytes, bytes]) -> None:
-    """Answers one stream; reads and writes overlap as they do in the service."""
+    """Answers one stream, all of it; reads and writes overlap as they do in the service."""
     due: deque[tuple[int, int, bytes]] = deque()
     ready = asyncio.Event()
+    reading = True
 
     async def write() -> None:
-        while True:
+        while reading or due:
             await ready.wait()
             ready.clear()
             while due:
@@ -67,6 +68,9 @@ async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.Serv
                 _, begin, end = call.request
                 due.append((call.id, FIELDS[call.operation], replies[call.operation, end - begin]))
             ready.set()
+        reading = False
+        ready.set()
+        await writer
     finally:
         writer.cancel()
 
