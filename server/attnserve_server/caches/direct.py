@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged
-from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
+from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
+from attnserve_server.caches.pages import PageLayout, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import AttendPacked
-from attnserve_server.native.calls import DTYPES as TORCH_DTYPES
-from attnserve_server.native.library import Shape, Strides
-from attnserve_server.native.payloads import DTYPES, address, aligned, applies, broadcast_strides, floats, strides_of
+from attnserve_server.native.payloads import address, aligned, applies, broadcast_strides, floats, shape_of
 from attnserve_server.problem import Problem
 from attnserve_server.work import RequestResult
 
@@ -108,31 +106,8 @@ def _plan(problem: Problem, shape: CacheShape, layout: PageLayout) -> _Plan | No
     if not applies(problem):
         return None
     heads, length = problem.query_heads, problem.query_length
-    tokens_first = problem.length_first and problem.rank > 2
+    packed = shape_of(problem, length, keys_of(shape, layout))
     mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
-    packed = Shape(
-        query_length=length,
-        kv_length=0,
-        offset=0,
-        query_heads=heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        query_dtype=DTYPES[problem.dtype],
-        kv_dtype=TORCH_DTYPES[STORAGE[shape.dtype]],
-        page_tokens=layout.tokens_per_page,
-        query=strides_of(tokens_first, heads, length, shape.head_dim),
-        key=Strides(*layout.key),
-        value=Strides(*layout.value),
-        output=strides_of(tokens_first, heads, length, shape.value_dim),
-        lse_head=length,
-        mask=mask[1:],
-        bias=bias[1:],
-        left=problem.window[0],
-        right=0 if problem.causal else problem.window[1],
-        scale=problem.scale,
-        softcap=problem.softcap,
-    ).packed()
     item, rows = _dtypes.NUMPY[problem.dtype].itemsize, heads * length
     output, lse = rows * shape.value_dim * item, rows * 4 if problem.return_lse else 0
     return _Plan(

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged
-from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.devices.compute import AttendPacked
 from attnserve_server.kernels import AttentionResult
-from attnserve_server.native.calls import DTYPES, broadcast, strides_of
-from attnserve_server.native.library import NAME, Shape, Strides, computes
+from attnserve_server.native.calls import DTYPES, broadcast, shape_of
+from attnserve_server.native.library import NAME, computes
 
 
 def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: AttendPacked) -> list[AttentionResult | None]:
@@ -68,29 +68,7 @@ def _call(
 ) -> PagedCall:
     """A query with mask and bias [1, Hq, Lq, length]."""
     tensor, shape, layout = query.query, query.shape, pool.layout(query.shape)
-    packed = Shape(
-        query_length=tensor.shape[2],
-        kv_length=0,
-        offset=0,
-        query_heads=tensor.shape[1],
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        query_dtype=DTYPES[tensor.dtype],
-        kv_dtype=DTYPES[STORAGE[shape.dtype]],
-        page_tokens=layout.tokens_per_page,
-        query=strides_of(tensor),
-        key=Strides(*layout.key),
-        value=Strides(*layout.value),
-        output=strides_of(result.output),
-        lse_head=tensor.shape[2],
-        mask=(0, 0, 0) if mask is None else mask.stride()[1:],
-        bias=(0, 0, 0) if bias is None else bias.stride()[1:],
-        left=query.window[0],
-        right=0 if query.causal else query.window[1],
-        scale=query.scale,
-        softcap=query.softcap,
-    ).packed()
+    packed = shape_of(query, shape.num_kv_heads, result.output, mask, bias, keys_of(shape, layout))
     rows = tensor.shape[2] * (tensor.shape[1] // shape.num_kv_heads)
     parts = tensor, result.output, result.lse, mask, bias, query.alibi_slopes, query.sinks
     return PagedCall(

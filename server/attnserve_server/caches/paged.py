@@ -12,10 +12,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
+from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
 from attnserve_server.devices.compute import AttendPacked
-from attnserve_server.native.library import pack, with_keys
+from attnserve_server.native.calls import DTYPES
+from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
 GROUP_ROWS: Final = 128
 """The most rows of queries that meet a block of keys together: more would save little, and one thread has them all."""
@@ -50,6 +52,12 @@ class PagedCall(NamedTuple):
     pages: Sequence[int]
     length: int
     offset: int
+
+
+def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
+    """How keys and values lie in pages; how many there are, and where queries stand among them, each call says."""
+    dtype = DTYPES[STORAGE[shape.dtype]]
+    return Keys(0, 0, dtype, layout.tokens_per_page, Strides(*layout.key), Strides(*layout.value))
 
 
 def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:

@@ -7,7 +7,7 @@ kernels, whose answers for such values are those of the contract.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from attnserve_server.native.library import (
     FLOAT32,
     NAME,
     Addresses,
+    Keys,
     Library,
     Shape,
     Strides,
@@ -27,6 +28,25 @@ from attnserve_server.native.library import (
 )
 
 DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+
+
+class Options(Protocol):
+    """Queries [N, Hq, Lq, D] and what is asked of them, over whatever keys."""
+
+    @property
+    def query(self) -> torch.Tensor: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def softcap(self) -> float: ...
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def window(self) -> tuple[int, int]: ...
 
 
 def applies(call: AttentionCall) -> bool:
@@ -75,29 +95,8 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
     mask, bias = (
         None if each is None else broadcast(each, (*query.shape[:3], key.shape[2])) for each in (call.mask, call.bias)
     )
-    shape = Shape(
-        query_length=query.shape[2],
-        kv_length=key.shape[2],
-        offset=call.offset,
-        query_heads=query.shape[1],
-        kv_heads=key.shape[1],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
-        query_dtype=DTYPES[query.dtype],
-        kv_dtype=DTYPES[key.dtype],
-        page_tokens=0,
-        query=strides_of(query),
-        key=strides_of(key),
-        value=strides_of(value),
-        output=strides_of(output),
-        lse_head=query.shape[2],
-        mask=(0, 0, 0) if mask is None else mask.stride()[1:],
-        bias=(0, 0, 0) if bias is None else bias.stride()[1:],
-        left=call.window[0],
-        right=0 if call.causal else call.window[1],
-        scale=call.scale,
-        softcap=call.softcap,
-    ).packed()
+    keys = Keys(key.shape[2], call.offset, DTYPES[key.dtype], 0, strides_of(key), strides_of(value))
+    shape = shape_of(call, key.shape[1], output, mask, bias, keys)
     bases = query, key, value, output, lse, mask, bias
     starts = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
     steps = [0 if tensor is None else tensor.stride(0) * tensor.itemsize for tensor in bases]
@@ -105,6 +104,43 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
     addresses: Addresses = (*starts, *constant)  # type: ignore[assignment]
     packed += pack_several(addresses, steps, shape, query.shape[0])
     return mask, bias
+
+
+def shape_of(
+    call: Options,
+    kv_heads: int,
+    output: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    keys: Keys,
+) -> bytes:
+    """The call, as the library packs it, of queries to output [N, Hq, Lq, Dv] over some keys, with mask and bias as
+    `broadcast` gives them.
+    """
+    _, heads, length, width = call.query.shape
+    return Shape(
+        query_length=length,
+        kv_length=keys.length,
+        offset=keys.offset,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        value_dim=output.shape[3],
+        query_dtype=DTYPES[call.query.dtype],
+        kv_dtype=keys.dtype,
+        page_tokens=keys.page_tokens,
+        query=strides_of(call.query),
+        key=keys.key,
+        value=keys.value,
+        output=strides_of(output),
+        lse_head=length,
+        mask=(0, 0, 0) if mask is None else mask.stride()[1:],
+        bias=(0, 0, 0) if bias is None else bias.stride()[1:],
+        left=call.window[0],
+        right=0 if call.causal else call.window[1],
+        scale=call.scale,
+        softcap=call.softcap,
+    ).packed()
 
 
 def strides_of(tensor: torch.Tensor) -> Strides:

@@ -51,6 +51,19 @@ class Strides(NamedTuple):
     head: int
 
 
+class Keys(NamedTuple):
+    """How many keys a call has, the position of its first query among them, and how keys and values lie: with so many
+    tokens in a page, or in one piece (0).
+    """
+
+    length: int
+    offset: int
+    dtype: int
+    page_tokens: int
+    key: Strides
+    value: Strides
+
+
 class Shape(NamedTuple):
     """All of a call but where its tensors lie: see `attention.h`. Strides of 0 broadcast a mask or bias."""
 

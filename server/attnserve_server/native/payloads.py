@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attnserve import _dtypes
 from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Strides, computes
+from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, computes
 from attnserve_server.problem import Problem
 
 DTYPES: Final[dict[int, int]] = {
@@ -36,8 +36,37 @@ def applies(problem: Problem) -> bool:
     )
 
 
-def strides_of(tokens_first: bool, heads: int, length: int, width: int) -> Strides:
-    """Of a packed tensor of so many heads and tokens, in one of two layouts."""
+def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
+    """The call, as the library packs it, for a sequence of so many queries over some keys."""
+    heads, rows = problem.query_heads, problem.query_length
+    return Shape(
+        query_length=query_length,
+        kv_length=keys.length,
+        offset=keys.offset,
+        query_heads=heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        query_dtype=DTYPES[problem.dtype],
+        kv_dtype=keys.dtype,
+        page_tokens=keys.page_tokens,
+        query=strides_of(problem, heads, rows, problem.head_dim),
+        key=keys.key,
+        value=keys.value,
+        output=strides_of(problem, heads, rows, problem.value_dim),
+        lse_head=rows,
+        mask=broadcast_strides(problem, "mask")[1:],
+        bias=broadcast_strides(problem, "bias")[1:],
+        left=problem.window[0],
+        right=0 if problem.causal else problem.window[1],
+        scale=problem.scale,
+        softcap=problem.softcap,
+    ).packed()
+
+
+def strides_of(problem: Problem, heads: int, length: int, width: int) -> Strides:
+    """Of a packed tensor of so many heads and tokens, in the layout of a problem."""
+    tokens_first = problem.length_first and problem.rank > 2
     return Strides(heads * width, width) if tokens_first else Strides(width, length * width)
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from attnserve import _dtypes
-from attnserve_server.native.library import Addresses, Library, Shape, Threads, pack, pack_several
+from attnserve_server.native.library import Addresses, Keys, Library, Threads, pack, pack_several
 from attnserve_server.native.payloads import (
     DTYPES,
     address,
@@ -22,6 +22,7 @@ from attnserve_server.native.payloads import (
     applies,
     broadcast_strides,
     floats,
+    shape_of,
     strides_of,
 )
 from attnserve_server.problem import Problem
@@ -141,7 +142,9 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
     heads, kv_heads = problem.query_heads, problem.kv_heads
     rows, keys = problem.query_length, problem.kv_length
     batch = 1 if problem.packed else problem.batch
-    tokens_first = problem.length_first and problem.rank > 2
+    key_strides, value_strides = (
+        strides_of(problem, kv_heads, keys, width) for width in (problem.key_dim, problem.value_dim)
+    )
     mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
     # The bytes of a token in query, key, value and output, and of a sequence in these and all else.
     of_query, of_key = itemsize * heads * problem.head_dim, itemsize * kv_heads * problem.key_dim
@@ -150,34 +153,12 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
     steps = [rows * of_query, keys * of_key, keys * of_value, rows * of_output, of_lse, mask[0], 4 * bias[0]]
     sequences = []
     for span in spans:
-        shape = Shape(
-            query_length=span.query_length,
-            kv_length=span.kv_length,
-            offset=span.offset,
-            query_heads=heads,
-            kv_heads=kv_heads,
-            head_dim=problem.head_dim,
-            value_dim=problem.value_dim,
-            query_dtype=DTYPES[problem.dtype],
-            kv_dtype=DTYPES[problem.dtype],
-            page_tokens=0,
-            query=strides_of(tokens_first, heads, rows, problem.head_dim),
-            key=strides_of(tokens_first, kv_heads, keys, problem.key_dim),
-            value=strides_of(tokens_first, kv_heads, keys, problem.value_dim),
-            output=strides_of(tokens_first, heads, rows, problem.value_dim),
-            lse_head=rows,
-            mask=mask[1:],
-            bias=bias[1:],
-            left=problem.window[0],
-            right=0 if problem.causal else problem.window[1],
-            scale=problem.scale,
-            softcap=problem.softcap,
-        )
+        at = Keys(span.kv_length, span.offset, DTYPES[problem.dtype], 0, key_strides, value_strides)
         offsets = [span.first * step for step in steps]
         if problem.packed:  # tokens come first, but in the lse
             query, key = span.query_start, span.kv_start
             offsets[:5] = query * of_query, key * of_key, key * of_value, query * of_output, 4 * query
-        sequences.append(_Sequences(span.sequences, offsets, shape.packed()))
+        sequences.append(_Sequences(span.sequences, offsets, shape_of(problem, span.query_length, at)))
     return _Plan(
         problem,
         spans,
