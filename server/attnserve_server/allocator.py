@@ -2,10 +2,9 @@
 
 In: nothing. Out: one heap for all threads of the process, which keeps what is freed. glibc gives each thread that
 allocates a heap of its own; gRPC receives messages on several, so that what is free in one heap is of no use to those
-who need it in another: requests that waited took 1.2 to 1.6 times their size, and take 1.0 to 1.15 times with one heap.
-And it returns what is free at the end of a heap, soon to ask for it again: each page is then found missing, and filled
-with zeros, before it is written. A request of 6 MiB missed 500 pages, one of 768 KiB 130; now both miss under 10, and
-the kernel's part in the latter's processor time is halved.
+who need it in another, and requests that wait take up to twice their size. And it returns what is free at the end of a
+heap, soon to ask for it again: each page is then found missing, and filled with zeros, before it is written.
+`make bench` measures the memory of requests that wait, and what large ones cost.
 """
 
 from __future__ import annotations

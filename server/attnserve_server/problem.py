@@ -27,7 +27,8 @@ from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, 
 
 WRITTEN_OUT = 8
 """How many times as long an operation takes where attention is written out, for softcaps, scores to return and learned
-scores, as in the kernels for plain attention: measured on a CPU, where it is 3 to 8."""
+scores, as in the kernels for plain attention: measured on a CPU, where it is 3 to 8. For the native kernel softcaps are
+nothing special, but nobody knows here whether there is one."""
 ADDITIVE = 80
 """The same for additive scores, whose operations are tanh for the most part."""
 

@@ -226,10 +226,9 @@ class CpuDevice:
 
     def kernels(self) -> list[tuple[str, str]]:
         """The kernels for a CPU."""
+        native = [] if self.native is None else [(NAME, f"{DESCRIPTION}; by {self.native.instructions}")]
         of_calls = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
-        if self.native is not None:
-            of_calls.insert(0, (NAME, f"{DESCRIPTION}; by {self.native.instructions}"))
-        return [(step.NAME, step.DESCRIPTION), *of_calls]
+        return [*native, (step.NAME, step.DESCRIPTION), *of_calls]
 
     def close(self) -> None:
         """Ends the threads."""
