@@ -7,6 +7,7 @@ that of a log line, with `fact`, `value` and the rest as fields.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -37,5 +38,6 @@ def surroundings() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     for distribution in ("torch", "grpcio"):
         yield distribution, metadata.version(distribution)
+    yield "grpc_experiments", os.environ.get("GRPC_EXPERIMENTS", "")
     yield "platform", platform.platform()
     yield "usable_cpus", str(usable_cpus())

@@ -249,11 +249,22 @@ def test_tracebacks_are_kept(log_format: str) -> None:
         assert json.loads(text)["level"] == "error"
 
 
-def test_startup_says_what_it_runs_on_and_every_setting(start_server: Callable[..., Server]) -> None:
+def test_experiments_of_grpc_are_the_operators_choice(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "tcp_rcv_lowat")
+    assert start_server("--cache-bytes=64MiB").startup["grpc_experiments"] == "tcp_rcv_lowat"
+
+
+def test_startup_says_what_it_runs_on_and_every_setting(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_EXPERIMENTS")  # which this process has by importing the server
     startup = start_server("--max-requests", "77", "--max-batch-flops=1e9", "--cache-bytes=64MiB").startup
     assert startup["attnserve"] == __version__
     assert startup["torch"][0].isdigit()
     assert int(startup["usable_cpus"]) >= 1
+    assert startup["grpc_experiments"] == "-event_engine_listener"
     assert {item.name for item in settings()} <= set(startup)
     assert startup["max_requests"] == "77 (flag)"
     assert startup["max_batch_flops"] == "1e9 (flag)"
