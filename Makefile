@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PEERS := triton mosec
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
 NATIVE := server/attnserve_server/native
-INGREDIENTS := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[ch])
+INGREDIENTS := pyproject.toml constraints.txt hatch_build.py $(NATIVE)/sources.py $(wildcard $(NATIVE)/*.[ch])
 # Of what pip builds it shows nothing, and of what it lacked for that as little.
 CHECK_NATIVE = @test -e $(NATIVE)/attention.so || \
   echo "without a C compiler, or not on Linux on x86-64: attention on the processor is torch's alone" >&2

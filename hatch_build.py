@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from platform import machine
 from sysconfig import get_platform
+from types import SimpleNamespace
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -20,16 +22,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).parent
 NATIVE = ROOT / "server" / "attnserve_server" / "native"
 LIBRARY = NATIVE / "attention.so"
-SOURCES = ("attention.c", "attend_avx2.c", "attend_avx512.c")
-# Products and sums are one operation only where the sources say so: bits do not follow what a compiler sees together.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
+sources = SimpleNamespace(**runpy.run_path(str(NATIVE / "sources.py")))
 
 
 def build() -> str | None:
-    """Builds the library beside its sources, unless it is newer than they are. Returns what hindered it, if any did."""
+    """Builds the library beside its sources, unless it was made of them. Returns what hindered it, if any did."""
     if sys.platform != "linux" or machine() not in ("x86_64", "AMD64"):
         return f"it is for Linux on x86-64, and this is {sys.platform} on {machine()}"
-    if LIBRARY.exists() and all(path.stat().st_mtime <= LIBRARY.stat().st_mtime for path in ingredients()):
+    if LIBRARY.exists() and sources.made(LIBRARY):
         return None
     compiler = (
         shlex.split(os.environ.get("CC", ""))
@@ -39,7 +39,7 @@ def build() -> str | None:
         return "there is no C compiler"
     # Processes may have the old one loaded, and others may look for it meanwhile.
     made = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, "-o", str(made), *(str(NATIVE / source) for source in SOURCES), "-lm"]
+    command = [*compiler, *sources.command(NATIVE, made)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         made.replace(LIBRARY)
@@ -50,11 +50,6 @@ def build() -> str | None:
     finally:
         made.unlink(missing_ok=True)
     return None
-
-
-def ingredients() -> list[Path]:
-    """What the library is made of, and by."""
-    return [Path(__file__), *NATIVE.glob("*.[ch]")]
 
 
 class NativeKernel(BuildHookInterface[Any]):

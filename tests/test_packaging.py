@@ -174,6 +174,23 @@ def test_from_the_source_distribution_comes_the_same_wheel(unpacked: Path, names
     (unpacked / "server" / LIBRARY).unlink()
 
 
+@needs_compiler
+def test_it_is_compiled_again_when_and_only_when_sources_have_changed(unpacked: Path) -> None:
+    native = unpacked / "server" / "attnserve_server" / "native"
+
+    def built() -> int:
+        subprocess.run([sys.executable, "hatch_build.py"], cwd=unpacked, check=True, timeout=250)
+        return (native / "attention.so").stat().st_ino
+
+    before = built()
+    for date in (0, 2**31):
+        os.utime(native / "attention.so", (date, date))
+        assert built() == before
+    (native / "tiles.h").write_text((native / "tiles.h").read_text() + "\n")
+    assert built() != before
+    (native / "attention.so").unlink()
+
+
 @pytest.mark.parametrize(
     ("environment", "warning"),
     [

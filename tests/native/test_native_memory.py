@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from binding import needs_native
 
-from attnserve_server.native import library
+from attnserve_server.native import library, sources
 
 SCRIPT = Path(__file__).with_name("guarded.py")
-SOURCES = [Path(library.__file__).with_name(name) for name in ("attention.c", "attend_avx2.c", "attend_avx512.c")]
 
 
 def run(built: Path, calls: int, **environment: str) -> None:
@@ -42,7 +41,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library with what finds bad addresses, and all else that C leaves undefined."""
     built = tmp_path_factory.mktemp("sanitized") / "attention.so"
     flags = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    subprocess.run(["gcc", *flags, "-o", str(built), *map(str, SOURCES), "-lm"], check=True)
+    subprocess.run(["gcc", *sources.command(Path(library.__file__).parent, built, flags)], check=True)
     return built
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
+from binding import needs_native
 from conftest import Server
 
 from attnserve import Client
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.native import library
+from attnserve_server.native import library, sources
 
+NATIVE = Path(library.__file__).parent
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
@@ -107,18 +109,47 @@ def test_what_cannot_be_loaded_is_none_and_the_log_says_why(
         open_device("cpu", 1, 0, "avx2")
 
 
-@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
-def test_one_that_is_older_than_its_sources_is_none(elsewhere: Path) -> None:
-    built, source = elsewhere / "attention.so", elsewhere / "kernel.h"
-    built.write_bytes(Path(library.__file__).with_name("attention.so").read_bytes())
-    source.touch()
-    os.utime(built, ns=(source.stat().st_mtime_ns + 10**9,) * 2)
-    assert library.available()
+@needs_native
+def test_one_that_was_not_made_of_the_sources_beside_it_is_none(
+    elsewhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (*NATIVE.glob("*.[ch]"), NATIVE / "attention.so"):
+        shutil.copyfile(path, elsewhere / path.name)
+    for date in (0, 2**31):  # a copy may make either the older
+        os.utime(elsewhere / "kernel.h", (date, date))
+        library._found.cache_clear()
+        assert library.available()
     library._found.cache_clear()
-    os.utime(built, ns=(source.stat().st_mtime_ns - 10**9,) * 2)
-    with pytest.warns(RuntimeWarning, match="older than its sources"):
-        assert library.available() == ()
-    assert "older than its sources" in library.hindrance()
+    (elsewhere / "kernel.h").write_bytes((NATIVE / "kernel.h").read_bytes() + b"\n")
+    os.utime(elsewhere / "kernel.h", (0, 0))
+    with pytest.warns(RuntimeWarning, match="was not made of the sources beside it: python hatch_build.py"):
+        assert instructions(open_device("cpu", 1, 0, "auto")) is None
+    assert "there is no native kernel, since" in caplog.text
+    assert "was not made of the sources beside it" in caplog.text
+
+
+@needs_native
+def test_one_without_sources_is_what_was_installed(elsewhere: Path) -> None:
+    shutil.copyfile(NATIVE / "attention.so", elsewhere / "attention.so")
+    assert library.available()
+
+
+def test_the_digest_is_of_names_contents_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(**contents: str) -> str:
+        shutil.rmtree(tmp_path / "sources", ignore_errors=True)
+        for name, content in contents.items():
+            path = tmp_path / "sources" / name.replace("_", ".")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content)
+        return sources.digest(tmp_path / "sources")
+
+    both = {"a_c": "1", "b_h": "2"}
+    assert digest(**both) == digest(**both, c_py="3") == digest(b_h="2", a_c="1")
+    others = [{"a_c": "1"}, {"a_c": "1", "b_h": "3"}, {"a_c": "1", "d_h": "2"}, {"a_c": "2", "b_h": "1"}]
+    assert len({digest(**contents) for contents in (both, *others)}) == 5
+    before = digest(**both)
+    monkeypatch.setattr(sources, "FLAGS", (*sources.FLAGS, "-O2"))
+    assert digest(**both) != before
 
 
 @pytest.mark.parametrize("wanted", ["off", *(name.replace("-", "").lower() for name in library.available()[-1:])])

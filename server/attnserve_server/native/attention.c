@@ -1,6 +1,8 @@
-/* What instructions this processor has, and what calls are to be like. */
+/* What instructions this processor has, what calls are to be like, and what all of this was made of. */
 
 #include "attention.h"
+
+const char attnserve_sources[] = SOURCES;
 
 int64_t attnserve_instructions(void) {
     __builtin_cpu_init();

@@ -48,4 +48,7 @@ int64_t attnserve_instructions(void);
 /* The size of a call: who packs calls of another has another version of this file. */
 int64_t attnserve_call_bytes(void);
 
+/* The digest of all that the library is made of (sources.py), by which one is known that is not of today's sources. */
+extern const char attnserve_sources[];
+
 #endif

@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from attnserve_server.native import sources
+
 PATH: Final = Path(__file__).with_name("attention.so")
 """Where building the package puts the library."""
 
@@ -208,17 +210,17 @@ def hindrance() -> str:
 def _found() -> tuple[tuple[str, ...], str]:
     if not PATH.exists():
         return (), "it was not built, for want of a C compiler"
+    # It may compute something else, or read calls otherwise.
+    if sources.present(PATH.parent) and not sources.made(PATH):
+        why = f"{PATH} was not made of the sources beside it: python hatch_build.py"
+        warnings.warn(why, RuntimeWarning, stacklevel=3)  # tests would be skipped otherwise, and nobody would know
+        return (), why
     try:
         library = ctypes.CDLL(str(PATH))
         instructions, call_bytes = library.attnserve_instructions, library.attnserve_call_bytes
     except (OSError, AttributeError) as error:
         return (), f"it cannot be loaded: {error}"
     instructions.restype = call_bytes.restype = ctypes.c_int64
-    # Where the sources lie beside it and are newer, it may compute something else, or read calls otherwise.
-    if any(source.stat().st_mtime > PATH.stat().st_mtime for source in PATH.parent.glob("*.[ch]")):
-        why = f"{PATH} is older than its sources: python hatch_build.py"
-        warnings.warn(why, RuntimeWarning, stacklevel=3)  # tests would be skipped otherwise, and nobody would know
-        return (), why
     if call_bytes() != CALL_BYTES:
         return (), f"{PATH} is of another version, which reads other calls"
     names = {512: ("AVX-512", "AVX2"), 2: ("AVX2",)}.get(instructions(), ())

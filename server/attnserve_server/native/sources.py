@@ -1,0 +1,42 @@
+"""What the native kernel is compiled from and how, and the digest of both that a library carries.
+
+In: the directory of the sources. Out: what a compiler is given, and whether a library was compiled from just these.
+Nothing is imported that only an installed package has: building it reads this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+UNITS: Final = ("attention.c", "attend_avx2.c", "attend_avx512.c")
+"""What is compiled; all other sources are included there."""
+
+# Products and sums are one operation only where the sources say so: bits do not follow what a compiler sees together.
+FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
+
+
+def command(directory: Path, out: Path, flags: tuple[str, ...] = FLAGS) -> list[str]:
+    """The arguments of a C compiler that make the library."""
+    units = (str(directory / unit) for unit in UNITS)
+    return [*flags, f'-DSOURCES="{digest(directory)}"', "-o", str(out), *units, "-lm"]
+
+
+def present(directory: Path) -> bool:
+    """Whether the sources are here, as they are in a checkout, and not where the package was installed from a wheel."""
+    return (directory / UNITS[0]).exists()
+
+
+def digest(directory: Path) -> str:
+    """Of names and contents of all sources, and of the flags; dates and places do not count."""
+    found = hashlib.sha256(repr(FLAGS).encode())
+    for path in sorted(directory.glob("*.[ch]")):
+        content = path.read_bytes()
+        found.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def made(library: Path) -> bool:
+    """Whether a library was compiled from the sources that lie beside it."""
+    return digest(library.parent).encode() in library.read_bytes()
