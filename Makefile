@@ -46,7 +46,7 @@ format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev ## write the table of settings into the documents, and the rules of Prometheus for Kubernetes
-	$(BIN)/python -m attnserve_server.config docs/configuration.md
+	$(BIN)/python scripts/settings_table.py
 	$(BIN)/python scripts/prometheus_rule.py
 
 bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with peers that are there

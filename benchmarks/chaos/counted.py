@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from attnserve_server import logs
+from attnserve_server import command_line, logs
 from attnserve_server.config import Config
 from attnserve_server.devices import Device
 from attnserve_server.server import configured_device
@@ -30,7 +30,7 @@ def tell() -> None:
 
 def main() -> None:
     """Runs the server."""
-    config = Config.load(sys.argv[1:], os.environ)
+    config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)
     run(config, opened)
 

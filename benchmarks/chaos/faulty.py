@@ -13,9 +13,8 @@ from typing import Final, NoReturn
 
 import torch
 
-from attnserve_server import logs
+from attnserve_server import command_line, logs
 from attnserve_server.computation import Blame
-from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.kernels import AttentionCall, AttentionResult
@@ -70,7 +69,7 @@ class FaultyDevice(CpuDevice):
 
 def main() -> None:
     """Runs the server."""
-    config = Config.load(sys.argv[1:], os.environ)
+    config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)
     run(config, lambda config: FaultyDevice(config.threads or usable_cpus(), config.inline_flops))
 

@@ -1,8 +1,8 @@
 """The command line: `attnserve-server`, also `python -m attnserve_server`.
 
-In: flags and environment variables (see `config`). Out: a running server, until it is told to stop. Standard output
-says what it runs on and with which settings (see `startup`), and at last that it is ready; log lines go to standard
-error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
+In: flags and environment variables (see `command_line`). Out: a running server, until it is told to stop. Standard
+output says what it runs on and with which settings (see `startup`), and at last that it is ready; log lines go to
+standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
 a setting is wrong, 1 if the server cannot start.
 `attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `tokens`.
 """
@@ -18,10 +18,11 @@ from contextlib import contextmanager
 
 import prometheus_client
 
-from attnserve_server import logs, tokens
+from attnserve_server import command_line, logs, tokens
 from attnserve_server.allocator import keep_one_heap
-from attnserve_server.config import Config, StartError
+from attnserve_server.config import Config
 from attnserve_server.layers import check
+from attnserve_server.start_errors import StartError
 from attnserve_server.startup import Startup, surroundings
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tokens.main(arguments[1:])
     config: Config | None = None
     try:
-        config = Config.load(arguments, os.environ)
+        config = command_line.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
         # When each counter was created is no news: the process collector tells when all of them were.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -1,55 +1,20 @@
 """What the server can be told, in one frozen dataclass.
 
-In: the command line and the environment. Out: a `Config`, validated, that knows where each of its values came from.
-A field `http_listen` is the flag `--http-listen` and the environment variable `ATTNSERVE_HTTP_LISTEN`; a flag wins over
-the environment, which wins over the default. `python -m attnserve_server.config` prints the table of all of them;
-given files, it writes the table between the markers in them.
+In: values (`command_line` reads them from flags and the environment). Out: a `Config`, validated, that knows where each
+of them came from.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from attnserve_server import __version__, kinds, units
+from attnserve_server import kinds, units
+from attnserve_server.start_errors import ConfigError
 
 Source: TypeAlias = Literal["flag", "environment", "default", "code"]
 """Where a value came from; `code` is whoever built the `Config` directly."""
-
-ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
-_MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
-
-
-class StartError(Exception):
-    """The server cannot start. The message is one line for whoever started it."""
-
-    exit_status = 1
-
-
-class UsageError(StartError):
-    """The command line is not one."""
-
-    exit_status = 2
-
-
-class ConfigError(UsageError):
-    """A setting has a value that it cannot have."""
-
-    def __init__(self, name: str, expected: str, found: object) -> None:
-        super().__init__(f"{name}: expected {expected}, found {found!r}")
-        self.name, self.expected, self.found = name, expected, found
-
-
-class ListenError(StartError):
-    """An address cannot be listened on, most often because another process does."""
-
-    def __init__(self, name: str, address: str, reason: str) -> None:
-        super().__init__(f"{name}: cannot listen on {address}: {reason}")
-        self.name, self.address, self.reason = name, address, reason
 
 
 class Effective(NamedTuple):
@@ -279,7 +244,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in settings():
-            kind, value = _kind(item), getattr(self, item.name)
+            kind, value = kind_of(item), getattr(self, item.name)
             if not kind.valid(value):
                 raise ConfigError(item.name, kind.expected, value)
         for low, high in (
@@ -307,33 +272,6 @@ class Config:
         """Whether gRPC is served to this machine alone."""
         return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
 
-    @classmethod
-    def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-        """The configuration that a command line (without the program) and an environment make.
-
-        Raises UsageError, of which ConfigError is one; `--help` and `--version` print and raise SystemExit.
-        """
-        flags = vars(_parser().parse_args(list(argv)))
-        values: dict[str, Any] = {}
-        given: dict[str, Source] = {}
-        for item in settings():
-            source: Source
-            if flags[item.name] is not None:
-                text, spelled, source = flags[item.name], flag(item.name), "flag"
-            elif variable(item.name) in environ:
-                text, spelled, source = environ[variable(item.name)], variable(item.name), "environment"
-            else:
-                continue
-            kind = _kind(item)
-            try:
-                values[item.name] = kind.parse(text)
-            except ValueError:
-                raise ConfigError(spelled, kind.expected, text) from None
-            if not kind.valid(values[item.name]):
-                raise ConfigError(spelled, kind.expected, text)
-            given[item.name] = source
-        return cls(**values, _given=given)
-
     def sources(self) -> dict[str, Source]:
         """Where each setting's value came from."""
         return {item.name: self._source(item) for item in settings()}
@@ -343,12 +281,12 @@ class Config:
 
     def show(self, name: str) -> str:
         """A setting's value as it would be written: `256MiB`, `100ms`."""
-        return next(_kind(item).show(getattr(self, name)) for item in settings() if item.name == name)
+        return next(kind_of(item).show(getattr(self, name)) for item in settings() if item.name == name)
 
     def effective(self) -> Iterator[Effective]:
         """Every setting, as the server may tell it to any caller."""
         for item in settings():
-            value = None if _kind(item).private and getattr(self, item.name) else self.show(item.name)
+            value = None if kind_of(item).private and getattr(self, item.name) else self.show(item.name)
             yield Effective(item.name, value, self._source(item))
 
 
@@ -357,64 +295,12 @@ def settings() -> Iterator[Field[Any]]:
     return (item for item in fields(Config) if "kind" in item.metadata)
 
 
-def flag(name: str) -> str:
-    """The flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    """The environment variable of a setting."""
-    return ENVIRONMENT_PREFIX + name.upper()
-
-
 def _kind(item: Field[Any]) -> kinds.Kind:
     kind: kinds.Kind = item.metadata["kind"]
     return kind
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # One line, as for every other error of configuration, instead of the usage and a line.
-        raise UsageError(f"{message} (--help lists the flags)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="attnserve-server",
-        description="Serves attention over gRPC.",
-        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins. "
-        "Other commands: attnserve-server token, attnserve-server layers check.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
-    for item in settings():
-        text = f"{item.metadata['help']} Default: {_kind(item).show(item.default)}"
-        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(item) is kinds.TRUTH else {}
-        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
-    return parser
-
-
-def markdown() -> str:
-    """The table of all settings, in markdown."""
-    rows = ["| flag | environment variable | default | what it does |", "|---|---|---|---|"]
-    for item in settings():
-        default = _kind(item).show(item.default)
-        rows.append(f"| `{flag(item.name)}` | `{variable(item.name)}` | `{default}` | {item.metadata['help']} |")
-    return "\n".join(rows)
-
-
-def with_table(document: str) -> str:
-    """A document with the table of all settings between its markers. ValueError if it has no such place."""
-    begin, end = _MARKERS
-    before, found_begin, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{markdown()}\n{end}{after}"
-
-
-if __name__ == "__main__":
-    if not sys.argv[1:]:
-        print(markdown())
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(with_table(path.read_text("utf-8")), "utf-8")
+def kind_of(item: Field[Any]) -> kinds.Kind:
+    """What values a setting can have, and how they are written."""
+    kind: kinds.Kind = item.metadata["kind"]
+    return kind

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from attnserve_server.callers import MAX_NAME, Caller, Role
-from attnserve_server.config import StartError
+from attnserve_server.start_errors import StartError
 from attnserve_server.tokens import digest, parse_hash
 from attnserve_server.watched import WatchedFiles
 

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from attnserve_server.callers import Callers
-from attnserve_server.config import ListenError
 from attnserve_server.errors import PermissionDenied, Unauthenticated
 from attnserve_server.health import Health
+from attnserve_server.start_errors import ListenError
 from attnserve_server.units import Address, parse_address
 
 _MAX_HEADER_BYTES: Final = 16 * 1024

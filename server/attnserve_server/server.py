@@ -28,7 +28,7 @@ from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.callers import Callers
-from attnserve_server.config import Config, ListenError, Source, StartError
+from attnserve_server.config import Config, Source
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine
@@ -44,6 +44,7 @@ from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.start_errors import ListenError, StartError
 from attnserve_server.stream_life import StreamLife
 from attnserve_server.tls import ServerTls
 from attnserve_server.tracing import open_tracing

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from attnserve_server.config import StartError
+from attnserve_server.start_errors import StartError
 from attnserve_server.watched import WatchedFiles
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 import grpc
 
 from attnserve_server import __version__
-from attnserve_server.config import Config, StartError
+from attnserve_server.config import Config
+from attnserve_server.start_errors import StartError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

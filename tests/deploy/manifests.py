@@ -20,7 +20,9 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
-from attnserve_server.config import ENVIRONMENT_PREFIX, Config, settings, variable
+from attnserve_server import command_line
+from attnserve_server.command_line import ENVIRONMENT_PREFIX, variable
+from attnserve_server.config import Config, settings
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -109,7 +111,7 @@ def load(environment: Mapping[str, str]) -> Config:
     known = {variable(setting.name) for setting in settings()}
     ours = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     assert ours <= known, f"the server has no settings {sorted(ours - known)}"
-    return Config.load([], environment)
+    return command_line.load([], environment)
 
 
 @cache

@@ -17,7 +17,7 @@ from manifests import DEPLOY, ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from attnserve_server import __version__
+from attnserve_server import __version__, command_line
 from attnserve_server.config import Config
 from attnserve_server.units import parse_address
 
@@ -71,7 +71,7 @@ def test_every_variant_is_a_stage_of_the_same_python(dockerfile: list[Instructio
     devices = [re.findall(r"ATTNSERVE_DEVICE=(\S+)", rest) for rest in values(dockerfile, "ENV")]
     assert [device for found in devices for device in found] == ["cpu", "cuda"]
     for device in ("cpu", "cuda"):
-        assert Config.load([], {"ATTNSERVE_DEVICE": device}).device == device
+        assert command_line.load([], {"ATTNSERVE_DEVICE": device}).device == device
 
 
 def test_the_last_stage_only_takes_what_was_installed(dockerfile: list[Instruction]) -> None:

@@ -44,14 +44,13 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     from random_service import FLAGS, Attack
     from sound import METHODS
 
-    from attnserve_server import logs
-    from attnserve_server.config import Config
+    from attnserve_server import command_line, logs
 
     logs.configure("error", "text")
     directory = Path(tempfile.mkdtemp())
     checkpoints.write(directory)
     flags = (*FLAGS, "--layers", str(directory / "layers.toml"), "--listen", "127.0.0.1:0")
-    config = Config.load((*flags, "--http-listen", "127.0.0.1:0"), {})
+    config = command_line.load((*flags, "--http-listen", "127.0.0.1:0"), {})
     ready: list[str] = []
     is_ready = threading.Event()
 

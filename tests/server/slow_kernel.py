@@ -10,8 +10,7 @@ import sys
 import time
 from typing import Final
 
-from attnserve_server import logs
-from attnserve_server.config import Config
+from attnserve_server import command_line, logs
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.kernels import AttentionCall, AttentionResult
@@ -31,7 +30,7 @@ class SlowDevice(CpuDevice):
 
 def main() -> None:
     """Runs the server."""
-    config = Config.load(sys.argv[1:], os.environ)
+    config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)
     run(config, lambda config: SlowDevice(config.threads or usable_cpus(), config.inline_flops))
 

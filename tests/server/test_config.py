@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server import config as configuration
-from attnserve_server import cpus, units
-from attnserve_server.config import Config, ConfigError, UsageError
-
-ROOT = Path(__file__).parents[2]
+from attnserve_server import command_line, cpus, units
+from attnserve_server.config import Config, settings
+from attnserve_server.start_errors import ConfigError, UsageError
+from scripts import settings_table
 
 
 def test_flag_wins_over_environment_wins_over_default() -> None:
     environ = {"ATTNSERVE_MAX_REQUESTS": "7", "ATTNSERVE_HTTP_LISTEN": "127.0.0.1:1", "UNRELATED": "x"}
-    loaded = Config.load(["--http-listen", "127.0.0.1:2"], environ)
+    loaded = command_line.load(["--http-listen", "127.0.0.1:2"], environ)
     assert (loaded.http_listen, loaded.max_requests, loaded.max_batch_requests) == ("127.0.0.1:2", 7, 64)
     sources = loaded.sources()
     assert sources["http_listen"] == "flag"
@@ -28,10 +27,10 @@ def test_flag_wins_over_environment_wins_over_default() -> None:
 
 
 def test_every_setting_is_a_flag_and_a_variable() -> None:
-    for item in configuration.settings():
+    for item in settings():
         text = Config().show(item.name)
-        by_flag = Config.load([configuration.flag(item.name), text], {})
-        by_variable = Config.load([], {configuration.variable(item.name): text})
+        by_flag = command_line.load([command_line.flag(item.name), text], {})
+        by_variable = command_line.load([], {command_line.variable(item.name): text})
         assert by_flag == by_variable == Config()
         assert by_flag.sources()[item.name] == "flag"
         assert by_variable.sources()[item.name] == "environment"
@@ -41,8 +40,8 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
 def test_callers_are_told_every_setting_but_no_path_and_no_address() -> None:
     private = {"listen": "unix:/run/secret.sock", "http_listen": "10.1.2.3:8002", "layers": "/secret/layers.toml"}
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in private.items()]
-    told = {each.name: each for each in Config.load(argv, {"ATTNSERVE_MAX_REQUESTS": "7"}).effective()}
-    assert list(told) == [item.name for item in configuration.settings()]
+    told = {each.name: each for each in command_line.load(argv, {"ATTNSERVE_MAX_REQUESTS": "7"}).effective()}
+    assert list(told) == [item.name for item in settings()]
     assert (told["max_requests"].value, told["max_requests"].source) == ("7", "environment")
     assert (told["max_bytes"].value, told["max_bytes"].source) == ("2GiB", "default")
     assert {told[name].value for name in private} == {None}
@@ -51,22 +50,22 @@ def test_callers_are_told_every_setting_but_no_path_and_no_address() -> None:
 
 
 def test_names_of_flags_and_variables() -> None:
-    assert configuration.flag("http_listen") == "--http-listen"
-    assert configuration.variable("http_listen") == "ATTNSERVE_HTTP_LISTEN"
+    assert command_line.flag("http_listen") == "--http-listen"
+    assert command_line.variable("http_listen") == "ATTNSERVE_HTTP_LISTEN"
 
 
 def test_flag_of_a_truth_value_by_itself_is_true() -> None:
-    loaded = Config.load(
+    loaded = command_line.load(
         ["--insecure", "--reflection=false", "--layer-administration"], {"ATTNSERVE_INSECURE": "false"}
     )
     assert (loaded.insecure, loaded.reflection, loaded.layer_administration) == (True, False, True)
     with pytest.raises(UsageError, match="--max-requests: expected one argument"):
-        Config.load(["--max-requests"], {})
+        command_line.load(["--max-requests"], {})
 
 
 def test_values_have_their_units() -> None:
     argv = ["--max-bytes=3GiB", "--max-wait", "1500us", "--drain-grace=1m", "--max-flops=2e13", "--reflection=off"]
-    loaded = Config.load(argv, {})
+    loaded = command_line.load(argv, {})
     assert loaded.max_bytes == 3 * 2**30
     assert loaded.max_wait == 0.0015
     assert loaded.drain_grace == 60.0
@@ -119,11 +118,11 @@ def test_values_have_their_units() -> None:
 )
 def test_a_wrong_value_is_refused_and_named(name: str, text: str) -> None:
     for spelled, argv, environ in (
-        (configuration.flag(name), [f"{configuration.flag(name)}={text}"], {}),
-        (configuration.variable(name), [], {configuration.variable(name): text}),
+        (command_line.flag(name), [f"{command_line.flag(name)}={text}"], {}),
+        (command_line.variable(name), [], {command_line.variable(name): text}),
     ):
         with pytest.raises(ConfigError) as caught:
-            Config.load(argv, environ)
+            command_line.load(argv, environ)
         message = str(caught.value)
         assert message.startswith(f"{spelled}: expected ")
         assert message.endswith(f"found {text!r}")
@@ -152,7 +151,7 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^max_message_bytes: expected at most max_bytes \(1MiB\), found '256MiB'"):
         Config(max_bytes=2**20)
     with pytest.raises(ConfigError, match=r"^max_batch_flops: expected at most max_flops \(1e3\), found '4e9'"):
-        Config.load(["--max-flops", "1000"], {})
+        command_line.load(["--max-flops", "1000"], {})
 
 
 def test_built_in_code_says_so_and_cannot_be_changed() -> None:
@@ -166,7 +165,7 @@ def test_built_in_code_says_so_and_cannot_be_changed() -> None:
 @pytest.mark.parametrize("argv", [["--no-such-flag"], ["--max-req", "3"], ["stray"], ["--listen"]])
 def test_a_wrong_command_line_is_one_line(argv: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        Config.load(argv, {})
+        command_line.load(argv, {})
     assert "\n" not in str(caught.value)
 
 
@@ -223,19 +222,19 @@ def test_counts_print_short(count: int, text: str) -> None:
 
 
 def test_the_document_shows_the_settings_as_they_are() -> None:
-    text = (ROOT / "docs/configuration.md").read_text("utf-8")
-    assert text == configuration.with_table(text), "run: make docs"
+    text = settings_table.DOCUMENT.read_text("utf-8")
+    assert text == settings_table.with_table(text), "run: make docs"
 
 
 def test_the_table_has_every_setting() -> None:
-    table = configuration.markdown()
+    table = settings_table.markdown()
     for item in dataclasses.fields(Config):
-        assert (f"`{configuration.variable(item.name)}`" in table) == (not item.name.startswith("_"))
+        assert (f"`{command_line.variable(item.name)}`" in table) == (not item.name.startswith("_"))
 
 
 def test_a_document_without_the_place_is_an_error() -> None:
     with pytest.raises(ValueError, match="configuration"):
-        configuration.with_table("# A page\n<!-- configuration -->\n")
+        settings_table.with_table("# A page\n<!-- configuration -->\n")
 
 
 def cgroup(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:

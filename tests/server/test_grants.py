@@ -10,9 +10,10 @@ import pytest
 from attnserve_server import tokens
 from attnserve_server.__main__ import main
 from attnserve_server.callers import ALL_ROLES, Caller, anybody
-from attnserve_server.config import Config, ConfigError
+from attnserve_server.config import Config
 from attnserve_server.errors import PermissionDenied
 from attnserve_server.grants import Grants, GrantsError, GrantsFile, parse
+from attnserve_server.start_errors import ConfigError
 
 HASH = "sha256:" + 64 * "a"
 

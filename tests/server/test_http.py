@@ -13,10 +13,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from attnserve_server.callers import Callers
-from attnserve_server.config import ListenError
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
 from attnserve_server.metrics import Metrics
+from attnserve_server.start_errors import ListenError
 from attnserve_server.units import parse_address
 
 

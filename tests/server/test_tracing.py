@@ -15,7 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from attnserve_server import tracing
-from attnserve_server.config import Config, ConfigError
+from attnserve_server.config import Config
+from attnserve_server.start_errors import ConfigError
 
 if TYPE_CHECKING:
     from tests.conftest import Server

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnserve_server.config import StartError
+from attnserve_server.start_errors import StartError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""The settings as the command line and the environment give them.
+
+In: flags and environment variables. Out: a `Config`. A field `http_listen` is the flag `--http-listen` and the variable
+`ATTNSERVE_HTTP_LISTEN`; a flag wins over the environment, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from attnserve_server import __version__, kinds
+from attnserve_server.config import Config, Source, kind_of, settings
+from attnserve_server.start_errors import ConfigError, UsageError
+
+ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The configuration that a command line (without the program) and an environment make.
+
+    Raises UsageError, of which ConfigError is one; `--help` and `--version` print and raise SystemExit.
+    """
+    flags = vars(_parser().parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    given: dict[str, Source] = {}
+    for item in settings():
+        source: Source
+        if flags[item.name] is not None:
+            text, spelled, source = flags[item.name], flag(item.name), "flag"
+        elif variable(item.name) in environ:
+            text, spelled, source = environ[variable(item.name)], variable(item.name), "environment"
+        else:
+            continue
+        kind = kind_of(item)
+        try:
+            values[item.name] = kind.parse(text)
+        except ValueError:
+            raise ConfigError(spelled, kind.expected, text) from None
+        if not kind.valid(values[item.name]):
+            raise ConfigError(spelled, kind.expected, text)
+        given[item.name] = source
+    return Config(**values, _given=given)
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line, as for every other error of configuration, instead of the usage and a line.
+        raise UsageError(f"{message} (--help lists the flags)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="attnserve-server",
+        description="Serves attention over gRPC.",
+        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins. "
+        "Other commands: attnserve-server token, attnserve-server layers check.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
+    for item in settings():
+        text = f"{item.metadata['help']} Default: {kind_of(item).show(item.default)}"
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if kind_of(item) is kinds.TRUTH else {}
+        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
+    return parser

@@ -1,0 +1,31 @@
+"""Why a server does not start: each error is one line for whoever started it, and the exit status of the process."""
+
+from __future__ import annotations
+
+
+class StartError(Exception):
+    """The server cannot start. The message is one line for whoever started it."""
+
+    exit_status = 1
+
+
+class UsageError(StartError):
+    """The command line is not one."""
+
+    exit_status = 2
+
+
+class ConfigError(UsageError):
+    """A setting has a value that it cannot have."""
+
+    def __init__(self, name: str, expected: str, found: object) -> None:
+        super().__init__(f"{name}: expected {expected}, found {found!r}")
+        self.name, self.expected, self.found = name, expected, found
+
+
+class ListenError(StartError):
+    """An address cannot be listened on, most often because another process does."""
+
+    def __init__(self, name: str, address: str, reason: str) -> None:
+        super().__init__(f"{name}: cannot listen on {address}: {reason}")
+        self.name, self.address, self.reason = name, address, reason
