@@ -20,9 +20,21 @@ class Request(Entry):
     decode: float = 0.0
 
 
-def check(deadlines: Deadlines, seconds: float, left: float, now: float = 0.0, free_at: float | None = None) -> None:
-    """Raises what a request of so many seconds is refused with, whose caller waits for so many more."""
-    entry: Any = Request(arrival=now, cost=round(seconds * SECOND), deadline=now + left)
+def check(
+    deadlines: Deadlines,
+    seconds: float,
+    left: float,
+    now: float = 0.0,
+    free_at: float | None = None,
+    *,
+    decode: float = 0.0,
+    priority: int = 0,
+) -> None:
+    """Raises what a request of so many seconds is refused with, whose caller waits for so many more. It was read until
+    now, which took `decode` seconds.
+    """
+    cost = round(seconds * SECOND)
+    entry: Any = Request(arrival=now - decode, cost=cost, deadline=now + left, decode=decode, priority=priority)
     deadlines.check(entry, free_at)
 
 
@@ -37,6 +49,22 @@ def test_what_can_be_in_time_is_taken() -> None:
     check(deadlines(), 1.0, 1.1)
     check(deadlines(), 1.0, 3.1, free_at=2.0)
     check(deadlines(Entry(cost=2 * SECOND)), 1.0, 6.1, free_at=2.0)
+    check(deadlines(Entry(cost=2 * SECOND)), 1.0, 3.1, now=100.0, free_at=99.0)  # it should be done by now
+
+
+def test_only_what_is_due_before_it_counts() -> None:
+    waiting = [Entry(cost=10 * SECOND) for _ in range(5)]
+    check(deadlines(*waiting), 1.0, 3.1, free_at=2.0, priority=200)
+    with pytest.raises(DeadlineUnreachable):
+        check(deadlines(*waiting), 1.0, 2.9, free_at=2.0, priority=200)
+    with pytest.raises(DeadlineUnreachable):
+        check(deadlines(*waiting), 1.0, 50.9)  # nothing runs yet, and all of them wait for company
+
+
+def test_time_counts_from_when_it_was_read() -> None:
+    check(deadlines(), 1.0, 3.1, now=100.0, free_at=102.0, decode=50.0)
+    with pytest.raises(DeadlineUnreachable):
+        check(deadlines(), 1.0, 2.9, now=100.0, free_at=102.0, decode=50.0)
 
 
 @pytest.mark.parametrize(("waiting", "left"), [((), 2.5), ((Entry(cost=2 * SECOND),), 3.5)])
@@ -64,3 +92,19 @@ def test_an_idle_device_tries_what_should_be_too_late_a_tenth_of_the_time() -> N
     several.computed(100.0, 1.0)
     several.computed(1000.0, 50.0)  # which nothing was tried for
     check(several, 1.0, 0.5, now=1000.0)
+
+
+def test_a_trial_that_is_not_over_counts_for_as_long_as_it_should_take() -> None:
+    several = deadlines()
+    check(several, 2.0, 0.5)
+    with pytest.raises(DeadlineUnreachable):
+        check(several, 2.0, 0.5, now=TRIAL_PAUSE * 2.0 - 0.1)
+    check(several, 2.0, 0.5, now=TRIAL_PAUSE * 2.0 + 0.1)
+
+
+def test_what_is_in_time_is_no_trial() -> None:
+    several = deadlines()
+    several.computed(50.0, 50.0)
+    check(several, 1.0, 1.1, now=51.0)
+    several.computed(52.0, 1.0)
+    check(several, 1.0, 0.5, now=52.1)
