@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
-from math import ceil
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-import grpc
 import torch
 from grpc import aio
 
-from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import tensor_pb2
-from attnserve_server import __version__, health, reflection
+from attnserve_server import __version__, health, port, reflection
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
@@ -28,7 +22,7 @@ from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.callers import Callers
-from attnserve_server.config import Config, Source
+from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine
@@ -37,6 +31,7 @@ from attnserve_server.errors import OutOfMemory
 from attnserve_server.grants import GrantsFile
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
+from attnserve_server.info import server_info
 from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
@@ -44,28 +39,13 @@ from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
-from attnserve_server.start_errors import ListenError, StartError
+from attnserve_server.start_errors import StartError
 from attnserve_server.stream_life import StreamLife
 from attnserve_server.tls import ServerTls
 from attnserve_server.tracing import open_tracing
 from attnserve_server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-SOURCES: Final[Mapping[Source, pb.SettingSource]] = {
-    "default": pb.SETTING_SOURCE_DEFAULT,
-    "environment": pb.SETTING_SOURCE_ENVIRONMENT,
-    "flag": pb.SETTING_SOURCE_FLAG,
-    "code": pb.SETTING_SOURCE_CODE,
-}
-
-DTYPES = (
-    tensor_pb2.DATA_TYPE_FLOAT32,
-    tensor_pb2.DATA_TYPE_FLOAT16,
-    tensor_pb2.DATA_TYPE_BFLOAT16,
-    tensor_pb2.DATA_TYPE_FLOAT64,
-)
-
 
 OpenDevice: TypeAlias = Callable[[Config], Device]
 """Opens the device that a configuration asks for. Raises StartError."""
@@ -84,9 +64,6 @@ FAREWELL_S = 5.0
 """How long a server whose device failed waits for its callers to take the news."""
 STREAM_SHARE = 4
 """A stream that has this part of all requests in flight is not read from until it has fewer."""
-
-_UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
-"""gRPC's own bounds on the RPCs that have arrived and not begun."""
 
 
 class Server:
@@ -140,15 +117,15 @@ class Server:
             config.advertise_address,
         )
         self.metrics.watch_caches(self.caches.store)
-        self._limits = RequestLimits(
+        limits = RequestLimits(
             max_rank=config.max_rank,
             max_elements=config.max_elements,
             max_sequences=config.max_sequences,
             max_request_flops=config.max_request_flops or default_request_flops(self.device.threads, config.max_flops),
         )
         readers: dict[str, Read] = {
-            "attend": partial(read_attend, self.caches, limits=self._limits),
-            "apply": partial(read_apply, self.caches, self.registry, limits=self._limits),
+            "attend": partial(read_attend, self.caches, limits=limits),
+            "apply": partial(read_apply, self.caches, self.registry, limits=limits),
         }
         tls = _tls(config)
         certificates = bool(config.tls_client_ca)
@@ -167,7 +144,7 @@ class Server:
             readers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
-            self._info,
+            partial(server_info, config, self.device, limits.max_request_flops, self.caches.store.pool_bytes),
             self.tracing,
             config.max_caller_streams,
             stream_life,
@@ -184,12 +161,7 @@ class Server:
         self._credentials = None if tls is None else tls.grpc_credentials()
         self._grpc = aio.server(
             options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                *_for_unbegun_calls(config),
+                *port.channel_options(config),
                 *(stream_life.channel_options if stream_life is not None else ()),
             )
         )
@@ -203,16 +175,7 @@ class Server:
         self.health.register(self._grpc)
         if self._config.reflection:
             reflection.register(self._grpc, (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, health.SERVICE_NAME))
-        listen = self._config.listen
-        if listen.startswith("unix:"):
-            _make_way(listen)
-        try:
-            if self._credentials is None:
-                port = self._grpc.add_insecure_port(listen)
-            else:
-                port = self._grpc.add_secure_port(listen, self._credentials)
-        except RuntimeError:
-            raise ListenError("listen", listen, "the address is taken or not ours") from None
+        address = port.bind(self._grpc, self._config.listen, self._credentials)
         if not self._config.is_local:
             self._warn_of_openness()
         await self._grpc.start()
@@ -227,7 +190,7 @@ class Server:
         if self._watchdog is not None:
             self._watchdog.start()
         self.health.set("serving")
-        return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}", http_address
+        return address, http_address
 
     def _warn_of_openness(self) -> None:
         """Says what anybody on the network can do."""
@@ -277,56 +240,6 @@ class Server:
         if not self.engine.stuck and self.engine.failure is None:
             self.device.close()
 
-    def _info(self) -> pb.ServerInfoResponse:
-        config = self._config
-        return pb.ServerInfoResponse(
-            version=__version__,
-            device=self.device.name,
-            device_name=self.device.description,
-            torch_version=torch.__version__,
-            threads=self.device.threads,
-            dtypes=DTYPES,
-            limits=pb.Limits(
-                max_message_bytes=config.max_message_bytes,
-                max_requests=config.max_requests,
-                max_bytes=config.max_bytes,
-                max_flops=config.max_flops,
-                max_batch_flops=config.max_batch_flops,
-                max_batch_requests=config.max_batch_requests,
-                max_message_calls=config.max_message_calls,
-                max_rank=config.max_rank,
-                max_elements=config.max_elements,
-                max_sequences=config.max_sequences,
-                max_request_flops=self._limits.max_request_flops,
-                max_caches=config.max_caches,
-                max_cache_layers=config.max_cache_layers,
-                max_layers=config.max_layers,
-                max_caller_streams=config.max_caller_streams,
-            ),
-            kernels=[pb.Kernel(name=name, description=description) for name, description in self.device.kernels()],
-            features=["reflection"] if config.reflection else [],
-            settings=[
-                pb.Setting(name=name, value=value, source=SOURCES[source], hidden=value is None)
-                for name, value, source in config.effective()
-            ],
-            python_version=platform.python_version(),
-            grpc_version=grpc.__version__,
-            usable_cpus=usable_cpus(),
-            address=config.advertise_address,
-            cache_pool_bytes=self.caches.store.pool_bytes,
-        )
-
-
-def _for_unbegun_calls(config: Config) -> Iterator[tuple[str, int]]:
-    """What gRPC's core does with RPCs that wait for the event loop to begin them. Beyond a number it cancels some,
-    beyond another all, and those that have waited for so many seconds. By default there may be fewer than the requests
-    that there is room for.
-    """
-    for name, least in _UNBEGUN.items():
-        yield name, min(max(least, config.max_requests), 2**31 - 1)
-    if config.max_queue_time:
-        yield "grpc.server_max_unrequested_time_in_server", min(max(2, ceil(2 * config.max_queue_time)), 2**31 - 1)
-
 
 def _tls(config: Config) -> ServerTls | None:
     """The TLS of a configuration, if it has any. Raises TlsError."""
@@ -334,22 +247,6 @@ def _tls(config: Config) -> ServerTls | None:
         return None
     client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
     return ServerTls(Path(config.tls_certificate), Path(config.tls_key), client_ca)
-
-
-def _make_way(listen: str) -> None:
-    """Sees to it that a unix socket can be made: gRPC would take over one that another server listens on.
-
-    Raises ListenError if something answers there, or if there is no such directory.
-    """
-    path = Path(listen.removeprefix("unix:").removeprefix("//"))
-    if not path.parent.is_dir():
-        raise ListenError("listen", listen, "there is no such directory")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ListenError("listen", listen, "another server listens there")
 
 
 def default_cache_bytes(device: Device) -> int:
