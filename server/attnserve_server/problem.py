@@ -32,6 +32,11 @@ nothing special, but nobody knows here whether there is one."""
 ADDITIVE = 80
 """The same for additive scores, whose operations are tanh for the most part."""
 
+ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
+"""What a query of a head, a key of a head, and a head of keys take in FLOPs at the least, however narrow they are and
+however few they meet: measured with the native kernel, at heads of one element.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -106,6 +111,15 @@ class Problem:
                 2 * units * (query_tokens * self.query_heads * self.head_dim + kv_tokens * self.kv_heads * self.key_dim)
             )
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
+
+    def effort(self, flops: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
+        """What so many FLOPs come to: at the least, what reading tokens and writing rows takes. A million heads of one
+        element are next to no FLOPs, and a third of a second.
+        """
+        if not query_tokens:
+            return flops
+        of_keys = self.kv_heads * (KEY_COST * kv_tokens + HEAD_COST * sequences)
+        return max(flops, ROW_COST * self.query_heads * query_tokens + of_keys)
 
 
 class KeyShape(NamedTuple):

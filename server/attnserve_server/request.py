@@ -62,6 +62,7 @@ class Extent:
     longest: tuple[int, int]
     query_tokens: int
     flops: int
+    effort: int
     cost: int
     reply_bytes: int
 
@@ -98,9 +99,14 @@ class Request(Independent):
         return self.extent.flops
 
     @property
+    def effort(self) -> int:
+        """What these take a kernel for which none of its options is slow, in FLOPs: see `Problem.effort`."""
+        return self.extent.effort
+
+    @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs of plain attention: those that it asks for, as slow as its kernel makes
-        them, and what its kernel calls cost besides.
+        """What it costs to compute, in FLOPs of plain attention: its effort, as slow as its kernel makes it, and what
+        its kernel calls cost besides.
         """
         return self.extent.cost
 
@@ -200,8 +206,9 @@ def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits)
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
     flops = problem.flops(pairs, rows, problem.kv_length * sequences)
-    cost = flops * problem.weight
-    limits.check_flops(cost)
+    limits.check_flops(flops * problem.weight)
+    kv_tokens = sum(span.sequences * span.kv_length for span in spans)
+    effort = problem.effort(flops, rows, kv_tokens, problem.batch)
     if problem.one_by_one:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
@@ -211,7 +218,8 @@ def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits)
         longest=longest,
         query_tokens=rows,
         flops=flops,
-        cost=cost + calls * CALL_COST,
+        effort=effort,
+        cost=effort * problem.weight + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
     )
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import request as rooms
+from attnserve_server.config import Config
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.request import Span, read_request
 
@@ -148,6 +149,36 @@ def test_flops(fields: dict[str, Any], flops: int) -> None:
 
 def test_flops_of_packed_sequences_are_those_of_their_pairs() -> None:
     assert messages.read(packed(ints(3, 4), ints(5, 0))).flops == 2 * (3 * 5) * 4 * (8 + 8)
+
+
+def test_what_is_as_wide_as_heads_are_costs_its_flops() -> None:
+    request = messages.read(messages.random_attend(0, 16, heads=8, width=64))
+    assert request.cost == request.effort == request.flops
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "keys", "batch"),
+    [
+        (1 << 20, 1 << 20, 1, 1, 1),  # a third of a second, and more: see `Problem.effort`
+        (1 << 20, 1, 1, 1, 1),
+        (1, 1, 1 << 20, 1, 1),
+        (1, 1, 1, 1 << 20, 1),
+        (16, 16, 1, 1, 1 << 14),
+    ],
+)
+def test_what_is_narrow_costs_what_it_takes_and_is_not_computed_on_the_event_loop(
+    heads: int, kv_heads: int, rows: int, keys: int, batch: int
+) -> None:
+    message = messages.random_attend(
+        0, rows, kv_length=keys, batch=batch, heads=heads, kv_heads=kv_heads, width=1, dtype=np.float16
+    )
+    request = messages.read(message)
+    assert request.flops < 20 * 2**20
+    assert request.cost >= request.effort > Config().inline_flops
+
+
+def test_what_has_no_queries_costs_nothing() -> None:
+    assert messages.read(messages.random_attend(0, 0, kv_length=3, batch=1 << 10, heads=16)).cost == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])

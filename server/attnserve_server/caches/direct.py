@@ -52,7 +52,7 @@ def attend_requests(
             owners += [place] * len(request.uses)
             inputs.append(given)
     if calls:
-        for call in attend_paged(calls, pool, attend, sum(request.flops for request in requests)):
+        for call in attend_paged(calls, pool, attend, sum(request.effort for request in requests)):
             results[owners[call]] = None
     return results
 

@@ -37,6 +37,8 @@ class CachedRequest(CacheWork):
     payloads: list[memoryview]
     limits: RequestLimits
     flops: int = field(init=False)
+    effort: int = field(init=False)
+    """What these take at the least: see `Problem.effort`."""
     cost: int = field(init=False)
     reply_bytes: int = field(init=False)
     scratch_bytes: int = field(init=False)
@@ -84,7 +86,8 @@ class CachedRequest(CacheWork):
         flops = problem.flops(problem.query_length * keys, rows, keys)
         self.limits.check_flops(flops * problem.weight)
         self.flops = flops
-        self.cost = flops * problem.weight + CALL_COST * problem.batch
+        self.effort = problem.effort(flops, rows, keys, problem.batch)
+        self.cost = self.effort * problem.weight + CALL_COST * problem.batch
         self.reply_bytes = reply_bytes(problem, rows, longest)
         self.scratch_bytes = problem.scratch_bytes(longest)
         self._counted = lengths

@@ -72,7 +72,7 @@ class CpuDevice:
         if self._native_requests is None:
             return self._run_on_tensors(requests)
         begin = perf_counter()
-        found = self._native_requests.run(requests, self._threads_for(sum(request.flops for request in requests)))
+        found = self._native_requests.run(requests, self._threads_for(sum(request.effort for request in requests)))
         compute = perf_counter() - begin
         done = [result for result in found if result is not None]
         self._count(NAME, len(done))
