@@ -79,6 +79,18 @@ def test_a_higher_priority_goes_before_an_older_request_up_to_aging(work: float)
     assert popped(queue) == ([[urgent], [old]] if work < 1 else [[old], [urgent]])
 
 
+@pytest.mark.parametrize("work", [0.99, 1.01])
+def test_aging_is_in_time_of_the_device_however_many_callers_share_it(work: float) -> None:
+    queue = queue_of(max_requests=1)
+    between = Entry(cost=int(2 * AGING * work * SECOND), priority=8, caller="a")
+    old, urgent = Entry(priority=0, cost=0, caller="b"), Entry(priority=2, caller="c")
+    queue.push(between)
+    queue.push(old)
+    assert queue.pop(0.0).entries == [between]
+    queue.push(urgent)
+    assert popped(queue) == ([[urgent], [old]] if work < 1 else [[old], [urgent]])
+
+
 def test_priority_decides_between_groups_too() -> None:
     old, urgent = Entry(0.0, "a"), Entry(1.0, "b", priority=1)
     assert popped(queue_of(old, urgent)) == [[urgent], [old]]
@@ -115,6 +127,28 @@ def test_a_group_without_anybody_waiting_gives_way_to_the_next() -> None:
     gone, runs = Entry(0, "a", cancelled=True), Entry(1, "b")
     batch = queue_of(gone, runs).pop(2.0)
     assert (batch.entries, batch.cancelled) == ([runs], [gone])
+
+
+def test_it_gives_way_even_if_more_of_it_is_due_later() -> None:
+    gone, runs, later = Entry(0, "a", cancelled=True), Entry(1, "b"), Entry(2, "a")
+    queue = queue_of(gone, runs, later)
+    assert queue.pop(3.0).entries == [runs]
+    assert queue.pop(3.0).entries == [later]
+
+
+def test_what_nobody_waits_for_does_not_end_a_batch() -> None:
+    first, gone, last = Entry(0), Entry(1, cancelled=True), Entry(2)
+    batch = queue_of(first, gone, last).pop(3.0)
+    assert (batch.entries, batch.cancelled) == ([first, last], [gone])
+
+
+@pytest.mark.parametrize(
+    ("costs", "full"),
+    [([0] * MAX_REQUESTS, True), ([0] * (MAX_REQUESTS - 1), False), ([99, 1], True), ([99], False), ([], False)],
+)
+def test_a_batch_could_be_filled_by_count_or_by_cost(costs: list[int], full: bool) -> None:
+    queue = queue_of(*(Entry(cost=cost, group=str(index)) for index, cost in enumerate(costs)))
+    assert queue.is_full == full
 
 
 def test_a_cancellation_after_queueing_counts() -> None:
