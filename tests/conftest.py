@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from occupied import PATIENT
 
 from attnserve import Client
+
+if TYPE_CHECKING:
+    from attnserve_server.devices.cpu import CpuDevice
 
 STARTUP_S = 90.0
 """How long a server may take from its start to its ready line: it imports torch, on machines that are busy."""
@@ -184,3 +187,18 @@ def layer_client(layer_server: Server) -> Iterator[Client]:
     """A client of the server with layers."""
     with Client(layer_server.address) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[dict[int, CpuDevice]]:
+    """Devices of this process, of one thread and of two; torch's own threads are set back."""
+    import torch  # only here: most tests do without
+
+    from attnserve_server.devices.cpu import CpuDevice
+
+    before = torch.get_num_threads()
+    opened = {threads: CpuDevice(threads, 0) for threads in (1, 2)}
+    yield opened
+    for device in opened.values():
+        device.close()
+    torch.set_num_threads(before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,17 +24,6 @@ from attnserve_server.layers.specification import (
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float64", "float16", "bfloat16")
 Parameters = Mapping[str, torch.Tensor]
-
-
-@contextmanager
-def cpu_devices() -> Iterator[dict[int, CpuDevice]]:
-    """Devices of one thread and of two; torch's own threads are set back."""
-    before = torch.get_num_threads()
-    opened = {threads: CpuDevice(threads, 0) for threads in (1, 2)}
-    yield opened
-    for device in opened.values():
-        device.close()
-    torch.set_num_threads(before)
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +26,8 @@ TOLERANCES = {"float64": WIDE, "float32": 5e-6, "float16": 2e-2, "bfloat16": 1.5
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    with make.cpu_devices() as opened:
-        yield opened[2]
+def device(devices: dict[int, CpuDevice]) -> CpuDevice:
+    return devices[2]
 
 
 def rotated(heads: oracle.Floats, positions: oracle.Floats, rotary: Rotary) -> oracle.Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +28,6 @@ from attnserve_server.layers.specification import (
 
 Devices = dict[int, CpuDevice]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", make.DTYPES)
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[Devices]:
-    with make.cpu_devices() as opened:
-        yield opened
 
 
 NORM = Norm(kind="layer", width=24, epsilon=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,8 @@ from attnserve_server.layers.specification import Architecture, Embedding, Learn
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    with make.cpu_devices() as opened:
-        yield opened[1]
+def device(devices: dict[int, CpuDevice]) -> CpuDevice:
+    return devices[1]
 
 
 CROSSED = make.attention(32, 4, contexts=20)

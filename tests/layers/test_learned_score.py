@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ TOLERANCES = {"float64": 1e-12, "float32": 5e-6, "float16": 1e-2, "bfloat16": 6e
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    with make.cpu_devices() as opened:
-        yield opened[2]
+def device(devices: dict[int, CpuDevice]) -> CpuDevice:
+    return devices[2]
 
 
 def expected(architecture: LearnedScore, parameters: make.Parameters, request: LayerInput) -> oracle.Expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,10 +31,9 @@ OUTPUTS = st.sampled_from([1, 5, 16, 77, 128, 384, 1100])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[CpuDevice]:
+def device(devices: dict[int, CpuDevice]) -> CpuDevice:
     """With torch's threads as the server has them."""
-    with make.cpu_devices() as opened:
-        yield opened[1]
+    return devices[1]
 
 
 def made(path: str, weight: torch.Tensor, bias: torch.Tensor | None) -> product.Product:

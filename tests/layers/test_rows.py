@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import random_layers as make
@@ -19,12 +18,6 @@ from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.projection import Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Dtype
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[dict[int, CpuDevice]]:
-    with make.cpu_devices() as opened:
-        yield opened
 
 
 @st.composite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import random_layers as make
@@ -15,12 +15,6 @@ from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 
 EACH = SPLIT_FLOPS
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[dict[int, CpuDevice]]:
-    with make.cpu_devices() as opened:
-        yield opened
 
 
 @given(costs=st.lists(st.integers(0, 1000), max_size=30), threads=st.integers(1, 5))

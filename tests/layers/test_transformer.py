@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,8 @@ from attnserve_server.layers.specification import (
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    with make.cpu_devices() as opened:
-        yield opened[2]
+def device(devices: dict[int, CpuDevice]) -> CpuDevice:
+    return devices[2]
 
 
 def randomised(module: nn.Module) -> Any:

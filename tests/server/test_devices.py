@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import messages
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 import torch
+from device_bench import assert_company_changes_nothing, assert_matches_oracle, contents, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,50 +19,9 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.kernels import KERNELS, blocked_cpu
-from attnserve_server.native import library
-from attnserve_server.request import Request
-from attnserve_server.work import RequestResult
 
-MOST = 2**31 - 1
-"""The longest axis of a tensor."""
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-STAGES = {
-    pb.SCORE_STAGE_RAW: "raw",
-    pb.SCORE_STAGE_CAPPED: "capped",
-    pb.SCORE_STAGE_MASKED: "masked",
-    pb.SCORE_STAGE_WEIGHTS: "weights",
-}
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[dict[int, CpuDevice]]:
-    """Devices of one thread and of two; torch's own threads are set back."""
-    before = torch.get_num_threads()
-    opened = {threads: CpuDevice(threads, 0) for threads in (1, 2)}
-    yield opened
-    for device in opened.values():
-        device.close()
-    torch.set_num_threads(before)
-
-
-def contents(result: RequestResult) -> tuple[bytes | None, ...]:
-    return tuple(None if part is None else bytes(part) for part in (result.output, result.lse, result.scores))
-
-
-def assert_company_changes_nothing(devices: dict[int, CpuDevice], requests: list[Request]) -> None:
-    """Alone and together, with one thread and with two: the same bits, of the promised length."""
-    alone = [contents(devices[1].run([request]).results[0]) for request in requests]
-    for threads, device in devices.items():
-        for order in (requests, requests[::-1]):
-            together = [contents(result) for result in device.run(order).results]
-            expected = alone if order is requests else alone[::-1]
-            for place, (one, other) in enumerate(zip(together, expected, strict=True)):
-                assert one == other, (threads, place, order[place].problem)
-        for request, bits in zip(requests, alone, strict=True):
-            assert contents(device.run([request]).results[0]) == bits, (threads, request.problem)
-    for request, bits in zip(requests, alone, strict=True):
-        assert sum(len(part) for part in bits if part is not None) == request.reply_bytes
 
 
 @EVERY_DTYPE
@@ -99,45 +57,6 @@ def test_divided_work_is_right(devices: dict[int, CpuDevice]) -> None:
     request = messages.read(message)
     assert request.flops > SPLIT_FLOPS
     assert_matches_oracle(devices[2], message, causal=True)
-
-
-def assert_matches_oracle(device: CpuDevice, message: pb.AttendRequest, **options: Any) -> None:
-    request = messages.read(message)
-    result = device.run([request]).results[0]
-    arrays = (messages.array(getattr(message, name)) for name in ("query", "key", "value"))
-    expected = oracle.attend(*arrays, **options)
-    if message.return_scores:
-        wanted = getattr(expected, STAGES[message.return_scores])
-        assert result.scores is not None
-        np.testing.assert_allclose(
-            np.frombuffer(result.scores, np.float32).reshape(wanted.shape), wanted, rtol=0, atol=4e-6
-        )
-    np.testing.assert_allclose(
-        np.frombuffer(result.output, np.float32).reshape(expected.output.shape), expected.output, rtol=0, atol=2e-6
-    )
-    if message.return_lse:
-        assert result.lse is not None
-        np.testing.assert_allclose(
-            np.frombuffer(result.lse, np.float32).reshape(expected.lse.shape), expected.lse, rtol=0, atol=4e-6
-        )
-
-
-def packed(seed: int, query_lengths: list[int], kv_lengths: list[int], **fields: Any) -> pb.AttendRequest:
-    rng = np.random.default_rng(seed)
-    dtype = fields.pop("dtype", np.float32)
-
-    def normal(total: int, heads: int) -> messages.Array:
-        return rng.standard_normal((total, heads, 8)).astype(dtype)
-
-    return messages.attend(
-        normal(sum(query_lengths), 4),
-        normal(sum(kv_lengths), 2),
-        normal(sum(kv_lengths), 2),
-        layout=pb.LAYOUT_PACKED,
-        query_lengths=np.array(query_lengths, np.int64),
-        kv_lengths=np.array(kv_lengths, np.int64),
-        **fields,
-    )
 
 
 @EVERY_DTYPE
@@ -201,85 +120,6 @@ def test_requests_with_nan_and_infinities_among_finite_ones(devices: dict[int, C
         assert_matches_oracle(devices[1], batch[place])
     nan_rows = [np.isnan(np.frombuffer(result.output, np.float32)).any() for result in devices[1].run(requests).results]
     assert nan_rows == [False, True, False, True, True, False]
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
-@pytest.mark.parametrize("kv_lengths", [(5, 5), (5, 2), (0, 3), (2, 2), (0, 0)])
-def test_scores_with_lengths(devices: dict[int, CpuDevice], stage: int, kv_lengths: tuple[int, int]) -> None:
-    """Raw and capped scores exist for all keys, masked ones and weights are -inf and 0 beyond a sequence's own."""
-    lengths = np.array(kv_lengths)
-    message = messages.random_attend(
-        0, 3, kv_length=5, batch=2, return_scores=stage, softcap=2.0, kv_lengths=lengths, return_lse=True
-    )
-    assert_matches_oracle(devices[1], message, softcap=2.0, kv_lengths=lengths)
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
-def test_scores_of_packed_sequences(devices: dict[int, CpuDevice], stage: int) -> None:
-    message = packed(0, [3, 1, 2], [2, 5, 0], return_scores=stage, return_lse=True)
-    assert_matches_oracle(
-        devices[1], message, layout="packed", query_lengths=np.array([3, 1, 2]), kv_lengths=np.array([2, 5, 0])
-    )
-
-
-@pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
-@pytest.mark.parametrize(
-    ("batch", "length", "kv_length"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0), (1, 1, 0), (3, 0, 0)]
-)
-@pytest.mark.parametrize("with_mask", [False, True])
-def test_zero_sizes(
-    devices: dict[int, CpuDevice], batch: int, length: int, kv_length: int, stage: int, with_mask: bool
-) -> None:
-    fields: dict[str, Any] = {"return_lse": True, "return_scores": stage, "causal": True}
-    if with_mask:
-        fields["mask"] = np.ones((batch, 1, length, kv_length), bool)
-    requests = [
-        messages.read(messages.random_attend(seed, length, kv_length=kv_length, batch=batch, **fields))
-        for seed in range(3)
-    ]
-    for count in (1, 3):
-        for result in devices[2].run(requests[:count]).results:
-            output, lse, scores = contents(result)
-            rows = batch * 2 * length
-            assert output == bytes(rows * 8 * 4)
-            assert lse == np.full(rows, -np.inf, np.float32).tobytes()
-            assert scores == (b"" if stage else None)
-
-
-@pytest.mark.parametrize("stage", [pb.SCORE_STAGE_UNSPECIFIED, *STAGES])
-@pytest.mark.parametrize("shape", [[MOST, MOST, 0, MOST], [0, MOST, MOST, MOST]])
-@pytest.mark.parametrize("native", [None, *library.available()[:1]])
-def test_what_has_no_queries_costs_nothing_however_long_its_other_axes_are(
-    shape: list[int], native: str | None, stage: int
-) -> None:
-    """Axes beside one of length 0 need no payload: nothing may be done for each element of them."""
-    message = messages.random_attend(0, 0, return_scores=stage, return_lse=True)
-    for name in ("query", "key", "value"):
-        getattr(message, name).shape[:] = shape
-    request = messages.read(message)
-    empty = b"" if stage else None
-    device = CpuDevice(1, 0, None if native is None else library.Library(native))
-    assert [contents(result) for result in device.run([request] * 2).results] == [(b"", b"", empty)] * 2
-
-
-def test_sinks_without_keys(devices: dict[int, CpuDevice]) -> None:
-    """A sink is all that there is to attend: the log-sum-exp is its own."""
-    sinks = np.array([0.5, -3.0], np.float32)
-    request = messages.read(messages.random_attend(0, 2, kv_length=0, sinks=sinks, return_lse=True))
-    output, lse, _ = contents(devices[1].run([request]).results[0])
-    assert output == bytes(2 * 2 * 8 * 4)
-    assert lse == np.repeat(sinks, 2).tobytes()
-
-
-@pytest.mark.parametrize("byte", [1, 2, 128, 255])
-@pytest.mark.parametrize("count", [1, 3])
-def test_any_mask_byte_but_0_is_true(devices: dict[int, CpuDevice], byte: int, count: int) -> None:
-    mask = np.random.default_rng(0).random((2, 4, 4)) < 0.5
-    usual, unusual = (messages.random_attend(1, 4, mask=mask) for _ in range(2))
-    unusual.mask.data = bytes(byte * given for given in usual.mask.data)
-    expected = contents(devices[1].run([messages.read(usual)]).results[0])
-    results = devices[1].run([messages.read(unusual)] * count).results
-    assert [contents(result) for result in results] == [expected] * count
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 1), (2, 1, 4), (1, 3, 4), (2, 1, 1, 4), (2, 2, 3, 4)])

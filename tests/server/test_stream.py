@@ -1,4 +1,4 @@
-"""Streams of calls: raw messages on a real socket, and the reading of them."""
+"""Streams of calls: raw messages on a real socket."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ import messages
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2
-from hypothesis import given
-from hypothesis import strategies as st
 from occupied import Occupied
 
-from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.calls import read_message
-from attnserve_server.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -284,102 +279,6 @@ def test_a_caller_that_does_not_read_is_not_read_from(server: Server, channel: g
     assert codes(stream.rest()) == dict.fromkeys(range(count), 0)
     assert received() - before >= count * (size - 2)
     calls.until_nothing_is_in_flight(server.http_address)
-
-
-durations = st.builds(Duration, seconds=st.integers(-5, 5), nanos=st.integers(-999_999_999, 999_999_999))
-attends = st.builds(messages.random_attend, st.integers(0, 5), st.integers(0, 2))
-applies = st.builds(lambda name, causal: pb.ApplyRequest(layer=name, causal=causal), st.text(), st.booleans())
-drawn_calls = st.builds(
-    lambda call_id, operation, timeout: pb.AttendStreamCall(id=call_id, timeout=timeout, **operation),
-    st.integers(0, 2**64 - 1),
-    st.just({}) | attends.map(lambda attend: {"attend": attend}) | applies.map(lambda apply: {"apply": apply}),
-    st.none() | durations,
-)
-drawn_messages = st.builds(
-    lambda cancel, given: pb.AttendStreamRequest(cancel=cancel, calls=given),
-    st.lists(st.integers(0, 2**64 - 1), max_size=3),
-    st.lists(drawn_calls, max_size=4),
-)
-
-
-@given(drawn_messages, drawn_messages)
-def test_a_message_is_read_as_protobuf_reads_it(one: pb.AttendStreamRequest, other: pb.AttendStreamRequest) -> None:
-    serialised = one.SerializeToString() + b"\xfa\x3f\x01\x00" + other.SerializeToString()  # with an unknown field
-    expected = pb.AttendStreamRequest.FromString(serialised)
-    cancelled, read = read_message(serialised, 100)
-    assert cancelled == list(expected.cancel)
-    assert len(read) == len(expected.calls)
-    for found, wanted in zip(read, expected.calls, strict=True):
-        assert found.id == wanted.id
-        assert (found.timeout is not None) == wanted.HasField("timeout")
-        if found.timeout is not None:
-            assert found.timeout == pytest.approx(wanted.timeout.seconds + wanted.timeout.nanos / 1e9, abs=1e-12)
-        assert found.operation == wanted.WhichOneof("operation")
-        if found.operation is not None:
-            buffer, at, end = found.request
-            asked = getattr(wanted, found.operation)
-            assert type(asked).FromString(buffer[at:end]) == asked
-
-
-def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with a call that looks like most: cut off, a byte more or less, another one behind it."""
-    whole = pb.AttendStreamCall(id=300, timeout=Duration(seconds=2), apply=pb.ApplyRequest(layer="a"))
-    body = whole.SerializeToString()
-    bodies = [body[:cut] for cut in range(len(body) + 1)] + [body + body, b"\x08\x05" + body, body[3:]]
-    for place in range(len(body)):
-        bodies += [body[:place] + bytes((body[place] ^ 1 << bit,)) + body[place + 1 :] for bit in range(8)]
-
-    def read() -> list[tuple[object, ...]]:
-        found = []
-        for each in bodies:
-            message = (b"\x12" + _wire.varint(len(each)) + each) + (b"\x12" + _wire.varint(len(body)) + body)
-            for call in read_message(message, 2)[1]:
-                buffer, at, end = call.request
-                found.append((call.id, call.timeout, call.operation, buffer[at:end], type(call.error)))
-        return found
-
-    at_a_glance = read()
-    monkeypatch.setattr("attnserve_server.calls._plain_call", lambda *_: None)
-    assert at_a_glance == read()
-    assert at_a_glance.count((300, 2.0, "apply", b"\x0a\x01a", type(None))) > len(bodies)
-
-
-def test_of_two_operations_the_last_counts() -> None:
-    first, last = pb.AttendStreamCall(attend=messages.random_attend(0)), pb.AttendStreamCall(id=3)
-    last.apply.layer = "a"
-    again = pb.AttendStreamCall(apply=pb.ApplyRequest(causal=True))
-    body = first.SerializeToString() + last.SerializeToString() + again.SerializeToString()
-    expected = pb.AttendStreamCall.FromString(body)
-    _, (call,) = read_message(b"\x12" + _wire.varint(len(body)) + body, 1)
-    assert (call.id, call.operation) == (3, expected.WhichOneof("operation"))
-    buffer, at, end = call.request
-    assert pb.ApplyRequest.FromString(buffer[at:end]) == expected.apply
-
-
-def test_a_message_has_a_bounded_number_of_calls() -> None:
-    few = pb.AttendStreamRequest(calls=[pb.AttendStreamCall(id=number) for number in range(3)], cancel=[1, 2, 3])
-    _, read = read_message(few.SerializeToString(), 3)
-    assert [call.id for call in read] == [0, 1, 2]
-    for calls_given, cancel, field in ((3, 0, "calls"), (0, 30, "cancel")):
-        many = pb.AttendStreamRequest(calls=few.calls[:calls_given], cancel=range(cancel))
-        with pytest.raises(InvalidRequest) as caught:
-            read_message(many.SerializeToString(), 2)
-        assert (caught.value.field, caught.value.reason) == (field, "LIMIT_EXCEEDED")
-
-
-def test_a_request_in_parts_is_the_merger_of_them() -> None:
-    """A field that holds a message and is given twice means both, one behind the other."""
-    request = messages.random_attend(0)
-    head, tail = pb.AttendRequest(query=request.query, causal=True), pb.AttendRequest(key=request.key)
-    parts = [pb.AttendStreamCall(id=7), pb.AttendStreamCall(attend=head), pb.AttendStreamCall(attend=tail)]
-    body = b"".join(part.SerializeToString() for part in parts)
-    message = pb.AttendStreamRequest.FromString(b"")
-    message.calls.add().ParseFromString(body)
-    envelope = b"\x12" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7]) + body
-    _, (call,) = read_message(envelope, 100)
-    assert (call.id, call.timeout, call.operation, call.error) == (7, None, "attend", None)
-    buffer, at, end = call.request
-    assert pb.AttendRequest.FromString(buffer[at:end]) == message.calls[0].attend
 
 
 def test_callers_that_leave_while_they_are_written_to_are_no_fault_of_the_server(
