@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast, overload
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -191,6 +191,40 @@ def split(
     (Of a message with thousands of fields, the payloads are views of a copy.) Raises DecodeError if the bytes are not
     a message as far as the way to the payloads goes; parsing the header checks the rest.
     """
+    header, payloads = find(message_type, buffer, at, end)
+    return header, list(payloads)
+
+
+class Payloads(Sequence[memoryview]):
+    """The payloads of a message that lies in a buffer from `at` on: views of the buffer, made when asked for. `places`
+    says where each begins and ends, counted from there; messages that are laid out alike share it.
+    """
+
+    __slots__ = ("at", "buffer", "places")
+
+    def __init__(self, buffer: Buffer, at: int, places: Sequence[tuple[int, int]]) -> None:
+        self.buffer = buffer
+        self.at = at
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self.places)))]
+        start, behind = self.places[index]
+        return memoryview(self.buffer)[self.at + start : self.at + behind]
+
+
+def find(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None) -> tuple[bytes, Payloads]:
+    """As `split`, for those who need to know where payloads are rather than to have views of them."""
     if end is None:
         end = len(buffer)
     memory = _memory(message_type, end - at)
@@ -199,8 +233,7 @@ def split(
             if buffer[at + start : at + behind] != fixed:
                 break
         else:
-            view = memoryview(buffer)
-            return layout.header, [view[at + start : at + behind] for start, behind in layout.payloads]
+            return layout.header, Payloads(buffer, at, layout.payloads)
     walk = _Walk(buffer, _MANY_FIELDS)
     try:
         header = walk.header(_schema(message_type), at, end)
@@ -214,8 +247,7 @@ def split(
             del memory.layouts[_REMEMBERED_HEADERS:]
         elif len(header) <= _REMEMBERED_LENGTH:
             memory.last = header
-    view = memoryview(buffer)
-    return header, [view[start:behind] for start, behind in walk.payloads]
+    return header, Payloads(buffer, 0, walk.payloads)
 
 
 class _Layout:

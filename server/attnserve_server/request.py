@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from google.protobuf.message import DecodeError
 
 from attnserve import _dtypes, _wire
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
@@ -74,7 +75,7 @@ class Request(Independent):
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
 
     problem: Problem
-    payloads: list[memoryview]
+    payloads: Payloads
     extent: Extent
     received_bytes: int
 
@@ -160,13 +161,13 @@ def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: Req
     if end is None:
         end = len(buffer)
     try:
-        header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
+        header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
     return request_of(header, payloads, end - at, limits)
 
 
-def request_of(header: bytes, payloads: list[memoryview], size: int, limits: RequestLimits) -> Request:
+def request_of(header: bytes, payloads: Payloads, size: int, limits: RequestLimits) -> Request:
     """The request of so many bytes that a header and its payloads are. Raises InvalidRequest."""
     problem, extent = _known(header, limits) if len(header) <= MAX_KNOWN_HEADER else _follows(header, limits)
     if extent is None:
@@ -182,13 +183,13 @@ def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, Extent | No
         if name in problem.tensors:
             limits.check_sequences(f"{name}.shape", problem.batch)
             return problem, None
-    return problem, _extent(problem, [], limits)
+    return problem, _extent(problem, (), limits)
 
 
 _known = lru_cache(maxsize=4096)(_follows)
 
 
-def _extent(problem: Problem, payloads: list[memoryview], limits: RequestLimits) -> Extent:
+def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLimits) -> Extent:
     """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
     query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
     kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)

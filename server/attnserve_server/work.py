@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
@@ -44,7 +43,7 @@ class BatchResult:
     compute: float
     fetch: float
     padding: float = 0.0
-    kernel_calls: Counter[str] = field(default_factory=Counter)
+    kernel_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 class Work(Protocol):

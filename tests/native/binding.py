@@ -198,10 +198,9 @@ class _Packed:
 def attend(library: Library, calls: Sequence[Call], threads: int = 1, room: Room = room) -> list[Outcome]:
     """What comes of calls that are computed together. `room` is for the results."""
     packed = [_Packed(call, room) for call in calls]
-    finite = library.attend(
-        bytearray().join(each.bytes for each in packed), on_threads(threads) if threads > 1 else None
-    )
-    return [each.outcome(is_finite) for each, is_finite in zip(packed, finite.tolist(), strict=True)]
+    every = bytearray().join(each.bytes for each in packed)
+    not_finite = library.attend(every, on_threads(threads) if threads > 1 else None)
+    return [each.outcome(place not in not_finite) for place, each in enumerate(packed)]
 
 
 def on_threads(count: int) -> Callable[[Callable[[], None]], None]:

@@ -76,7 +76,7 @@ def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacke
             packed += pack(own, with_keys(shape.packed, length, offset), before)
             before = shared
             key += addresses.itemsize * len(pages[place])
-    return [place for place, finite in zip(order, attend(packed, flops).tolist(), strict=True) if not finite]
+    return [order[place] for place in attend(packed, flops)]
 
 
 def _grouped(calls: Sequence[PagedCall], pages: Sequence[NDArray[np.int32]], pool: PagePool) -> list[Group]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from attnserve import _wire
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
 from attnserve_server.callers import Caller
@@ -34,7 +35,7 @@ class CachedRequest(CacheWork):
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
 
     problem: Problem
-    payloads: list[memoryview]
+    payloads: Payloads
     limits: RequestLimits
     flops: int = field(init=False)
     effort: int = field(init=False)
@@ -141,7 +142,7 @@ def read_attend(
 ) -> Work:
     """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
-        header, payloads = _wire.split(pb.AttendRequest, buffer, at, end)
+        header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
         references, rest = _apart(header, limits)
     except DecodeError as error:
         raise Malformed("", error) from None
@@ -182,7 +183,7 @@ def _read(
     owner: str | None,
     references: Sequence[Reference],
     header: bytes,
-    payloads: list[memoryview],
+    payloads: Payloads,
     size: int,
     limits: RequestLimits,
 ) -> CachedRequest:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attnserve_server.kernels import AttentionCall, AttentionResult
 
@@ -34,9 +32,9 @@ from end to end, where step by step all would wait for the last, and join what t
 """
 
 
-AttendPacked: TypeAlias = Callable[[bytearray, int], NDArray[np.bool_]]
-"""Computes packed calls of the native kernel, which cost so many FLOPs: which results are finite, the others have no
-meaning.
+AttendPacked: TypeAlias = Callable[[bytearray, int], list[int]]
+"""Computes packed calls of the native kernel, which cost so many FLOPs: the places of those whose results are not
+finite, and have no meaning.
 """
 
 

@@ -18,9 +18,7 @@ from functools import partial
 from threading import Lock, local
 from time import perf_counter
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
@@ -75,9 +73,9 @@ class CpuDevice:
         found = self._native_requests.run(requests, self._threads_for(sum(request.effort for request in requests)))
         compute = perf_counter() - begin
         done = [result for result in found if result is not None]
-        self._count(NAME, len(done))
         if len(done) == len(requests):
-            return BatchResult(done, 0.0, compute, 0.0, kernel_calls=self.take_kernel_calls())
+            return BatchResult(done, 0.0, compute, 0.0, kernel_calls={NAME: len(done)})
+        self._count(NAME, len(done))
         others = self._run_on_tensors(
             [request for request, result in zip(requests, found, strict=True) if result is None]
         )
@@ -148,8 +146,8 @@ class CpuDevice:
         )
         return [next(found if is_ours else others) for is_ours in ours]
 
-    def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> NDArray[np.bool_]:
-        """What the native kernel makes of packed calls, on all threads if they cost enough."""
+    def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> list[int]:
+        """What the library makes of packed calls, on all threads if they cost enough."""
         self._count(NAME, len(calls) // CALL_BYTES)
         return native.attend(calls, self._threads_for(flops))
 

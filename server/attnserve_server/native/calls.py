@@ -75,17 +75,14 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Thread
         lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
         results.append(AttentionResult(output, lse, None, NAME))
         alive.append(_add(packed, call, output, lse))
-    finite = library.attend(packed, threads)
-    if not finite.all():
-        begin = 0
-        for call, result in zip(calls, results, strict=True):
-            end = begin + call.query.shape[0]
-            for place in (~finite[begin:end]).nonzero()[0].tolist():
-                other = attend(call.sequences(place, place + 1))
-                result.output[place] = other.output[0]
-                if result.lse is not None and other.lse is not None:
-                    result.lse[place] = other.lse[0]
-            begin = end
+    places = [
+        (call, result, place) for call, result in zip(calls, results, strict=True) for place in range(len(call.query))
+    ]
+    for call, result, place in (places[at] for at in library.attend(packed, threads)):
+        other = attend(call.sequences(place, place + 1))
+        result.output[place] = other.output[0]
+        if result.lse is not None and other.lse is not None:
+            result.lse[place] = other.lse[0]
     return results
 
 

@@ -1,7 +1,7 @@
 """The kernel that is compiled for the processor (`attention.h` says what it computes), and the calls that it is given.
 
 In: addresses, shapes and strides, packed as the kernel reads them. Out: results where the calls want them, and which of
-the calls came out finite. Where the library was not built, or the processor lacks the instructions, there is none.
+them are not finite. Where the library was not built, or the processor lacks the instructions, there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnserve_server.native import sources
 
@@ -144,26 +143,24 @@ class Library:
         # Work that takes less than to hand over the interpreter's lock and wait to have it back.
         self._at_once = _function(ctypes.PyDLL(str(PATH)), symbol)
 
-    def attend(self, calls: bytearray, threads: Threads | None = None) -> NDArray[np.bool_]:
-        """Computes packed calls: which of them came out finite, but for rows with nothing to attend.
+    def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
+        """Computes packed calls. Returns the places of those that did not come out finite, but for rows with nothing to
+        attend: of such a call, nothing has any meaning.
 
-        Of a call that did not, nothing has any meaning. `threads` share the work. Without them the caller computes, and
-        holds the interpreter. Raises MemoryError.
+        `threads` share the work. Without them the caller computes, and holds the interpreter. Raises MemoryError.
         """
-        count = len(calls) // CALL_BYTES
-        fields = np.frombuffer(calls, np.int64).reshape(count, -1)
-        counter = ctypes.c_int64(0)
-
-        def compute(function: Any = self._aside) -> None:
-            # Whenever it is called: calls and counter are there, and where all is done, no other address is read.
-            _check(function(fields.ctypes.data, count, ctypes.addressof(counter)))
-
+        first, count, done = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES, ctypes.c_int64(0)
         if threads is None:
-            compute(self._at_once)
+            _check(self._at_once(ctypes.addressof(first), count, ctypes.addressof(done)))
         else:
+
+            def compute() -> None:
+                # Whenever it is called: calls and counter are there, and where all is done, no other address is read.
+                _check(self._aside(ctypes.addressof(first), count, ctypes.addressof(done)))
+
             threads(compute)
-        finite: NDArray[np.bool_] = fields[:, _FINITE] != 0
-        return finite
+        finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
+        return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 
 
 def _check(status: int) -> None:

@@ -5,6 +5,7 @@ In: a problem and the payloads of a request. Out: addresses, strides, and copies
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
+from attnserve._wire import Payloads
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, computes
 from attnserve_server.problem import Problem
@@ -23,6 +25,9 @@ DTYPES: Final[dict[int, int]] = {
 }
 ALIGNMENT: Final = 64
 """Results begin at multiples of so many bytes."""
+
+_bytes_address: Final = ctypes.pythonapi.PyBytes_AsString
+_bytes_address.argtypes, _bytes_address.restype = [ctypes.py_object], ctypes.c_void_p
 
 
 def applies(problem: Problem) -> bool:
@@ -96,11 +101,24 @@ def floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArr
     return array.astype(np.float32)
 
 
-def address(payloads: Sequence[memoryview], place: int) -> int:
-    """Where a payload is; anywhere if it has no elements."""
-    if place < 0 or not payloads[place]:
-        return ALIGNMENT
-    return address_of(np.frombuffer(payloads[place], np.uint8))
+def addresses(payloads: Payloads, places: Sequence[int]) -> list[int]:
+    """Where payloads are: known of `bytes` in a tenth of the time that NumPy takes to say it of a view. Those that have
+    no elements may be anywhere.
+    """
+    begin: int = _bytes_address(payloads.buffer) + payloads.at
+    return [begin + payloads.places[place][0] if place >= 0 else ALIGNMENT for place in places]
+
+
+def address(payloads: Payloads, place: int) -> int:
+    """Where one is."""
+    return addresses(payloads, (place,))[0]
+
+
+def memory_of(size: int) -> tuple[memoryview, int]:
+    """Memory to be written to, and where it is."""
+    array = np.empty(max(size, 1), np.uint8)
+    memory = memoryview(array)  # type: ignore[arg-type]
+    return memory[:size], ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def address_of(array: NDArray[Any]) -> int:

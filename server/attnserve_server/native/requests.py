@@ -7,10 +7,7 @@ way. Where a sequence's tensors begin follows from a problem, and callers send t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, c_char
 from typing import Final, NamedTuple
-
-import numpy as np
 
 from attnserve import _dtypes
 from attnserve_server.native.library import Addresses, Keys, Library, Threads, pack, pack_several
@@ -18,10 +15,12 @@ from attnserve_server.native.payloads import (
     DTYPES,
     address,
     address_of,
+    addresses,
     aligned,
     applies,
     broadcast_strides,
     floats,
+    memory_of,
     shape_of,
     strides_of,
 )
@@ -47,16 +46,20 @@ class _Sequences(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The sequences of all requests of a problem with these spans, by how many bytes the tensors of each are behind
-    those of the one before, and the bytes of a reply's output and lse.
+    """The sequences of all requests of a problem with these spans, and by how many bytes the tensors of each are behind
+    those of the one before. `inputs` are the payloads of query, key and value; `has_more` says that there are others.
+    The output takes so many bytes of a reply, whose lse is behind it at `lse_at`, which is 0 if there is none.
     """
 
     problem: Problem
     spans: tuple[Span, ...]
     sequences: list[_Sequences]
     steps: list[int]
+    inputs: tuple[int, int, int]
+    has_more: bool
     output_bytes: int
-    lse_bytes: int
+    lse_at: int
+    reply_bytes: int
 
 
 class NativeRequests:
@@ -79,14 +82,12 @@ class NativeRequests:
                 results.append(None)
                 continue
             # Of its own: who is slow to take a reply is not to hold the memory of others'.
-            lse_at = aligned(plan.output_bytes)
-            memory = np.empty(lse_at + plan.lse_bytes, np.uint8)
-            reply, output = memoryview(memory), addressof(c_char.from_buffer(memory))  # type: ignore[arg-type]
-            lse = output + lse_at if plan.lse_bytes else 0
-            problem, payloads = plan.problem, request.payloads
-            query, key, value = (address(payloads, problem.tensors[name].payload) for name in ("query", "key", "value"))
+            memory, output = memory_of(plan.reply_bytes)
+            lse = output + plan.lse_at if plan.lse_at else 0
+            query, key, value = addresses(request.payloads, plan.inputs)
             mask = bias = slopes = sinks = 0
-            if len(problem.tensors) > 3:
+            if plan.has_more:
+                problem, payloads = plan.problem, request.payloads
                 if "mask" in problem.tensors:
                     mask = address(payloads, problem.tensors["mask"].payload)
                 converted = [floats(problem, payloads, name) for name in _FLOATS]
@@ -94,7 +95,7 @@ class NativeRequests:
                 bias, slopes, sinks = (0 if each is None else address_of(each) for each in converted)
             for number, offsets, shape in plan.sequences:
                 of_query, of_key, of_value, of_output, of_lse, of_mask, of_bias = offsets
-                addresses: Addresses = (
+                first: Addresses = (
                     query + of_query,
                     key + of_key,
                     value + of_value,
@@ -106,19 +107,18 @@ class NativeRequests:
                     sinks,
                 )
                 if number == 1:
-                    packed += pack(addresses, shape)
+                    packed += pack(first, shape)
                     owners.append(place)
                 else:
-                    packed += pack_several(addresses, plan.steps, shape, number)
+                    packed += pack_several(first, plan.steps, shape, number)
                     owners += [place] * number
-            results.append(
-                RequestResult(reply[: plan.output_bytes], reply[lse_at:] if problem.return_lse else None, None)
-            )
+            if plan.lse_at:
+                results.append(RequestResult(memory[: plan.output_bytes], memory[plan.lse_at :], None))
+            else:
+                results.append(RequestResult(memory, None, None))
         if packed:
-            finite = self._library.attend(packed, threads)
-            if not finite.all():
-                for call in (~finite).nonzero()[0].tolist():
-                    results[owners[call]] = None
+            for call in self._library.attend(packed, threads):
+                results[owners[call]] = None
         return results
 
     def _plan(self, request: Request) -> _Plan | None:
@@ -159,11 +159,17 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
             query, key = span.query_start, span.kv_start
             offsets[:5] = query * of_query, key * of_key, key * of_value, query * of_output, 4 * query
         sequences.append(_Sequences(span.sequences, offsets, shape_of(problem, span.query_length, at)))
+    query, key, value = (problem.tensors[name].payload for name in ("query", "key", "value"))
+    output_bytes = batch * rows * of_output
+    lse_at = aligned(output_bytes) if of_lse else 0
     return _Plan(
-        problem,
-        spans,
-        sequences,
-        steps,
-        batch * rows * of_output,
-        batch * of_lse,
+        problem=problem,
+        spans=spans,
+        sequences=sequences,
+        steps=steps,
+        inputs=(query, key, value),
+        has_more=len(problem.tensors) > 3,
+        output_bytes=output_bytes,
+        lse_at=lse_at,
+        reply_bytes=lse_at + batch * of_lse if lse_at else output_bytes,
     )
