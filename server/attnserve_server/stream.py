@@ -19,6 +19,7 @@ from grpc import aio
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.begun import Begun
 from attnserve_server.callers import Caller, Callers
 from attnserve_server.calls import Call, read_message
 from attnserve_server.engine import Engine
@@ -90,6 +91,8 @@ class CallStream:
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
+        self._begun: Begun | None = None
+        self._writing = False
         self._ready = asyncio.Event()
         self._progress = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -124,6 +127,8 @@ class CallStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._begun is not None:
+                self._begun.close()
 
     @property
     def _unanswered(self) -> int:
@@ -166,8 +171,11 @@ class CallStream:
             self._receive(message, arrival)
             del message  # which may be large, and the next one long in coming
             self._engine.hurry()
-            if self._ready.is_set():
-                await asyncio.sleep(0)  # what has its answer by now is on its way before more is read
+            if (
+                self._outbox and not self._writing
+            ):  # what has its answer by now is on its way, a turn of the loop sooner
+                self._writing = True
+                self._begun = Begun(self._write_message())
             while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()
                 await self._progress.wait()
@@ -280,8 +288,13 @@ class CallStream:
 
     async def _write(self) -> None:
         while True:
+            self._writing = False
             await self._ready.wait()
             self._ready.clear()
+            self._writing = True
+            if self._begun is not None:
+                begun, self._begun = self._begun, None
+                await begun
             while self._outbox:
                 await self._write_message()
             if self._closing:
