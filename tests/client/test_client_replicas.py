@@ -85,6 +85,21 @@ def test_a_server_that_fails_rests_longer_every_time_until_it_works() -> None:
     assert "a" in fleet.choose(3, now + FIRST_REST)
 
 
+def test_a_server_that_asks_to_leave_rests_once_and_no_shorter_than_it_did() -> None:
+    fleet = Fleet("a", "b")
+    replica = fleet.at("a").replica
+    replica.asks_to_leave(10.0)
+    assert set(fleet.choose(3, 10.0 + 0.99 * FIRST_REST)) == {"b"}
+    assert "a" in fleet.choose(2, 10.0 + FIRST_REST)
+    now = 20.0
+    for _ in range(3):
+        replica.failed(now)
+        now = replica.rests_until
+    rested = replica.rests_until = now + 4 * FIRST_REST
+    replica.asks_to_leave(now)
+    assert replica.rests_until == rested
+
+
 def test_where_all_rest_the_calls_go_on() -> None:
     fleet = Fleet("a", "b")
     for address in ("a", "b"):
@@ -117,6 +132,19 @@ def test_servers_come_and_go() -> None:
     assert told == [True, True]
 
 
+def test_a_server_is_forgotten_when_it_is_gone_and_was_not_used_for_long() -> None:
+    fleet = Fleet("a", "b")
+    fleet.at("a", 100.0)
+    fleet.at("b", 100.0)
+    fleet.replicas.update(["a"], 100.0 + 2 * FORGET_AFTER)
+    assert fleet.disposed == [], "it was there until now"
+    fleet.at("b", 101.0 + 2 * FORGET_AFTER)
+    fleet.replicas.update(["a"], 100.5 + 3 * FORGET_AFTER)
+    assert fleet.disposed == [], "it was used since"
+    fleet.replicas.update(["a"], 102.0 + 3 * FORGET_AFTER)
+    assert fleet.disposed == ["b"]
+
+
 def test_connections_that_are_made_anew() -> None:
     """Those that there were end their calls, and are closed when nobody can have them in hand any more."""
     fleet = Fleet("a", "b")
@@ -127,6 +155,7 @@ def test_connections_that_are_made_anew() -> None:
     assert fleet.at("a") is not first
     assert sorted(fleet.choose(2)) == ["a", "b"]
     assert fleet.replicas.others(first)
+    assert fleet.replicas.only is None
     assert len(fleet.replicas.all()) == 4, "all are closed with the client"
     assert fleet.replicas.retire(0.5 + FORGET_AFTER)
     assert fleet.disposed == []
