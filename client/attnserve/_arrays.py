@@ -119,6 +119,9 @@ def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
             "call under torch.no_grad()",
             field=field,
         )
+    if value is None or isinstance(value, np.ma.MaskedArray):
+        found = "None" if value is None else "a masked array, of whose mask nobody would know"
+        raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field)
     try:
         return np.asarray(value) if tensor is None else _torch_as_numpy(tensor)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

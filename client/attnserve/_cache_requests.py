@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from attnserve import _arguments, _arrays, _call, _dtypes, _wire
@@ -105,11 +106,16 @@ def create(
         head_dim=_arguments.count("head_dim", head_dim, 1, 32),
         value_dim=0 if value_dim is None else _arguments.count("value_dim", value_dim, 1, 32),
         layers=_arguments.count("layers", layers, 1, 32),
-        dtype=_arguments.choice("dtype", _DTYPES, str(dtype).removeprefix("torch.")),
+        dtype=_arguments.choice("dtype", _DTYPES, _dtype_name(dtype)),
         ttl=_duration(ttl),
         request_id=secrets.token_bytes(_ID_BYTES),
     )
     return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a dtype: of NumPy's classes too, such as ``numpy.float16``."""
+    return str(np.dtype(dtype) if isinstance(dtype, type) else dtype).removeprefix("torch.")
 
 
 def append(

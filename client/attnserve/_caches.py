@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
-from attnserve import _cache_requests, _plans
+from attnserve import _arguments, _cache_requests, _plans
 from attnserve._arguments import ArrayLike, ArrayT, Names
 from attnserve._attend import AttendOptions
 from attnserve._cache_requests import AppendLayout, CacheInfo, CachePool
@@ -223,9 +223,12 @@ class Caches:
         raise _in_vain(failures)
 
     def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name or several. Names that are not there are ignored; a server that is out of reach
-        is an error, once all others have been asked.
+        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
+        reach is an error, once all others have been asked.
         """
+        names = _arguments.names("names", names)
+        if not names:
+            return
         rpc = _cache_requests.delete(names)
         failures: list[AttnServeError] = []
         for home in self._servers.homes(timeout):
@@ -270,9 +273,12 @@ class AsyncCaches:
         raise _in_vain(failures)
 
     async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name or several. Names that are not there are ignored; a server that is out of reach
-        is an error, once all others have been asked.
+        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
+        reach is an error, once all others have been asked.
         """
+        names = _arguments.names("names", names)
+        if not names:
+            return
         rpc = _cache_requests.delete(names)
         failures: list[AttnServeError] = []
         for home in await self._servers.homes_soon(timeout):

@@ -133,7 +133,8 @@ class Client:
           ``"bottom_right"``: it is ``S - Lq``, the last query standing at the last key. Default False.
         - `query_offset`: the offset, an integer or ``[B]``; may be negative. Wins over what `causal` says of it.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
-        - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]``.
+        - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
+          NumPy does: a mask of padding, ``[B, S]``, is ``mask[:, None, None]``.
         - `bias`: floating, added to the scores, broadcast like `mask`.
         - `alibi_slopes`: ``[Hq]``: ``-slope * |offset + i - j|`` is added to the scores.
         - `sinks`: ``[Hq]``: ``exp(sink)`` joins the denominator of the softmax.

@@ -223,6 +223,14 @@ def _field(details: list[Message]) -> str | None:
     return None
 
 
+def no_reply(timeout: float | None, address: str = "") -> DeadlineExceededError:
+    """The error of a call that was given so many seconds, most of which may have gone before it was sent."""
+    whom = f" from {address}" if address else ""
+    return DeadlineExceededError(
+        f"no reply{whom}" if timeout is None else f"no reply{whom} within {float(f'{timeout:.3g}'):g} s"
+    )
+
+
 def unreadable(error: Exception) -> str:
     """The message of the ProtocolError of calls whose replies could not be taken, whatever the reason."""
     return str(error) if isinstance(error, ProtocolError) else f"a reply could not be taken: {error!r}"

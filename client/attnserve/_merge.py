@@ -9,27 +9,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from attnserve import _arrays
+from attnserve._arguments import ArrayT
 from attnserve._attend import Layout
 from attnserve._result import AttentionResult
 
 
-class MergedAttention(NamedTuple):
+class MergedAttention(NamedTuple, Generic[ArrayT]):
     """An output and its log-sum-exp, which can be merged again."""
 
-    output: Any
+    output: ArrayT
     """Of the shape, layout and dtype of the outputs that were merged."""
-    lse: Any
+    lse: ArrayT
     """Of the shape and dtype of the log-sum-exps that were merged."""
 
 
 def merge_attention(
-    results: Iterable[AttentionResult[Any] | tuple[Any, Any]], *, layout: Layout = "heads_first"
-) -> MergedAttention:
+    results: Iterable[AttentionResult[ArrayT] | tuple[ArrayT, ArrayT]], *, layout: Layout = "heads_first"
+) -> MergedAttention[ArrayT]:
     """Merges attentions of the same queries over disjoint sets of keys, exactly.
 
     - `results`: one or more results that were asked for with ``return_lse=True``, or ``(output, lse)`` pairs; outputs

@@ -25,9 +25,9 @@ from attnserve import _retry
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
-    DeadlineExceededError,
     ProtocolError,
     error_from_status,
+    no_reply,
 )
 from attnserve._replicas import Replica
 from attnserve._reply import Reply, Response
@@ -313,7 +313,7 @@ class Multiplexer(Generic[T]):
         for call in [call for call in self._calls.values() if call.deadline <= now]:
             del self._calls[call.id]
             self._retract(call)
-            outcomes.append((call, DeadlineExceededError(f"no reply within {call.timeout:g} s")))
+            outcomes.append((call, no_reply(call.timeout, self._replica.address)))
         due_again = [call for due, call in self._waiting if due <= now and call.id in self._calls]
         self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
         if others:

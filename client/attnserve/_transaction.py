@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from attnserve._errors import DeadlineExceededError
+from attnserve._errors import DeadlineExceededError, no_reply
 from attnserve._plans import Plan, Request
 from attnserve._turns import Turn, Turns
 
@@ -118,4 +118,4 @@ class Transaction(Generic[T]):
         self._settle(outcome)
 
     def _too_late(self) -> DeadlineExceededError:
-        return DeadlineExceededError(f"no reply within {self._timeout:g} s")
+        return no_reply(self._timeout)

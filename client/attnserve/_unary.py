@@ -67,7 +67,7 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         verdict = self._policy.after(status_from_rpc_error(error), self._attempts, now, self._deadline)
         if isinstance(verdict, AttnServeError):
-            raise verdict
+            raise verdict from None  # it says all that gRPC's own error does
         return verdict
 
     def left(self) -> float | None:

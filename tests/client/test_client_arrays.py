@@ -73,6 +73,14 @@ def test_what_is_no_array_is_refused(value: Any) -> None:
     assert caught.value.field == "key"
 
 
+@pytest.mark.parametrize(
+    ("value", "found"), [(None, "None"), (np.ma.masked_equal(np.ones((2, 3), np.float32), 1), "a masked array")]
+)
+def test_what_is_left_out_or_masked_is_refused_as_such(value: Any, found: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"key: expected an array or a tensor, found {found}"):
+        _arrays.floating("key", value)
+
+
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int64, np.uint64])
 def test_equal_masks_of_any_dtype_are_the_same_bytes(dtype: Any) -> None:
     mask = np.array([[1, 0, 1], [0, 0, 1]], dtype)

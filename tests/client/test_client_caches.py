@@ -133,9 +133,12 @@ def test_what_causal_says_of_a_cache(client: Any, keeper: Keeper, causal: Any, e
     assert sent.caches[0].expected_length == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", np.dtype("float16"), np.float32, np.dtype(ml_dtypes.bfloat16), ml_dtypes.bfloat16]
+)
 def test_what_is_created(client: Any, keeper: Keeper, dtype: Any) -> None:
     cache = client.create_cache(num_kv_heads=4, head_dim=64, value_dim=32, layers=2, dtype=dtype, ttl=0.25)
+    dtype = np.dtype(dtype)
     assert (cache.value_dim, cache.layers, cache.dtype, cache.ttl) == (32, 2, str(dtype), 0.25)
     sent = keeper.asked[-1][1]
     assert (sent.dtype, sent.ttl.ToMilliseconds()) == (tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}".upper()), 250)
@@ -201,6 +204,12 @@ def test_what_no_cache_takes(client: Any, keeper: Keeper) -> None:
     assert keeper.asked == []
     with pytest.raises(InvalidRequestError):
         cache.truncate(1)  # longer than every layer: the server says so
+
+
+def test_no_caches_are_deleted_without_asking(client: Any, keeper: Keeper) -> None:
+    client.caches.delete([])
+    client.caches.delete(())
+    assert keeper.asked == []
 
 
 def test_a_cache_of_another_client(address: str) -> None:
