@@ -196,10 +196,13 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         expected, has = (f"{heads} heads of {wide} and {value_wide}" for heads, wide, value_wide in (resident, own))
         raise InvalidRequest("key.shape", f"{expected}, as the caches have", has)
     if query_heads % kv_heads:
-        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of key", f"{query_heads} heads")
+        of = "key" if "key" in tensors else "the caches"
+        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of {of}", f"{query_heads} heads")
 
     score = message.WhichOneof("score")
     if score is None and key_dim != head_dim:
+        if resident is not None:
+            raise InvalidRequest("query.shape", f"width {key_dim}, as the keys of the caches have", shown(query))
         raise InvalidRequest("key.shape", f"the width {head_dim} of query, as the dot product needs", shown(key))
     if score == "general":
         tensors["general.weight"] = parameter(message, "general.weight", (head_dim, key_dim))

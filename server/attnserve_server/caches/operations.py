@@ -141,7 +141,8 @@ def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
     for name, spec, width in (("key", key, shape.head_dim), ("value", value, shape.value_dim)):
         expected = (tokens, shape.num_kv_heads, width) if message.length_first else (shape.num_kv_heads, tokens, width)
         if spec.shape != expected:
-            wanted = ["T", shape.num_kv_heads, width] if message.length_first else [shape.num_kv_heads, "T", width]
+            count = "T" if name == "key" else tokens  # as many values as keys
+            wanted = [count, shape.num_kv_heads, width] if message.length_first else [shape.num_kv_heads, count, width]
             raise InvalidRequest(f"{name}.shape", f"[{', '.join(map(str, wanted))}]", shown(spec))
     expected_length = message.expected_length if message.HasField("expected_length") else None
     return Append(
