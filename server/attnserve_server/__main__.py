@@ -15,8 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import prometheus_client
+from importlib.util import find_spec
 
 from attnserve_server import command_line, logs, tokens
 from attnserve_server.allocator import keep_one_heap
@@ -58,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = command_line.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
+        for name, meant in command_line.misspelled(os.environ):
+            logger.warning("%s is no setting: %s is", name, meant)
+        for module in ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors"):
+            if find_spec(module) is None:
+                raise StartError(f"{module} is not installed: pip install 'attnserve[server]'")
+        import prometheus_client
+
         # When each counter was created is no news: the process collector tells when all of them were.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         with _ending_at_once():

@@ -7,7 +7,8 @@ In: flags and environment variables. Out: a `Config`. A field `http_listen` is t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from attnserve_server import __version__, kinds
@@ -54,6 +55,19 @@ def variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
+def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Variables that seem to be meant for a setting and are not its name, each with the one that is.
+
+    Only what is close to one: the SDK has variables of the same prefix, and Kubernetes makes some for each Service.
+    """
+    known = {item.name.upper() for item in settings()}
+    for name in sorted(environment):
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and rest not in known:
+            for meant in difflib.get_close_matches(rest, known, n=1, cutoff=0.85):
+                yield name, ENVIRONMENT_PREFIX + meant
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # One line, as for every other error of configuration, instead of the usage and a line.
@@ -63,14 +77,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="attnserve-server",
-        description="Serves attention over gRPC.",
-        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins. "
-        "Other commands: attnserve-server token, attnserve-server layers check.",
+        usage="%(prog)s [--FLAG VALUE ...] | token NAME | layers check FILE",
+        description="Serves attention over gRPC. The commands start nothing: `token` makes a caller's bearer token, "
+        "`layers check` says what a file of layers would load.",
+        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     for item in settings():
-        text = f"{item.metadata['help']} Default: {kind_of(item).show(item.default)}"
+        default = kind_of(item).show(item.default)
+        text = f"{item.metadata['help']} Default: {default}" if default else item.metadata["help"]
         alone: dict[str, Any] = {"nargs": "?", "const": "true"} if kind_of(item) is kinds.TRUTH else {}
         parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
     return parser

@@ -24,12 +24,15 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from grpc._cython import cygrpc
 
 from attnserve_server import __version__, logs
+from attnserve_server.command_line import misspelled
 from attnserve_server.config import settings
 
 if TYPE_CHECKING:
     from tests.conftest import Server
 
 ROOT = Path(__file__).parents[2]
+EXTRA = ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
+"""What `attnserve[server]` brings, as modules."""
 CORE = re.compile(r"[DIWEF][0-9]{4} ")
 """How lines begin that gRPC's core writes by itself."""
 ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("ATTNSERVE_")} | {
@@ -54,6 +57,8 @@ def test_help_names_every_setting() -> None:
     for item in settings():
         value = "[VALUE]" if isinstance(item.default, bool) else "VALUE"
         assert f"--{item.name.replace('_', '-')} {value}" in done.stdout
+    assert not re.search(r"Default:\s*(\n  --|\n\n)", done.stdout)
+    assert "token" in done.stdout
     assert done.stderr == ""
 
 
@@ -80,6 +85,19 @@ def test_version() -> None:
 def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict[str, str], line: str) -> None:
     done = run(*argv, **environ)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_variables_that_are_nearly_settings_are_told() -> None:
+    names = ["ATTNSERVE_DEVCE", "ATTNSERVE_MAX_BYTE", "ATTNSERVE_DEVICE", "DEVCE"]
+    sdk = ["ATTNSERVE_CA", "ATTNSERVE_CLIENT_CERTIFICATE", "ATTNSERVE_CLIENT_KEY", "ATTNSERVE_TOKEN_FILE"]
+    of_a_service = ["ATTNSERVE_PORT", "ATTNSERVE_SERVICE_HOST", "ATTNSERVE_PORT_8001_TCP_ADDR"]
+    assert list(misspelled([*names, *sdk, *of_a_service])) == [
+        ("ATTNSERVE_DEVCE", "ATTNSERVE_DEVICE"),
+        ("ATTNSERVE_MAX_BYTE", "ATTNSERVE_MAX_BYTES"),
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends at once
+        done = run("--listen", f"127.0.0.1:{taken.getsockname()[1]}", ATTNSERVE_DEVCE="cpu")
+    assert "ATTNSERVE_DEVCE is no setting: ATTNSERVE_DEVICE is" in done.stderr
 
 
 @contextmanager
@@ -122,6 +140,27 @@ def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     os.close(ends[0])
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("token", "ranker")], ids=" ".join)
+def test_what_serves_nothing_needs_nothing_that_serving_does(argv: tuple[str, ...]) -> None:
+    assert run_without_the_extra(*argv).returncode == 0
+
+
+def test_what_is_not_installed_is_one_line() -> None:
+    done = run_without_the_extra()
+    line = "attnserve-server: torch is not installed: pip install 'attnserve[server]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+def run_without_the_extra(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The command line where only the SDK and what it needs are installed."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({EXTRA}))"  # which is how Python notes what cannot be imported
+        "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *argv]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_parts_without_torch_stay_without_it() -> None:
