@@ -1,0 +1,207 @@
+"""Ranks items for users as a recommender's backend does: target attention over long histories, without torch.
+
+    python examples/rank_items.py                           starts a service of its own, and ends it
+    python examples/rank_items.py --address 127.0.0.1:8001  uses one that is running; several where it is given again
+
+Each candidate attends to all that its user has looked at so far, and scores by what it finds there. Histories are of
+any length, and stay in the service as resident caches: a request sends its candidates, a click the one item. Many
+requests are in flight at a time, each with little time; what fails is ranked by popularity instead. Exit status 1 if
+the scores differ from NumPy's by more than 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from service_process import Service
+
+from attnserve import (
+    AsyncCache,
+    AsyncClient,
+    AttnServeError,
+    FailedPreconditionError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+
+HEADS, WIDTH = 4, 32
+ITEMS = 10_000
+LIFE_S = 60.0
+"""How long a history stays in the service after its last use."""
+CHUNK = 4096
+"""The items of a history that one message brings: another user's request gets a turn between two of them."""
+ATTEMPTS = 5
+"""How often a ranking is tried: what is lost is brought again, what is idle makes room."""
+
+Floats = npt.NDArray[np.float32]
+
+
+class Ranking:
+    """The histories of users, here as a database would have them, and in the service as far as they have been needed.
+
+    Only this process writes to the caches that it makes, and a history only grows: so what a cache lacks is all behind
+    the length that it has.
+    """
+
+    def __init__(self, client: AsyncClient, embeddings: Floats, *, timeout: float) -> None:
+        """`embeddings`: ``[items, HEADS, WIDTH]``. `timeout`: the seconds that a ranking may take."""
+        self._client = client
+        self._embeddings = embeddings
+        self._timeout = timeout
+        self._caches: OrderedDict[int, AsyncCache] = OrderedDict()  # by their last use
+        self._filling: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._clicks: Counter[int] = Counter()
+        self.histories: defaultdict[int, list[int]] = defaultdict(list)
+        """The items that each user has looked at, the oldest first."""
+        self.failures: Counter[str] = Counter()
+        """Why rankings were by popularity."""
+
+    @property
+    def resident(self) -> int:
+        """How many histories are in the service."""
+        return len(self._caches)
+
+    def looked_at(self, user: int, items: Sequence[int]) -> None:
+        """Adds items to a history; the service learns of them with the next ranking."""
+        self.histories[user] += items
+        self._clicks.update(items)
+
+    async def rank(self, user: int, candidates: Sequence[int]) -> list[int]:
+        """The candidates, the best first. Never fails: what cannot be computed in time is ranked by popularity."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                scores = await self.scores(user, candidates)
+        except (AttnServeError, TimeoutError) as error:
+            self.failures[type(error).__name__] += 1
+            scores = np.array([self._clicks[item] for item in candidates], np.float32)
+        return [candidates[n] for n in np.argsort(-scores, kind="stable")]
+
+    async def scores(self, user: int, candidates: Sequence[int]) -> Floats:
+        """What each candidate scores, ``[candidates]``: how alike it is to what it finds in the history."""
+        query = self._embeddings[candidates]
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                cache = await self._resident(user)
+                found = (await cache.attend(query, layout="length_first")).output
+                break
+            except AttnServeError as error:
+                if not (attempts_left and await self._recovered(user, self._caches.get(user), error)):
+                    raise
+        scores: Floats = np.einsum("chd,chd->c", query, found)
+        return scores
+
+    async def close(self) -> None:
+        """Deletes what is in the service."""
+        deletions = (cache.delete() for cache in self._caches.values())
+        await asyncio.gather(*deletions, return_exceptions=True)  # where a server is away, leases end
+
+    async def _resident(self, user: int) -> AsyncCache:
+        """The user's cache, with all of the history. Requests of one user wait here for each other if it lacks any."""
+        async with self._filling[user]:
+            cache = self._caches.get(user)
+            if cache is None:
+                cache = self._caches[user] = await self._client.create_cache(HEADS, WIDTH, ttl=LIFE_S)
+            self._caches.move_to_end(user)
+            while lacking := self.histories[user][cache.length : cache.length + CHUNK]:
+                items = self._embeddings[lacking]
+                await cache.append(items, items, layout="length_first")
+            return cache
+
+    async def _recovered(self, user: int, cache: AsyncCache | None, error: AttnServeError) -> bool:
+        """Does what makes another attempt worth while. False if nothing would."""
+        match error:
+            case FailedPreconditionError() if cache is not None:  # something was appended when we had given it up
+                await cache.refresh()
+            case NotFoundError() | UnavailableError():  # its lease has ended, its server was started again, or is away
+                self._caches.pop(user, None)  # the history is here, for a new cache, perhaps on another server
+            case OverloadedError() if error.free_bytes is not None and len(self._caches) > 1:
+                idle = next(other for other in self._caches if other != user)
+                await self._caches.pop(idle).delete()
+            case _:
+                return False
+        return True
+
+
+def computed_here(embeddings: Floats, history: Sequence[int], candidates: Sequence[int]) -> Floats:
+    """The scores by NumPy, ``[candidates]``."""
+    query, key = embeddings[candidates], embeddings[history]
+    scores = np.einsum("chd,thd->hct", query, key) / np.sqrt(WIDTH)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    found: Floats = np.einsum("chd,hct,thd->c", query, weights, key)
+    return found
+
+
+async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> bool:
+    """Ranks for many users at the same time and prints how that went; whether the scores are right."""
+    rng = np.random.default_rng(0)
+    embeddings = rng.standard_normal((ITEMS, HEADS, WIDTH), np.float32)
+    async with AsyncClient(address) as client:
+        ranking = Ranking(client, embeddings, timeout=options.timeout)
+        for user in range(options.users):
+            length = int(np.clip(rng.lognormal(6.5, 1.0), 5, 20_000))
+            ranking.looked_at(user, rng.integers(ITEMS, size=length).tolist())
+        candidates = rng.integers(ITEMS, size=(options.users, options.requests, options.candidates)).tolist()
+        times: list[float] = []
+
+        async def session(user: int) -> None:
+            for request in candidates[user]:
+                begin = time.perf_counter()
+                best, *_ = await ranking.rank(user, request)
+                times.append(time.perf_counter() - begin)
+                ranking.looked_at(user, [best])
+
+        begin = time.perf_counter()
+        await asyncio.gather(*map(session, range(options.users)))
+        seconds = time.perf_counter() - begin
+
+        lengths = [len(ranking.histories[user]) for user in range(options.users)]
+        some = range(0, options.users, max(1, options.users // 10))
+        differences = [
+            np.abs(
+                await ranking.scores(user, candidates[user][0])
+                - computed_here(embeddings, ranking.histories[user], candidates[user][0])
+            ).max()
+            for user in some
+        ]
+        resident = ranking.resident
+        await ranking.close()
+
+    failures = ", ".join(f"{count} {name}" for name, count in ranking.failures.items()) or "none"
+    median, slow = np.quantile(times, [0.5, 0.99]) * 1e3
+    print(f"users            {options.users} at the same time, with {min(lengths)} to {max(lengths)} items each")
+    print(f"rankings         {len(times)} of {options.candidates} candidates, {len(times) / seconds:.0f} a second")
+    print(f"                 p50 {median:.1f} ms, p99 {slow:.1f} ms; the first of each user brings the history along")
+    print(f"by popularity    {failures}")
+    print(f"in the service   {resident} histories")
+    print(f"beside NumPy     largest difference of a score {max(differences):.1e}")
+    return bool(max(differences) < 1e-4)
+
+
+def main() -> int:
+    """Runs the example; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", action="append", help="a service that is running; again for each of several")
+    parser.add_argument("--users", type=int, default=200, help="how many, all at the same time (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=20, help="rankings of each user (default %(default)s)")
+    parser.add_argument("--candidates", type=int, default=50, help="items to rank in each (default %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=2.0, help="seconds that a ranking may take (default %(default)s)"
+    )
+    options = parser.parse_args()
+    if options.address:
+        return 0 if asyncio.run(demonstrate(options, options.address)) else 1
+    with Service("--device", "cpu") as service:
+        return 0 if asyncio.run(demonstrate(options, service.address)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The examples run as their users run them, and do what they say of bad days."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from conftest import Server
+
+from attnserve import AsyncClient
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PATIENCE_S = 120.0
+USER = 7
+
+
+@pytest.fixture
+def rank_items(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("rank_items")
+
+
+def test_items_are_ranked_for_users_whose_histories_stay_in_the_service(server: Server) -> None:
+    flags = ("--users", "20", "--requests", "3", "--timeout", str(PATIENCE_S))
+    command = [sys.executable, str(EXAMPLES / "rank_items.py"), "--address", server.address, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.replace("beside NumPy", "difference").splitlines())
+    assert lines["rankings"].startswith("60 of 50 candidates")
+    assert lines["by"].split() == ["popularity", "none"]
+
+
+async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, rank_items: ModuleType) -> None:
+    embeddings = np.random.default_rng(0).standard_normal((500, rank_items.HEADS, rank_items.WIDTH), np.float32)
+    candidates = [1, 4, 9, 16, 25]
+
+    async def check() -> None:
+        expected = rank_items.computed_here(embeddings, ranking.histories[USER], candidates)
+        np.testing.assert_allclose(await ranking.scores(USER, candidates), expected, atol=1e-4)
+        assert (await ranking.rank(USER, candidates))[0] == candidates[expected.argmax()]
+
+    async with AsyncClient(server.address) as client:
+        ranking = rank_items.Ranking(client, embeddings, timeout=PATIENCE_S)
+        ranking.looked_at(USER, range(100))
+        await check()
+        ranking.looked_at(USER, [42])
+        await check()
+        first = ranking._caches[USER]
+        await client.caches.delete(first.name)  # as when its lease ends, or its server is started again
+        await check()
+        second = ranking._caches[USER]
+        assert second is not first
+        # An append that was given up and carried out all the same: the cache here does not know of it.
+        ranking.looked_at(USER, [77])
+        same = await client.open_cache(second.name)
+        await same.append(embeddings[[77]], embeddings[[77]], layout="length_first")
+        await check()
+        assert ranking._caches[USER] is second
+        assert not ranking.failures
+        await ranking.close()
+        assert second.name not in [cache.name for cache in await client.caches.list()]
+
+
+async def test_what_cannot_be_computed_is_ranked_by_popularity(server: Server, rank_items: ModuleType) -> None:
+    embeddings = np.zeros((10, rank_items.HEADS, rank_items.WIDTH), np.float32)
+    async with AsyncClient(server.address) as client:
+        ranking = rank_items.Ranking(client, embeddings, timeout=0.0)
+        ranking.looked_at(USER, [3, 3, 5])
+        assert await ranking.rank(USER, [1, 5, 3]) == [3, 5, 1]
+        assert sum(ranking.failures.values()) == 1
