@@ -87,7 +87,7 @@ def _in_process(tokens: int) -> list[Growth]:
 
     def append() -> None:
         reservation = store.reserve([(full, 0, 1)], monotonic())
-        pool.write(SHAPE, store.append(full, 0, 1, reservation), key, value)
+        pool.write(SHAPE, store.place(reservation, monotonic())[0], key, value)
         store.cancel(reservation)
 
     def fork(cache: Cache) -> Callable[[], None]:
@@ -109,7 +109,7 @@ def _steps(tokens: int) -> Growth:
     def append(cache: Cache, count: int) -> Cache:
         reservation = store.reserve([(cache, 0, count)], monotonic())
         key, value = (torch.randn(HEADS, count, HEAD_DIM) for _ in range(2))
-        pool.write(SHAPE, store.append(cache, 0, count, reservation), key, value)
+        pool.write(SHAPE, store.place(reservation, monotonic())[0], key, value)
         store.cancel(reservation)
         return cache
 

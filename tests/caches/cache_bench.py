@@ -90,7 +90,7 @@ class Bench:
         cache = self.store.create(SHAPE, ttl, monotonic())
         reservation = self.store.reserve([(cache, 0, count)], 0.0)
         key, value = map(torch.from_numpy, tokens(0, count))
-        self.host.pages.write(SHAPE, self.store.append(cache, 0, count, reservation), key, value)
+        self.host.pages.write(SHAPE, self.store.place(reservation, 0.0)[0], key, value)
         self.store.cancel(reservation)
         return cache
 
@@ -118,10 +118,12 @@ class Bench:
         data = message.SerializeToString()
         return self.submit(read_attend(self.host, anybody("here"), data, 0, len(data)))
 
-    def append(self, cache: Cache, seed: int, count: int) -> Entry:
+    def append(self, cache: Cache, seed: int, count: int, expected_length: int | None = None) -> Entry:
         """Appends `tokens(seed, count)`."""
         wire = attend_request(Case(QUERY, *tokens(seed, count)))
-        message = caches_pb2.CacheServiceAppendRequest(name=cache.name, key=wire.key, value=wire.value)
+        message = caches_pb2.CacheServiceAppendRequest(
+            name=cache.name, key=wire.key, value=wire.value, expected_length=expected_length
+        )
         return self.submit(read_append(self.host, None, message.SerializeToString()))
 
     def truncate(self, cache: Cache, length: int) -> Entry:

@@ -65,27 +65,29 @@ async def test_it_is_counted_over_what_those_before_it_leave(bench: Bench) -> No
     for entry, length in zip(readers, (4, 6, 36, 2, 42, 42), strict=True):
         assert list((await bench.output(entry)).cache_lengths) == [length]
     assert [(entry.cost, entry.size) for entry in readers] == expected, "they met what was foreseen"
-    assert cache.layers[0].coming == 0
+    assert cache.coming_length(0) == cache.length(0) == 42
     await bench.finished()
 
 
 async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> None:
     """Whoever meant to change the cache before it was cancelled, or could not."""
-    short, long = await cost_of(bench, 4), await cost_of(bench, 44)
+    short, long, longest = [await cost_of(bench, length) for length in (4, 44, 84)]
     cache = bench.create(3)
     running = await hold(bench, cache, appended=1)
     given_up = bench.append(cache, 2, 40)
-    refused = bench.attend(cache, seed=3, appended=40, expected_length=7)
+    refused = bench.attend(cache, seed=3, appended=40, expected_length=44)
+    foreseen = bench.append(cache, 4, 40, expected_length=7)
     impossible = bench.truncate(cache, 1000)
     reader = bench.attend(cache, scores=True)
-    assert (reader.cost, reader.size) > long
+    assert (reader.cost, reader.size) == longest, "what cannot happen as things are is not counted in"
     bench.engine.cancel([given_up])
     assert isinstance(await bench.outcome(given_up), Cancelled)
     behind = bench.attend(cache, scores=True)
     assert (behind.cost, behind.size) == long
     bench.device.may_run.set()
     assert isinstance(await bench.outcome(running), Outcome)
-    assert isinstance(await bench.outcome(refused), FailedPrecondition)
+    for entry in (refused, foreseen):
+        assert isinstance(await bench.outcome(entry), FailedPrecondition)
     assert isinstance(await bench.outcome(impossible), InvalidRequest)
     for entry in (reader, behind):
         assert list((await bench.output(entry)).cache_lengths) == [4]
@@ -143,8 +145,7 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     store = bench.store
     cache = store.create(CacheShape(2, 8, 8, 3, "float32"), None, 0.0)
     reservation = store.reserve([(cache, 0, 9), (cache, 1, 2)], 0.0)
-    for layer, tokens in ((0, 9), (1, 2)):
-        store.append(cache, layer, tokens, reservation)
+    store.place(reservation, 0.0)
     store.cancel(reservation)
     operations = [Truncate(bench.host, (Use(cache, 0, 0, None),), 0, length) for length in (4, 1)]
     seen = []
@@ -155,6 +156,6 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     operations[0].leave()
     operations[1].begin()
     assert cache.lengths == [1, 1, 0]
-    assert [layer.coming for layer in cache.layers] == [0, 0, 0]
+    assert [cache.coming_length(layer) for layer in range(3)] == [1, 1, 0]
     operations[1].leave()
     assert cache.users == 0

@@ -7,7 +7,6 @@ from google.rpc import error_details_pb2
 from stores import PAGE_BYTES, SHAPE, append, store_of
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import Placement
 from attnserve_server.errors import InvalidRequest
 
@@ -52,54 +51,128 @@ def test_all_or_none_is_promised() -> None:
     assert store.reserved_pages == 4
     with pytest.raises(CacheFull):
         store.reserve([(third, 0, 4)], 0.0)
-    store.append(first, 0, 5, reservation)
-    assert store.reserved_pages == 2, "it may append in parts"
-    store.append(first, 0, 7, reservation)
+    store.place(reservation, 0.0)
+    assert (first.lengths, second.lengths, store.reserved_pages) == ([12], [4], 0)
+    with pytest.raises(ValueError, match="out of turn"):
+        store.place(reservation, 0.0)
     store.cancel(reservation)
     store.cancel(reservation)
-    assert (store.reserved_pages, store.free_pages) == (0, 1)
-    with pytest.raises(ValueError, match="not reserved"):
-        store.append(second, 0, 4, reservation)
+    assert (store.reserved_pages, store.free_pages) == (0, 0)
 
 
-def test_no_more_is_appended_than_was_promised() -> None:
+def test_no_fewer_tokens_than_none_are_appended() -> None:
     store = store_of(4)
-    cache = store.create(CacheShape(1, 8, 8, 2, "float32"), None, 0.0)
-    reservation = store.reserve([(cache, 0, 3)], 0.0)
-    for layer, tokens in ((0, 4), (1, 1), (0, -1)):
-        with pytest.raises(ValueError, match="not reserved"):
-            store.append(cache, layer, tokens, reservation)
+    cache = store.create(SHAPE, None, 0.0)
     with pytest.raises(ValueError, match="cannot be appended"):
         store.reserve([(cache, 0, -1)], 0.0)
 
 
-def test_what_waits_behind_other_operations_is_promised_the_most_that_it_can_take() -> None:
-    """The first append fails, then the cache is forked: the second then has to copy a page, and has the room for it."""
+def test_those_who_wait_are_promised_the_pages_that_they_fill_together() -> None:
+    """Sixteen single tokens fit four pages of four exactly, however many of them wait; the seventeenth does not."""
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    waiting = [store.reserve([(cache, 0, 1)], 0.0) for _ in range(16)]
+    assert store.reserved_pages == 4
+    with pytest.raises(CacheFull) as error:
+        store.reserve([(cache, 0, 1)], 0.0)
+    assert error.value.free_bytes == 0
+    store.cancel(waiting.pop(3))
+    waiting.append(store.reserve([(cache, 0, 1)], 0.0))
+    for reservation in waiting:
+        store.place(reservation, 0.0)
+        store.cancel(reservation)
+    assert (cache.lengths, store.free_pages, store.reserved_pages) == ([16], 0, 0)
+
+
+def test_what_a_truncation_will_give_back_can_be_promised() -> None:
+    """As much again, behind it, as the pool holds; but not what it does not give back, because a fork has it."""
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    first, cut = store.reserve([(cache, 0, 16)], 0.0), store.wait_to_cut(cache, 0)
+    second = store.reserve([(cache, 0, 16)], 0.0)
+    assert store.reserved_pages == 4
+    store.place(first, 0.0)
+    store.cancel(first)
+    store.truncate(cache, 0, cut)
+    store.cancel(cut)
+    store.place(second, 0.0)
+    store.cancel(second)
+    assert (cache.lengths, store.free_pages) == ([16], 0)
+    waits = [store.wait_to_fork(cache), store.wait_to_cut(cache, 3)]
+    with pytest.raises(CacheFull):
+        store.reserve([(cache, 0, 1)], 0.0)
+    for reservation in waits:
+        store.cancel(reservation)
+
+
+def test_who_appends_behind_a_fork_is_promised_the_copy_of_a_page() -> None:
     store = store_of(3)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 3)
-    first = store.reserve([(cache, 0, 1)], 0.0)
-    assert store.reserved_pages == 0, "there is room in the last page"
-    second = store.reserve([(cache, 0, 2)], 0.0)
+    fork = store.wait_to_fork(cache)
+    behind = store.reserve([(cache, 0, 2)], 0.0)
     assert store.reserved_pages == 2
-    store.append(cache, 0, 1, first)
-    store.undo(first)
+    forked = store.fork(cache, None, 0.0, waited=fork)
+    store.cancel(fork)
+    assert store.place(behind, 0.0) == [Placement([(0, 1)], [(1, 3, 1), (2, 0, 1)])]
+    store.cancel(behind)
+    assert (forked.lengths, cache.lengths, store.free_pages) == ([3], [5], 0)
+
+
+def test_what_was_not_foreseen_gets_what_there_is() -> None:
+    """The first append fails, so that the fork shares a page that is not full, which has to be copied: with a page
+    left, the second append gets it; without, nothing of it happens.
+    """
+    for taken_by_others in (1, 2):
+        store = store_of(4)
+        cache, other = (store.create(SHAPE, None, 0.0) for _ in range(2))
+        append(store, cache, 3)
+        first, fork = store.reserve([(cache, 0, 1)], 0.0), store.wait_to_fork(cache)
+        second = store.reserve([(cache, 0, 4)], 0.0)
+        assert store.reserved_pages == 1, "behind a full page"
+        append(store, other, 4 * taken_by_others)
+        store.place(first, 0.0)
+        store.undo(first)
+        store.cancel(first)
+        store.fork(cache, None, 0.0, waited=fork)
+        store.cancel(fork)
+        if taken_by_others == 2:
+            with pytest.raises(CacheFull):
+                store.place(second, 0.0)
+        else:
+            store.place(second, 0.0)
+        store.cancel(second)
+        assert cache.lengths == ([3] if taken_by_others == 2 else [7])
+        assert store.reserved_pages == 0
+
+
+def test_nothing_is_promised_to_what_will_not_happen() -> None:
+    """It is sent again, and was carried out: that it is known is worth more than a page. If the first one is given up
+    after all, there is as much room for the second.
+    """
+    store = store_of(1)
+    cache = store.create(SHAPE, None, 0.0)
+    first = store.reserve([(cache, 0, 4)], 0.0)
+    again = store.reserve([(cache, 0, 4)], 0.0, foreseen=False)
+    assert store.reserved_pages == 1
     store.cancel(first)
-    fork = store.fork(cache, None, 0.0)
-    assert store.append(cache, 0, 2, second) == Placement([(0, 1)], [(1, 3, 1), (2, 0, 1)])
-    store.cancel(second)
-    assert (fork.lengths, cache.lengths, store.free_pages) == ([3], [5], 0)
+    store.place(again, 0.0)
+    store.cancel(again)
+    assert cache.lengths == [4]
 
 
 def test_an_operation_out_of_turn_cannot_take_what_was_promised_to_others() -> None:
     store = store_of(4)
     cache = store.create(SHAPE, None, 0.0)
-    append(store, cache, 3)
-    reservation = store.reserve([(cache, 0, 1)], 0.0)
-    store.fork(cache, None, 0.0)
+    first, second = (store.reserve([(cache, 0, tokens)], 0.0) for tokens in (3, 1))
     with pytest.raises(ValueError, match="out of turn"):
-        store.append(cache, 0, 1, reservation)
-    assert cache.length(0) == 3
+        store.place(second, 0.0)
+    assert cache.length(0) == 0
+    store.place(first, 0.0)
+    store.place(second, 0.0)
+    for reservation in (first, second):
+        store.cancel(reservation)
+    assert cache.length(0) == 4
 
 
 def test_tokens_go_where_the_length_says_however_they_come() -> None:
@@ -135,7 +208,8 @@ def test_a_page_is_held_until_its_copy_has_been_made() -> None:
     append(store, cache, 2)
     fork = store.fork(cache, None, 0.0)
     reservation = store.reserve([(fork, 0, 1)], 0.0)
-    assert store.append(fork, 0, 1, reservation).copies == [(0, fork.pages(0)[0])]
+    [placement] = store.place(reservation, 0.0)
+    assert placement.copies == [(0, fork.pages(0)[0])]
     assert append(store, cache, 1).copies == [(0, cache.pages(0)[0])]
     assert store.free_pages == 3, "nobody has the page, but it is not free"
     store.cancel(reservation)
@@ -148,15 +222,14 @@ def test_undone_appends_leave_nothing() -> None:
     append(store, cache, 6)
     fork = store.fork(cache, None, 0.0)
     reservation = store.reserve([(fork, 0, 7)], 0.0)
-    store.append(fork, 0, 3, reservation)
-    store.append(fork, 0, 4, reservation)
+    store.place(reservation, 0.0)
     store.undo(reservation)
     store.undo(reservation)
     assert (list(fork.pages(0)), fork.lengths, store.tokens) == ([0, 1], [6], 12)
     store.cancel(reservation)
     assert (store.free_pages, store.reserved_pages, store.counts.appends, store.counts.appended_tokens) == (6, 0, 1, 6)
     reservation = store.reserve([(fork, 0, 1)], 0.0)
-    store.append(fork, 0, 1, reservation)
+    store.place(reservation, 0.0)
     append(store, fork, 1)
     with pytest.raises(ValueError, match="out of turn"):
         store.undo(reservation)

@@ -219,7 +219,7 @@ def test_metrics_tell_what_happened(start_server: StartServer) -> None:
 def test_steps_that_come_together_cost_what_they_would_one_after_the_other(start_server: StartServer) -> None:
     """Each attends to what those before it, in the same message, have appended."""
     server = start_server(*POOL)
-    query, steps = np.ones((2, 1, 8), np.float32), PAGES  # each waits with a page that it may need
+    query, steps = np.ones((2, 1, 8), np.float32), 4 * PAGES  # which wait for pages that they fill together
     with grpc.insecure_channel(server.address) as channel:
         caller, stream = Caller(channel), calls.Stream(channel)
         name = caller.create()

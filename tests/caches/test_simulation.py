@@ -102,8 +102,7 @@ class Day:
             assert self.store.free_pages < sum(-(-(n + tokens) // per_page) - n // per_page for n in cache.lengths)
             return
         self.store.hold(cache, now)
-        for layer in layers:
-            self.store.append(cache, layer, tokens, reservation)
+        self.store.place(reservation, now)
         self.store.cancel(reservation)
         self.store.release(cache, now)
 
@@ -122,7 +121,7 @@ class Day:
         filler = store.create(shape, None, now)
         tokens = store.free_pages * shape.tokens_per_page(PAGE_BYTES)
         reservation = store.reserve([(filler, 0, tokens)], now)
-        placement = store.append(filler, 0, tokens, reservation)
+        [placement] = store.place(reservation, now)
         store.cancel(reservation)
         assert sum(write.tokens for write in placement.writes) == tokens
         assert self.bytes_with_tokens([*self.caches, filler]) >= 0.95 * PAGES * PAGE_BYTES

@@ -164,7 +164,7 @@ def test_a_deleted_cache_is_there_until_nothing_holds_it() -> None:
     store.delete(cache)
     with pytest.raises(NotFound):
         store.get(cache.name, 0.0)
-    store.append(cache, 0, 1, reservation)
+    store.place(reservation, 0.0)
     assert cache.length(0) == 10
     store.cancel(reservation)
     assert store.free_pages == 1

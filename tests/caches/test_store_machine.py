@@ -7,29 +7,23 @@ a page that is freed too soon, or shared too long, shows as tokens that nobody a
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from modelled import LAYERS, NOBODYS, PAGE_BYTES, PAGE_TOKENS, PAGES, SHAPE, Model, Operation, World
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
-from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
 
-LAYERS = 2
-SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=LAYERS, dtype="float32")
-PAGE_TOKENS = 4
-PAGE_BYTES = 256
-PAGES = 14
 MAX_CACHES = 5
 INDEX = st.integers(0, 99)
 TOKENS = [1, 5, 3, 2, 1, 6, 0, 11, 30]
@@ -37,49 +31,17 @@ WEIGHTS = [9, 4, 2, 12, 2, 1, 2, 1]
 """How often a walk does what."""
 UNTIL = st.sampled_from(["waiting", "begun", "over", "over"])
 """How far an operation gets at once."""
-NOBODYS = -1
-"""What is in the memory where it is free."""
+NO_RESERVATION: Reservation[Any] = Reservation(set(), [])
 
 
-@dataclass(eq=False)
-class Model:
-    """What a cache should be."""
-
-    cache: Cache
-    tokens: list[list[int]]
-    ttl: float | None
-    expires: float
-    waiting: list[Operation] = field(default_factory=list)
-    users: int = 0
-    deleted: bool = False
-
-
-@dataclass(eq=False)
-class Operation:
-    """Something that waits for its turn on its caches, or has it, or is over and about to leave."""
-
-    models: list[Model]
-    reservation: Reservation | None = None
-    wanted: list[tuple[Model, int, list[int]]] = field(default_factory=list)
-    """What is appended to which layer."""
-    fork_ttl: float | None = None
-    truncate_to: int | None = None
-    placements: list[Placement] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)
-    state: str = "waiting"
-
-
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(World, RuleBasedStateMachine):
     """Operations in flight on a few caches in a small pool."""
 
     def __init__(self) -> None:
-        super().__init__()
+        RuleBasedStateMachine.__init__(self)
+        World.__init__(self)
         self.store = CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, MAX_CACHES)
-        self.memory = [[NOBODYS] * PAGE_TOKENS for _ in range(PAGES)]
-        self.models: list[Model] = []
-        self.operations: list[Operation] = []
         self.token = count()
-        self.now = 0.0
 
     # What happens
 
@@ -112,45 +74,53 @@ class StoreMachine(RuleBasedStateMachine):
         tokens=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=LAYERS),
         caches=st.sampled_from([1, 1, 2]),
         until=UNTIL,
+        foreseen=st.sampled_from([True, True, True, False]),
     )
     @precondition(lambda self: self.present())
-    def append_arrives(self, which: int, tokens: list[int], caches: int, until: str) -> None:
+    def append_arrives(self, which: int, tokens: list[int], caches: int, until: str, foreseen: bool = True) -> None:
         present = self.present()
         chosen = [present[(which + index) % len(present)] for index in range(min(caches, len(present)))]
         if models := [model for model in chosen if self.found(model)]:
-            self.append(models, tokens, until)
+            self.append(models, tokens, until, foreseen)
 
-    def append(self, models: list[Model], tokens: list[int], until: str) -> None:
+    def append(self, models: list[Model], tokens: list[int], until: str, foreseen: bool = True) -> None:
         """So many tokens for each layer of some caches."""
         wanted = [
             (model, layer, [next(self.token) for _ in range(new)])
             for model in models
             for layer, new in enumerate(tokens)
         ]
-        busy = {model for model in models if model.users}
+        promised = sum(model.cache.layers[layer].promised for model, layer, _ in wanted)
+        appends = [(model.cache, layer, len(new)) for model, layer, new in wanted]
         try:
-            reservation = self.store.reserve([(m.cache, layer, len(new)) for m, layer, new in wanted], self.now)
+            operation = Operation(models, self.store.reserve(appends, self.now, foreseen), wanted, foreseen)
         except (CacheFull, InvalidRequest) as refusal:
+            assert foreseen
             self.see_evictions(keep=models)
-            self.see_refusal(refusal, wanted, busy)
+            self.see_refusal(refusal, Operation(models, NO_RESERVATION, wanted), promised)
             return
         self.see_evictions(keep=models)
-        assert reservation.pages == self.pages_needed(wanted, busy)
-        self.arrive(Operation(models, reservation, wanted), until)
+        self.arrive(operation, until="waiting")
+        if foreseen:
+            for model, layer, _ in wanted:
+                assert model.cache.layers[layer].promised == self.pages_to_come(model, layer, self.foreseen(model))
+        self.go_on(operation, until)
 
     @rule(which=INDEX, ttl=st.sampled_from([None, 5.0]), until=UNTIL)
     @precondition(lambda self: self.present())
     def fork_arrives(self, which: int, ttl: float | None, until: str) -> None:
         model = self.present()[which % len(self.present())]
         if self.found(model):
-            self.arrive(Operation([model], fork_ttl=ttl), until)
+            self.arrive(Operation([model], self.store.wait_to_fork(model.cache), fork_ttl=ttl), until)
 
-    @rule(which=INDEX, share=st.floats(0, 1.1), until=UNTIL)
+    @rule(which=INDEX, share=st.floats(0, 1.1), until=UNTIL, foreseen=st.sampled_from([True, True, False]))
     @precondition(lambda self: self.present())
-    def truncate_arrives(self, which: int, share: float, until: str) -> None:
+    def truncate_arrives(self, which: int, share: float, until: str, foreseen: bool = True) -> None:
         model = self.present()[which % len(self.present())]
         if self.found(model):
-            self.arrive(Operation([model], truncate_to=int(share * max(map(len, model.tokens)))), until)
+            length = int(share * max(map(len, model.tokens)))
+            reservation = self.store.wait_to_cut(model.cache, length, foreseen)
+            self.arrive(Operation([model], reservation, foreseen=foreseen, truncate_to=length), until)
 
     @rule(which=INDEX, fails=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.operations)
@@ -159,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
         operation = self.operations[which % len(self.operations)]
         match operation.state:
             case "waiting" if fails:
-                self.end_turn(operation)
+                self.come_to_nothing(operation)
             case "waiting" if self.has_turn(operation):
                 self.begin(operation)
             case "begun" | "written" if fails:
@@ -187,43 +157,57 @@ class StoreMachine(RuleBasedStateMachine):
             self.end_turn(operation)
 
     def begin(self, operation: Operation) -> None:
-        if operation.reservation is not None:
-            operation.state = "begun"
-            operation.before = [len(model.tokens[layer]) for model, layer, _ in operation.wanted]
-            for model, layer, new in operation.wanted:
-                operation.placements.append(self.store.append(model.cache, layer, len(new), operation.reservation))
-                model.tokens[layer].extend(new)
+        if operation.wanted:
+            self.place(operation)
         elif operation.truncate_to is not None:
-            self.truncate(operation.models[0], operation.truncate_to)
-            self.end_turn(operation)
+            self.truncate(operation, operation.models[0], operation.truncate_to)
         else:
-            self.fork(operation.models[0], operation.fork_ttl)
-            self.end_turn(operation)
+            self.fork(operation, operation.models[0], operation.fork_ttl)
 
-    def truncate(self, model: Model, length: int) -> None:
-        longest = max(map(len, model.tokens))
-        if length > longest:
-            with pytest.raises(InvalidRequest):
-                self.store.truncate(model.cache, length)
+    def place(self, operation: Operation) -> None:
+        try:
+            operation.placements = list(self.store.place(operation.reservation, self.now))
+        except (CacheFull, InvalidRequest):
+            self.see_evictions(keep=operation.models)
+            assert operation.surprised or not operation.foreseen, "what it needs was foreseen, and promised"
+            self.come_to_nothing(operation)
             return
-        self.store.truncate(model.cache, length)
+        self.see_evictions(keep=operation.models)
+        operation.state = "begun"
+        operation.before = [len(model.tokens[layer]) for model, layer, _ in operation.wanted]
+        for model, layer, new in operation.wanted:
+            model.tokens[layer].extend(new)
+
+    def truncate(self, operation: Operation, model: Model, length: int) -> None:
+        if length > max(map(len, model.tokens)):
+            with pytest.raises(InvalidRequest):
+                self.store.truncate(model.cache, length, operation.reservation)
+            self.come_to_nothing(operation)
+            return
+        self.store.truncate(model.cache, length, operation.reservation)
         for tokens in model.tokens:
             del tokens[length:]
+        if not operation.foreseen:
+            self.surprise(model, operation)
+        self.end_turn(operation)
 
-    def fork(self, model: Model, ttl: float | None) -> None:
+    def fork(self, operation: Operation, model: Model, ttl: float | None) -> None:
         if model.deleted:
             with pytest.raises(NotFound):
-                self.store.fork(model.cache, ttl, self.now)
+                self.store.fork(model.cache, ttl, self.now, waited=operation.reservation)
+            self.come_to_nothing(operation)
             return
         try:
-            fork = self.store.fork(model.cache, ttl, self.now)
+            fork = self.store.fork(model.cache, ttl, self.now, waited=operation.reservation)
         except Overloaded:
             self.see_evictions()
             assert len(self.present()) == MAX_CACHES
             assert not self.expired()
+            self.come_to_nothing(operation)
         else:
             self.see_evictions()
             self.add(fork, [list(tokens) for tokens in model.tokens], ttl)
+            self.end_turn(operation)
         self.renew(model)
 
     def write(self, operation: Operation) -> None:
@@ -238,21 +222,28 @@ class StoreMachine(RuleBasedStateMachine):
             assert not rest
 
     def fail(self, operation: Operation) -> None:
-        assert operation.reservation is not None
         self.store.undo(operation.reservation)
         for (model, layer, _), before in zip(operation.wanted, operation.before, strict=True):
             del model.tokens[layer][before:]
+        for model in operation.models:
+            self.surprise(model, operation)
         self.end_turn(operation)
+
+    def come_to_nothing(self, operation: Operation) -> None:
+        """Nothing was done, nor will be."""
+        self.store.cancel(operation.reservation)
+        self.end_turn(operation)
+        for model in operation.models:
+            self.surprise(model, operation)
 
     def leave(self, operation: Operation) -> None:
         self.operations.remove(operation)
-        if operation.reservation is not None:
-            self.store.cancel(operation.reservation)
+        self.store.cancel(operation.reservation)
         for model in operation.models:
             self.store.release(model.cache, self.now)
             model.users -= 1
             self.renew(model)
-        self.models = [model for model in self.models if model.users or not model.deleted]
+        self.forget()
 
     @rule(which=INDEX)
     @precondition(lambda self: len(self.present()) > 2)
@@ -260,7 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.present()[which % len(self.present())]
         self.store.delete(model.cache)
         model.deleted = True
-        self.models = [model for model in self.models if model.users or not model.deleted]
+        self.forget()
 
     @rule()
     def listed(self) -> None:
@@ -274,12 +265,6 @@ class StoreMachine(RuleBasedStateMachine):
     def has_turn(self, operation: Operation) -> bool:
         return all(model.waiting[0] is operation for model in operation.models)
 
-    def present(self) -> list[Model]:
-        return [model for model in self.models if not model.deleted]
-
-    def expired(self) -> list[Model]:
-        return [model for model in self.present() if not model.users and model.expires <= self.now]
-
     def found(self, model: Model) -> bool:
         """Whether a request finds the cache; as it must exactly if its lease has not ended."""
         if model in self.expired():
@@ -291,11 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
         return True
 
     def add(self, cache: Cache, tokens: list[list[int]], ttl: float | None) -> None:
-        self.models.append(Model(cache, tokens, ttl, float("inf")))
+        self.models.append(Model(cache, tokens, ttl, inf))
         self.renew(self.models[-1])
-
-    def renew(self, model: Model) -> None:
-        model.expires = float("inf") if model.ttl is None else self.now + model.ttl
 
     def arrive(self, operation: Operation, until: str) -> None:
         self.operations.append(operation)
@@ -317,40 +299,23 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(evicted) <= set(self.expired()) - set(keep or [])
         self.models = [model for model in self.models if model not in evicted]
         stays = [model.expires for model in self.expired() if model not in (keep or [])]
-        assert max((model.expires for model in evicted), default=0.0) <= min(stays, default=float("inf"))
+        assert max((model.expires for model in evicted), default=0.0) <= min(stays, default=inf)
 
-    def see_refusal(
-        self, refusal: CacheFull | InvalidRequest, wanted: list[tuple[Model, int, list[int]]], busy: set[Model]
-    ) -> None:
+    def see_refusal(self, refusal: CacheFull | InvalidRequest, refused: Operation, promised: int) -> None:
         """An append is refused only where the pages are not there, and nobody is left to evict."""
         available = self.store.free_pages - self.store.reserved_pages
-        assert self.pages_needed(wanted, busy) > available
+        layers = [(model, layer) for model, layer, _ in refused.wanted]
+        needed = sum(self.pages_to_come(*of, [*self.foreseen(of[0]), refused]) for of in layers)
+        assert needed - promised > available
         if isinstance(refusal, CacheFull):
             assert refusal.free_bytes == available * PAGE_BYTES
-            assert not set(self.expired()) - {model for model, _, _ in wanted}
+            assert not set(self.expired()) - set(refused.models)
         else:
-            assert self.pages_needed(wanted, set()) > PAGES
+            assert sum(self.pages_to_come(*of, [refused]) for of in layers) > PAGES
 
-    def pages_needed(self, wanted: list[tuple[Model, int, list[int]]], busy: set[Model]) -> int:
-        """What the caches of these appends must be promised."""
-        needed, holders = 0, self.holders()
-        for model, layer, new in wanted:
-            length, pages = len(model.tokens[layer]), model.cache.pages(layer)
-            if not new:
-                continue
-            if model in busy:
-                needed += 1 + -(-(len(new) - 1) // PAGE_TOKENS)
-            else:
-                copies = length % PAGE_TOKENS > 0 and holders[pages[-1]] > 1
-                needed += -(-(length + len(new)) // PAGE_TOKENS) - len(pages) + copies
-        return needed
-
-    def holders(self) -> Counter[int]:
-        """Who holds each page: layers, and operations that may still be copying it."""
-        held = Counter(page for model in self.models for layer in range(LAYERS) for page in model.cache.pages(layer))
-        reservations = [operation.reservation for operation in self.operations if operation.reservation is not None]
-        held.update(a.copied for r in reservations for a in r.appends.values() if a.copied is not None)
-        return held
+    def foreseen(self, model: Model) -> list[Operation]:
+        """Those who wait for a cache and are foreseen to happen."""
+        return [operation for operation in self.waiting(model) if operation.foreseen]
 
     # What always holds
 
@@ -379,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert [held[page] for page in range(PAGES)] == allocator.holders().tolist()
         assert {page for stretch in allocator.free_stretches() for page in stretch} == set(range(PAGES)) - set(held)
         assert self.store.free_pages + self.store.used_bytes // PAGE_BYTES == PAGES
-        promised = sum(operation.reservation.pages for operation in self.operations if operation.reservation)
+        promised = sum(layer.promised for model in self.models for layer in model.cache.layers)
         assert promised == self.store.reserved_pages <= self.store.free_pages
         assert self.store.shared_bytes_saved == (held.total() - len(held)) * PAGE_BYTES
         assert self.store.tokens == sum(len(tokens) for model in self.models for tokens in model.tokens)
@@ -388,8 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all is over, everything is free."""
         for operation in self.operations:
-            if operation.reservation is not None:
-                self.store.cancel(operation.reservation)
+            self.store.cancel(operation.reservation)
             for model in operation.models:
                 self.store.release(model.cache, self.now)
         for model in self.models:
@@ -415,11 +379,11 @@ def test_a_long_walk(seed: int) -> None:
         match random.choices(["append", "fork", "truncate", "go on", "create", "delete", "time", "all"], WEIGHTS)[0]:
             case "append" if present:
                 tokens = random.choices(TOKENS[:-1], k=random.randint(1, LAYERS))
-                machine.append_arrives(which, tokens, random.randint(1, 2), until())
+                machine.append_arrives(which, tokens, random.randint(1, 2), until(), random.random() < 0.9)
             case "fork" if present:
                 machine.fork_arrives(which, random.choice([None, 5.0]), until())
             case "truncate" if present:
-                machine.truncate_arrives(which, random.random(), until())
+                machine.truncate_arrives(which, random.random(), until(), random.random() < 0.9)
             case "go on" if machine.operations:
                 machine.goes_on(which, random.random() < 0.2)
             case "create":

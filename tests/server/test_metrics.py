@@ -277,7 +277,7 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=0.0)
     reservation = store.reserve([(cache, 0, 9)], 0.0)
     assert pool() == [7, 3, 0]
-    store.append(cache, 0, 9, reservation)
+    store.place(reservation, 0.0)
     assert read("cache_appends_total") == 0, "it may yet be undone"
     store.cancel(reservation)
     fork = store.fork(cache, 100.0, 1.0)
@@ -304,7 +304,7 @@ def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> 
     metrics.watch_caches(store, lambda: now)
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=now)
     reservation = store.reserve([(cache, 0, 4)], now)
-    store.append(cache, 0, 4, reservation)
+    store.place(reservation, now)
     now = 6.0
     assert value(metrics, "attnserve_cache_pool_bytes", state="used") == 256, "what is in use does not end"
     store.cancel(reservation)

@@ -62,7 +62,7 @@ class Cache:
         return self.layers[layer].length
 
     def coming_length(self, layer: int) -> int:
-        """The tokens that a layer has when all who wait for their turn have had it, as far as can be told."""
+        """The tokens that a layer has when all who wait have had their turn, if each does what it means to do."""
         return self.layers[layer].coming_length
 
     @property

@@ -8,8 +8,10 @@ others hold too goes on in a copy of it; full pages are never written again.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import NamedTuple
 
+from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
 from attnserve_server.caches.pool import PageAllocator
 
 
@@ -31,7 +33,7 @@ class Placement(NamedTuple):
 class CacheLayer:
     """The tokens and pages of one layer."""
 
-    __slots__ = ("_allocator", "_pages", "_tokens_per_page", "coming", "length")
+    __slots__ = ("_allocator", "_line", "_others", "_pages", "_to_append", "_tokens_per_page", "length", "promised")
 
     def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
         """An empty layer."""
@@ -40,8 +42,12 @@ class CacheLayer:
         # C's int, the allocator's int32: NumPy reads it in place.
         self._pages = array("i")
         self.length = 0
-        self.coming = 0
-        """By how many tokens those who wait for their turn mean to make it longer, or shorter."""
+        self.promised = 0
+        """Free pages that those who wait for their turn have been promised."""
+        # What those mean to do; the tokens of those who append, and how many mean to do something else.
+        self._line: deque[Change] = deque()
+        self._to_append = 0
+        self._others = 0
 
     def __len__(self) -> int:
         """How many pages it has."""
@@ -53,28 +59,59 @@ class CacheLayer:
         return self._pages[:]
 
     @property
-    def coming_length(self) -> int:
-        """The tokens that it has when all who wait have had their turn, unless something comes of none of them."""
-        return max(0, self.length + self.coming)
-
-    @property
     def shared(self) -> int:
-        """How many of its pages others hold too."""
+        """How many of its pages others hold too: the first ones."""
         return self._allocator.shared(self._pages)
 
     def pages_for(self, tokens: int) -> int:
-        """How many free pages an append of so many tokens takes now; never more later, unless the layer is forked or
-        truncated before.
-        """
+        """How many free pages an append of so many tokens takes now."""
         if not tokens:
             return 0
         return self._pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
 
-    def most_pages_for(self, tokens: int) -> int:
-        """How many free pages an append of so many tokens takes at the most, whatever happens to the layer before: then
-        its last page has room for one token, and others hold it too.
+    def wait(self, change: Change, first: bool = False) -> None:
+        """Somebody waits for its turn, behind all others or before them."""
+        if first:
+            self._line.appendleft(change)
+        else:
+            self._line.append(change)
+        self._count(change, 1)
+
+    def wait_no_more(self, change: Change) -> None:
+        """Its turn has come, or never will."""
+        self._line.remove(change)
+        self._count(change, -1)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._line)
+
+    def is_first(self, change: Change) -> bool:
+        """Whether it is its turn."""
+        return self._line[0] is change
+
+    def _count(self, change: Change, times: int) -> None:
+        if isinstance(change, Append):
+            self._to_append += times * change.tokens
+        else:
+            self._others += times
+
+    @property
+    def coming_length(self) -> int:
+        """The tokens that it has when all who wait have had their turn, if each does what it means to do."""
+        return self._foreseen().length if self._others else self.length + self._to_append
+
+    @property
+    def coming_pages(self) -> int:
+        """The most free pages that those who wait take together, at any time, if each does what it means to do.
+
+        Where all of them append, they take no more if some do not come to it.
         """
-        return self._pages_of(tokens - 1) + 1 if tokens else 0
+        return self._foreseen().pages if self._others else self.pages_for(self._to_append)
+
+    def _foreseen(self) -> Foreseen:
+        return foresee(self._line, self.length, self.shared, self._tokens_per_page)
 
     def append(self, tokens: int) -> tuple[Placement, int | None]:
         """Takes room for tokens out of what was promised.
@@ -87,7 +124,9 @@ class CacheLayer:
         per_page, start, end = self._tokens_per_page, self.length, self.length + tokens
         copied = self._pages.pop() if self._tail_is_shared() else None
         behind = self._pages[-1] if self._pages else None
-        self._pages.extend(self._allocator.allocate(self._pages_of(end) - len(self._pages), behind))
+        pages = self._allocator.allocate(self._pages_of(end) - len(self._pages), behind)
+        self.promised -= len(pages)
+        self._pages.extend(pages)
         self.length = end
         first = start // per_page
         writes = []

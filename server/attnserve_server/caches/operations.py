@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError, Message
 from attnserve import _dtypes, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.layer import CacheLayer
+from attnserve_server.caches.changes import Change, Cut
+from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.tensors import TensorSpec, float_tensor, shown
@@ -82,12 +83,22 @@ class Fork(_Operation):
     ttl: float | None
     request_id: bytes
     forked: Cache | None = field(default=None, init=False)
+    _place: Reservation[Change] | None = field(default=None, init=False)
+
+    def line_up(self, now: float) -> None:
+        """Who appends behind it finds a last page that is shared."""
+        self._place = self.host.store.wait_to_fork(self.uses[0].cache)
+
+    def leave_line(self) -> None:
+        """It has forked the cache, or never will."""
+        if self._place is not None:
+            self.host.store.cancel(self._place)
 
     def begin(self) -> None:
         """Forks the cache."""
         cache = self.uses[0].cache
         ttl = cache.ttl if self.ttl is None else self.ttl
-        self.forked = self.host.store.fork(cache, ttl, monotonic(), self.request_id)
+        self.forked = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._place)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The encoded CacheServiceForkResponse."""
@@ -101,20 +112,27 @@ class Truncate(_Operation):
 
     length: int
 
-    def changes(self) -> list[tuple[CacheLayer, int]]:
-        """By how many tokens which layers will be shorter."""
-        layers = self.uses[0].cache.layers
-        return [(layer, min(0, self.length - layer.coming_length)) for layer in layers]
+    _place: Reservation[Cut] | None = field(default=None, init=False)
+
+    def line_up(self, now: float) -> None:
+        """Who comes behind it finds a shorter cache, if it has the length that is expected."""
+        cache = self.uses[0].cache
+        longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
+        self._place = self.host.store.wait_to_cut(cache, self.length, self.uses[0].expects(longest))
+
+    def leave_line(self) -> None:
+        """It has cut the cache off, or never will."""
+        if self._place is not None:
+            self.host.store.cancel(self._place)
 
     def begin(self) -> None:
         """Cuts the cache off. Raises InvalidRequest if it has not so many tokens."""
-        self.announce_no_more()
         use = self.uses[0]
         longest = max(use.cache.lengths)
         use.check_length(longest)
         if self.length > longest:
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
-        self.host.store.truncate(use.cache, self.length)
+        self.host.store.truncate(use.cache, self.length, self._place)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""

@@ -49,23 +49,17 @@ class PageAllocator:
         return self._held - self.used
 
     def reserve(self, count: int) -> None:
-        """Promises pages. Raises ValueError if there are not so many."""
-        if not 0 <= count <= self.available:
-            raise ValueError(f"{count} pages of {self.available} cannot be promised")
+        """Promises pages, or takes promises back, below 0. Raises ValueError if there are, or were, not so many."""
+        if not -self.reserved <= count <= self.available:
+            raise ValueError(f"{count} pages cannot be promised: {self.available} are free, {self.reserved} promised")
         self.reserved += count
-
-    def unreserve(self, count: int) -> None:
-        """Takes a promise back, or what is left of it."""
-        if not 0 <= count <= self.reserved:
-            raise ValueError(f"{count} pages of {self.reserved} were not promised")
-        self.reserved -= count
 
     def allocate(self, count: int, behind: int | None = None) -> list[int]:
         """Takes pages that were promised, for a layer whose last page is `behind`; each has one holder.
 
         Those right behind that page as far as they are free, then adjacent ones out of the longest stretches.
         """
-        self.unreserve(count)
+        self.reserve(-count)
         if not count:
             return []
         pages: list[int] = []

@@ -1,76 +1,77 @@
-"""Pages promised to one operation, what it has appended into them, and how that is taken back. Pure.
+"""The place of an operation in the lines of the layers that it changes, and what it appends there. Pure.
 
-In: appends to layers of caches, within what was promised. Out: where their tokens go. The store makes a reservation and
-counts what comes of it; nothing else changes one.
+In: what it means to do. Out: where its tokens go, and the layers as they were, where that is taken back. The store
+makes a reservation, sees to it that there are pages, and counts what comes of it; nothing else changes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.changes import Append, Change
+from attnserve_server.caches.layer import CacheLayer, Placement
 
-
-@dataclass(slots=True)
-class Append:
-    """What an operation may append to one layer of a cache, and what it has."""
-
-    tokens: int
-    """How many more tokens it may append."""
-    before: int = 0
-    """The tokens of the layer before the first append."""
-    appended: int = 0
-    copied: int | None = None
-    """The page that a copy was made of, because others hold it too. It is held until the copy has been made for sure
-    and will not be undone: otherwise it might be freed, and written by its next owner, before.
-    """
+C = TypeVar("C", bound=Change, covariant=True)
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
-    """The appends that an operation was promised."""
+class Reservation(Generic[C]):
+    """What an operation means to do to layers of caches, each once."""
 
-    appends: Mapping[tuple[Cache, int], Append]
-    """By cache and layer."""
-    pages: int
-    """Pages that were promised and have not been taken."""
+    caches: set[Cache]
+    changes: Sequence[tuple[CacheLayer, C]]
+    in_line: bool = field(default=False, init=False)
+    """Whether it waits in the lines of the layers, and has been promised pages there."""
+    placed: bool = field(default=False, init=False)
+    """Whether its tokens have their places."""
     is_open: bool = field(default=True, init=False)
 
     @property
-    def caches(self) -> set[Cache]:
-        """The caches, each once, however many of their layers."""
-        return {cache for cache, _ in self.appends}
+    def layers(self) -> list[CacheLayer]:
+        """The layers, each once."""
+        return [layer for layer, _ in self.changes]
 
-    def append(self, cache: Cache, layer: int, tokens: int) -> Placement:
-        """Makes a layer longer by so many tokens, and says where they go. ValueError if they were not reserved."""
-        append = self.appends.get((cache, layer))
-        if not self.is_open or append is None or not 0 <= tokens <= append.tokens:
-            raise ValueError(f"{tokens} tokens for layer {layer} were not reserved")
-        target = cache.layers[layer]
-        if (pages := target.pages_for(tokens)) > self.pages:
-            raise ValueError("the cache was forked or truncated out of turn")
-        if not append.appended:
-            append.before = target.length
-        placement, copied = target.append(tokens)
-        append.copied = append.copied if copied is None else copied
-        append.tokens -= tokens
-        append.appended += tokens
-        self.pages -= pages
-        return placement
+    @property
+    def has_turn(self) -> bool:
+        """Whether it stands first in its lines, or in none."""
+        return not self.in_line or all(layer.is_first(change) for layer, change in self.changes)
 
-    def undo(self) -> int:
-        """Takes all appends back: the layers are as they were before. Returns how many tokens those were.
+    def wait(self, first: bool = False) -> None:
+        """Lines up, behind all others or before them."""
+        self.in_line = True
+        for layer, change in self.changes:
+            layer.wait(change, first)
 
-        Raises ValueError if another operation has changed a layer since.
-        """
-        made = [(cache.layers[index], append) for (cache, index), append in self.appends.items() if append.appended]
-        if any(layer.length != append.before + append.appended for layer, append in made):
-            raise ValueError("an append is undone out of turn")
-        undone = 0
-        for layer, append in made:
-            layer.restore(append.before, append.copied)
-            undone += append.appended
-            append.appended, append.copied = 0, None
-        return undone
+    def wait_no_more(self) -> None:
+        """Leaves the lines, if it is there."""
+        if self.in_line:
+            self.in_line = False
+            for layer, change in self.changes:
+                layer.wait_no_more(change)
+
+
+def place(reservation: Reservation[Append]) -> list[Placement]:
+    """Makes the layers longer by the tokens of a reservation, and says where they go, layer by layer."""
+    placements = []
+    for layer, append in reservation.changes:
+        append.before = layer.length
+        placement, append.copied = layer.append(append.tokens)
+        placements.append(placement)
+    reservation.placed = True
+    return placements
+
+
+def undo(reservation: Reservation[Append]) -> None:
+    """Takes the appends back: the layers are as they were before.
+
+    Raises ValueError if another operation has changed a layer since.
+    """
+    if any(layer.length != append.before + append.tokens for layer, append in reservation.changes):
+        raise ValueError("an append is undone out of turn")
+    for layer, append in reservation.changes:
+        layer.restore(append.before, append.copied)
+        append.copied = None
+    reservation.placed = False

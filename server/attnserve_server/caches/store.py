@@ -1,62 +1,46 @@
-"""The caches of a server: what there is, where its tokens are, and who gets room. Decides; never touches the memory.
+"""The caches of a server: where their tokens are, and who gets room. Decides; never touches the memory.
 
 In: operations with the time at which they happen. Out: caches, placements of tokens in pages, and errors. Pure: no
 torch, no clock, no waiting. Not to be called by several threads at once.
 
-The life of an operation that appends: `reserve` when it is admitted, which promises the pages that it may need;
-`hold` for as long as it may read its caches; `append` at its turn, and where its computation fails `undo`, before
-another operation on the caches has its turn; `cancel` when nothing of it is under way, and `release`. Operations on
-one cache have their turns in the order in which they reserved or held it.
+The life of an operation that appends: `reserve` when it is admitted, which promises the pages that it needs; `hold`
+for as long as it may read its caches; `place` at its turn, and where its computation fails `undo`, before another
+operation on the caches has its turn; `cancel` when nothing of it is under way, and `release`. What cuts off or forks a
+cache waits in the same line (`wait_to_cut`, `wait_to_fork`). Operations on one cache have their turns in the order in
+which they came in: so what each finds is known when it comes, and pages are promised to all who wait together.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.counts import Counts, EvictionReason
+from attnserve_server.caches.changes import Append, Change, Cut
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import CacheLayer, Placement
-from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.pool import PageAllocator
-from attnserve_server.caches.reservation import Append, Reservation
+from attnserve_server.caches.register import Register
+from attnserve_server.caches.reservation import Reservation, place, undo
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
-from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, Overloaded, RequestError
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, RequestError
 
 __all__ = ["CacheStore", "Placement", "Reservation"]
 
-MIN_RETRY_DELAY: Final = 0.05
-MAX_RETRY_DELAY: Final = 10.0
 MAX_LAYERS: Final = 256
-NAME_BYTES: Final = 18
-"""Random bytes in a name: more than anybody can guess, and 24 characters."""
+C = TypeVar("C", bound=Change)
 
 
-class CacheStore:
+class CacheStore(Register):
     """All caches, and the pages that they share. Times are seconds of one clock; a ttl of None is forever."""
 
     def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int, max_layers: int = MAX_LAYERS) -> None:
         """An empty pool of as many whole pages as fit. Raises ValueError if pages would not be aligned."""
         if page_bytes < 1 or page_bytes % BLOCK_ALIGNMENT:
             raise ValueError(f"a page has a multiple of {BLOCK_ALIGNMENT} bytes, not {page_bytes}")
-        self.page_bytes = page_bytes
-        self.counts = Counts()
-        self.tokens = 0
-        """The tokens of all layers of all caches; those that are shared count for each."""
+        super().__init__(page_bytes, max_caches)
         self._allocator = PageAllocator(pool_bytes // page_bytes)
-        self.max_caches = max_caches
-        """The most that there may be."""
         self._max_layers = max_layers
-        self._caches: dict[str, Cache] = {}
-        self._made: dict[tuple[str | None, bytes], Cache] = {}
-        """By their owners and the ids of the requests that made them."""
-        self._leases = Leases()
-
-    def __len__(self) -> int:
-        """How many caches there are."""
-        return len(self._caches)
 
     @property
     def pool_bytes(self) -> int:
@@ -101,9 +85,17 @@ class CacheStore:
         self.counts.created += 1
         return cache
 
-    def fork(self, cache: Cache, ttl: float | None, now: float, request_id: bytes = b"") -> Cache:
+    def fork(
+        self,
+        cache: Cache,
+        ttl: float | None,
+        now: float,
+        request_id: bytes = b"",
+        waited: Reservation[Change] | None = None,
+    ) -> Cache:
         """Another cache of the same owner with the same content, which they share, or the one that a request of this id
-        has made before. Raises Overloaded and InvalidRequest as `create` does, and NotFound if the cache is gone.
+        has made before. `waited` is that of `wait_to_fork`. Raises Overloaded and InvalidRequest as `create` does, and
+        NotFound if the cache is gone.
         """
         if (made := self._made_by(cache.owner, request_id, cache.shape, now)) is not None:
             return made
@@ -113,205 +105,156 @@ class CacheStore:
             self._make_room_for_one(now)
         finally:
             self.release(cache, now)
+        if waited is not None:
+            waited.wait_no_more()
         layers = [layer.fork() for layer in cache.layers]
+        self._settle(cache.layers)
         fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id)
         self.tokens += sum(fork.lengths)
         self.counts.forks += 1
         return fork
 
-    def get(self, name: str, now: float, owner: str | None = None) -> Cache:
-        """The cache of that name. Raises NotFound if it is not there, not any more, or another owner's."""
-        cache = self._caches.get(name)
-        if cache is not None and cache.expired(now):
-            self._evict(cache, "lease")
-            cache = None
-        if cache is None or cache.owner != owner:
-            raise NotFound("cache", name)
-        return cache
+    def truncate(self, cache: Cache, length: int, waited: Reservation[Cut] | None = None) -> None:
+        """Cuts layers off that have more than `length` tokens. `waited` is that of `wait_to_cut`.
 
-    def list(self, owner: str | None, now: float) -> Sequence[Cache]:
-        """The caches of an owner, by the time of their creation."""
-        self.expire(now)
-        return [cache for cache in self._caches.values() if cache.owner == owner]
-
-    def expire(self, now: float) -> None:
-        """Evicts every cache whose lease has ended. Nothing depends on it, but the pages are free the sooner."""
-        while self._evict_oldest(now, "lease"):
-            pass
-
-    def delete(self, cache: Cache) -> None:
-        """The cache is gone: for callers at once, its pages when nothing holds it any more."""
-        if not cache.gone:
-            self.counts.deletions += 1
-            self._remove(cache)
-
-    def hold(self, cache: Cache, now: float) -> None:
-        """An operation in flight uses the cache, until it releases it. Raises NotFound if the cache is gone."""
-        self._require(cache)
-        cache.users += 1
-        cache.renew(now)
-
-    def release(self, cache: Cache, now: float) -> None:
-        """An operation that held the cache is over."""
-        cache.renew(now)
-        self._let_go(cache)
-
-    def truncate(self, cache: Cache, length: int) -> None:
-        """Cuts layers off that have more than `length` tokens. Raises InvalidRequest if none has as many."""
+        Raises InvalidRequest if no layer has as many.
+        """
         if length > (longest := max(cache.lengths)):
             raise InvalidRequest("length", f"at most {longest}, the tokens of the longest layer", length)
+        if waited is not None:
+            waited.wait_no_more()
         for layer in cache.layers:
             if layer.length > length:
                 self.tokens -= layer.length - length
                 layer.truncate(length)
+        self._settle(cache.layers)
         self.counts.truncations += 1
 
-    def reserve(self, appends: Iterable[tuple[Cache, int, int]], now: float) -> Reservation:
-        """Promises the pages for appends of so many tokens to layers of caches: to all of them or to none.
+    def reserve(
+        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True
+    ) -> Reservation[Append]:
+        """Has appends of so many tokens to layers of caches wait for their turn, and promises pages to all of them or
+        to none.
 
-        A cache that no operation holds is promised what the append takes as it stands now. Otherwise its length may be
-        another when the turn comes, and its last page shared: then it is promised the most that the append can take.
+        What a layer is promised is what all who wait for it take together, if each does what it means to do. If one
+        does not, the others need no more where all append; behind forks and truncations they may, and that is looked
+        for at their turn. Nothing is promised to what is not `foreseen` to happen.
+
         Evicts expired caches, oldest first, if room is short. Raises CacheFull if that is not enough, InvalidRequest if
         the pool could never hold it, and NotFound if a cache is gone.
         """
-        wanted: dict[tuple[Cache, int], Append] = {}
+        caches: set[Cache] = set()
+        wanted: dict[CacheLayer, Append] = {}
         for cache, index, tokens in appends:
             self._require(cache)
             if tokens < 0:
                 raise ValueError(f"{tokens} tokens cannot be appended")
-            wanted.setdefault((cache, index), Append(0)).tokens += tokens
-        caches = {cache for cache, _ in wanted}
-        idle = {cache for cache in caches if not cache.users}
-        for cache in caches:
-            cache.users += 1
-        try:
-            pages = self._make_room(wanted, idle, now)
-        except RequestError:
-            for cache in caches:
-                self._let_go(cache)
-            raise
-        self._allocator.reserve(pages)
-        return Reservation(wanted, pages)
+            caches.add(cache)
+            wanted.setdefault(cache.layers[index], Append(0)).tokens += tokens
+        reservation = self._open(caches, list(wanted.items()))
+        if foreseen:
+            # What was promised for a copy of a page is too much when nobody else holds the page any more.
+            self._settle(reservation.layers)
+            reservation.wait()
+            try:
+                self._promise(reservation, now)
+            except RequestError:
+                self.cancel(reservation)
+                raise
+        return reservation
 
-    def append(self, cache: Cache, layer: int, tokens: int, reservation: Reservation) -> Placement:
-        """Makes the layer longer by so many tokens, which were reserved, and says where they go.
+    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
+        """Has a truncation wait for its turn. Raises NotFound if the cache is gone."""
+        self._require(cache)
+        reservation = self._open({cache}, [(layer, Cut(length)) for layer in cache.layers])
+        if foreseen:
+            reservation.wait()
+        return reservation
 
-        The caller copies and writes before anything reads them. Raises ValueError if they were not reserved.
+    def wait_to_fork(self, cache: Cache) -> Reservation[Change]:
+        """Has a fork wait for its turn. Raises NotFound if the cache is gone."""
+        self._require(cache)
+        reservation = self._open({cache}, [(layer, Change()) for layer in cache.layers])
+        reservation.wait()
+        return reservation
+
+    def place(self, reservation: Reservation[Append], now: float) -> Sequence[Placement]:
+        """Makes layers longer by the tokens that were reserved, at their turn, and says where they go.
+
+        The caller copies and writes before anything reads them. Raises CacheFull, and changes nothing, if they take
+        more than was foreseen, and there is no more. Raises ValueError if it is not their turn.
         """
-        placement = reservation.append(cache, layer, tokens)
-        self.tokens += tokens
-        return placement
+        if not reservation.is_open or reservation.placed or not reservation.has_turn:
+            raise ValueError("an append is placed out of turn")
+        if not reservation.in_line:
+            reservation.wait(first=True)
+        self._promise(reservation, now)
+        reservation.wait_no_more()
+        placements = place(reservation)
+        self._settle(reservation.layers)
+        self.tokens += sum(append.tokens for _, append in reservation.changes)
+        return placements
 
-    def undo(self, reservation: Reservation) -> None:
-        """Takes the appends back that were made of the reservation: the layers are as they were before.
+    def undo(self, reservation: Reservation[Append]) -> None:
+        """Takes the appends back that were placed: the layers are as they were before.
 
         Raises ValueError if another operation has changed them since.
         """
-        self.tokens -= reservation.undo()
+        if not reservation.placed:
+            return
+        undo(reservation)
+        self._settle(reservation.layers)
+        self.tokens -= sum(append.tokens for _, append in reservation.changes)
 
-    def cancel(self, reservation: Reservation) -> None:
-        """Ends a reservation: what is left of it is free for others. Appends that were made stay."""
+    def cancel(self, reservation: Reservation[Change]) -> None:
+        """Ends a reservation, whatever has come of it. Appends that were placed stay."""
         if not reservation.is_open:
             return
         reservation.is_open = False
-        self._allocator.unreserve(reservation.pages)
-        for append in reservation.appends.values():
-            if append.copied is not None:
-                self._allocator.release([append.copied])
-            self.counts.appends += append.appended > 0
-            self.counts.appended_tokens += append.appended
+        if reservation.in_line:
+            reservation.wait_no_more()
+            self._settle(reservation.layers)
+        if reservation.placed:
+            for _, append in reservation.changes:
+                assert isinstance(append, Append)
+                if append.copied is not None:
+                    self._allocator.release([append.copied])
+                self.counts.appends += append.tokens > 0
+                self.counts.appended_tokens += append.tokens
         for cache in reservation.caches:
             self._let_go(cache)
 
-    def _make_room(self, wanted: dict[tuple[Cache, int], Append], idle: set[Cache], now: float) -> int:
-        """How many pages the appends need, when there are so many."""
+    def _open(self, caches: set[Cache], changes: Sequence[tuple[CacheLayer, C]]) -> Reservation[C]:
+        for cache in caches:
+            cache.users += 1
+        return Reservation(caches, changes)
+
+    def _promise(self, reservation: Reservation[Append], now: float) -> None:
+        """Sees to it that all who wait for the layers of a reservation have been promised what they need."""
+        changes = reservation.changes
         while True:
-            layers = [(cache, cache.layers[index], append.tokens) for (cache, index), append in wanted.items()]
-            exact = sum(layer.pages_for(tokens) for _, layer, tokens in layers)
-            if exact > self._allocator.pages:
-                raise InvalidRequest(
-                    "", f"at most {self.pool_bytes} bytes to append", exact * self.page_bytes, LIMIT_EXCEEDED
-                )
-            # What is evicted may have shared a last page, which then need not be copied: so needs are counted again.
-            needed = sum(
-                layer.pages_for(tokens) if cache in idle else layer.most_pages_for(tokens)
-                for cache, layer, tokens in layers
-            )
+            more = [layer.coming_pages - layer.promised for layer, _ in changes]
+            needed = sum(more)
             available = self._allocator.available
             if needed <= available:
-                return needed
+                break
+            alone = sum(layer.pages_for(append.tokens) for layer, append in changes)
+            if alone > self._allocator.pages:
+                raise InvalidRequest(
+                    "", f"at most {self.pool_bytes} bytes to append", alone * self.page_bytes, LIMIT_EXCEEDED
+                )
+            # What is evicted may have shared a last page, which then need not be copied: so needs are counted again.
             if not self._evict_oldest(now, "pages"):
                 raise CacheFull(needed * self.page_bytes, available * self.page_bytes, self._retry_delay(now))
+        if any(more):
+            self._allocator.reserve(needed)
+            for (layer, _), pages in zip(changes, more, strict=True):
+                layer.promised += pages
 
-    def _make_room_for_one(self, now: float) -> None:
-        while len(self._caches) >= self.max_caches:
-            if not self._evict_oldest(now, "caches"):
-                raise Overloaded("caches", self.max_caches, self._retry_delay(now))
-
-    def _made_by(self, owner: str | None, request_id: bytes, shape: CacheShape, now: float) -> Cache | None:
-        """The cache that an owner's request has made, if it is there and of that shape."""
-        made = self._made.get((owner, request_id))
-        if made is None or made.expired(now):
-            return None
-        if made.shape != shape:
-            raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
-        return made
-
-    def _enter(
-        self,
-        shape: CacheShape,
-        layers: Sequence[CacheLayer],
-        ttl: float | None,
-        now: float,
-        owner: str | None,
-        request_id: bytes,
-    ) -> Cache:
-        cache = Cache(secrets.token_urlsafe(NAME_BYTES), owner, shape, self.page_bytes, layers, ttl, now, request_id)
-        self._caches[cache.name] = cache
-        if request_id:
-            self._made[owner, request_id] = cache
-        self._leases.enter(cache)
-        return cache
-
-    def _require(self, cache: Cache) -> None:
-        if cache.gone:
-            raise NotFound("cache", cache.name)
-
-    def _evict_oldest(self, now: float, reason: EvictionReason) -> bool:
-        """Whether there was an expired cache to evict."""
-        cache = self._leases.first()
-        if cache is None or not cache.expired(now):
-            return False
-        self._evict(cache, reason)
-        return True
-
-    def _evict(self, cache: Cache, reason: EvictionReason) -> None:
-        self.counts.evictions[reason] += 1
-        self._remove(cache)
-
-    def _remove(self, cache: Cache) -> None:
-        cache.gone = True
-        del self._caches[cache.name]
-        if self._made.get((cache.owner, cache.request_id)) is cache:
-            del self._made[cache.owner, cache.request_id]
-        self._leases.leave(cache)
-        if not cache.users:
-            self._free(cache)
-
-    def _let_go(self, cache: Cache) -> None:
-        cache.users -= 1
-        if cache.users:
-            return
-        if cache.gone:
-            self._free(cache)
-        else:
-            self._leases.enter(cache)
-
-    def _free(self, cache: Cache) -> None:
-        for layer in cache.layers:
-            self.tokens -= layer.length
-            layer.truncate(0)
-
-    def _retry_delay(self, now: float) -> float:
-        """Seconds until the next lease ends, within bounds: an append in flight may be undone sooner, or deleted."""
-        return min(max(self._leases.next_end() - now, MIN_RETRY_DELAY), MAX_RETRY_DELAY)
+    def _settle(self, layers: Iterable[CacheLayer]) -> None:
+        """Promises those who wait for layers what they need as these are now, as far as there is so much."""
+        for layer in layers:
+            if layer.promised or layer.is_waited_for:
+                more = min(layer.coming_pages - layer.promised, self._allocator.available)
+                self._allocator.reserve(more)
+                layer.promised += more

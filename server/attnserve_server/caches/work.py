@@ -1,9 +1,9 @@
 """Operations on caches, as the engine runs them: each at its turn, appends all or none.
 
-A request holds its caches from its admission on, so that none is evicted, and the pages that its append may need are
-reserved then: what has been admitted does not fail for want of room. Lengths are compared with what the caller expects
-when the turn has come, because what came before may change them. Until then, what a request costs is counted by the
-length that those before it mean to leave; at its turn, by the length that it meets.
+A request holds its caches from its admission on, so that none is evicted, and the pages that its append needs are
+promised then: what has been admitted does not fail for want of room that could have been foreseen. Lengths are compared
+with what the caller expects when the turn has come, because what came before may change them. Until then, pages and
+costs are counted by the length that those before it mean to leave; at its turn, by the length that it meets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.layer import CacheLayer
-from attnserve_server.caches.store import CacheStore, Placement, Reservation
+from attnserve_server.caches.changes import Append
+from attnserve_server.caches.reservation import Reservation
+from attnserve_server.caches.store import CacheStore, Placement
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
 
 if TYPE_CHECKING:
@@ -41,9 +42,13 @@ class Use:
     tokens: int
     expected_length: int | None
 
+    def expects(self, length: int) -> bool:
+        """Whether the caller expects this length, or any."""
+        return self.expected_length is None or self.expected_length == length
+
     def check_length(self, length: int) -> None:
         """Raises FailedPrecondition if the caller expects another length."""
-        if self.expected_length is not None and self.expected_length != length:
+        if not self.expects(length):
             message = f"the cache has {length} tokens, not {self.expected_length}; nothing was changed"
             raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length))
 
@@ -57,10 +62,9 @@ class CacheWork:
     received_bytes: int
     needs: Sequence[Hashable] = field(init=False)
     lengths: list[int] = field(default_factory=list, init=False)
-    placements: list[Placement] = field(default_factory=list, init=False)
+    placements: Sequence[Placement] = field(default=(), init=False)
     _before: list[int] = field(default_factory=list, init=False)
-    _announced: list[tuple[CacheLayer, int]] = field(default_factory=list, init=False)
-    _reservation: Reservation | None = field(default=None, init=False)
+    _appends: Reservation[Append] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Names the caches, each once, however many of its layers are used."""
@@ -81,50 +85,43 @@ class CacheWork:
         return 0
 
     def enter(self) -> None:
-        """Holds the caches and reserves what the appends may need. Raises CacheFull."""
+        """Holds the caches and lines up to change them. Raises CacheFull."""
         store, now = self.host.store, monotonic()
-        appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
-        if appends:
-            self._reservation = store.reserve(appends, now)
+        self.line_up(now)
         for held, use in enumerate(self.uses):
             try:
                 store.hold(use.cache, now)
             except RequestError:  # room was made for others at its expense
                 for other in self.uses[:held]:
                     store.release(other.cache, now)
-                if self._reservation is not None:
-                    store.cancel(self._reservation)
+                self.leave_line()
                 raise
-        self._announced = self.changes()
-        for layer, tokens in self._announced:
-            layer.coming += tokens
 
-    def changes(self) -> list[tuple[CacheLayer, int]]:
-        """By how many tokens which layers will be longer, or shorter, when it has had its turn."""
-        return [(use.cache.layers[use.layer], use.tokens) for use in self.uses if use.tokens]
+    def line_up(self, now: float) -> None:
+        """Reserves what it appends."""
+        appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
+        if appends:
+            foreseen = all(use.expects(use.cache.coming_length(use.layer)) for use in self.uses)
+            self._appends = self.host.store.reserve(appends, now, foreseen)
+
+    def leave_line(self) -> None:
+        """What it means to do is done, or never will be."""
+        if self._appends is not None:
+            self.host.store.cancel(self._appends)
 
     def begin(self) -> None:
-        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected, and what
-        `count` and `check` do.
+        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected, CacheFull if
+        there is less room than could be foreseen, and what `count` and `check` do.
         """
-        self.announce_no_more()
-        store = self.host.store
         self._before = [use.cache.length(use.layer) for use in self.uses]
         for use, before in zip(self.uses, self._before, strict=True):
             use.check_length(before)
         lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
         self.check(max(lengths, default=0))
         self.count(lengths)
-        for use in self.uses:
-            if use.tokens and self._reservation is not None:
-                self.placements.append(store.append(use.cache, use.layer, use.tokens, self._reservation))
+        if self._appends is not None:
+            self.placements = self.host.store.place(self._appends, monotonic())
         self.lengths = lengths
-
-    def announce_no_more(self) -> None:
-        """What it means to do to its caches is done now, or never will be."""
-        for layer, tokens in self._announced:
-            layer.coming -= tokens
-        self._announced = []
 
     def count(self, lengths: list[int]) -> None:
         """Counts what it costs where the layers have so many tokens, with its own. Raises InvalidRequest if that is
@@ -136,17 +133,15 @@ class CacheWork:
 
     def end(self, failed: bool) -> None:
         """Takes the appends back if nothing came of them."""
-        if failed and self._reservation is not None:
-            self.host.store.undo(self._reservation)
+        if failed and self._appends is not None:
+            self.host.store.undo(self._appends)
 
     def leave(self) -> None:
         """Lets go of everything."""
-        self.announce_no_more()
-        store, now = self.host.store, monotonic()
-        if self._reservation is not None:
-            store.cancel(self._reservation)
+        self.leave_line()
+        now = monotonic()
         for use in self.uses:
-            store.release(use.cache, now)
+            self.host.store.release(use.cache, now)
 
 
 def cache_named(host: Host, name: str, owner: str | None) -> Cache:

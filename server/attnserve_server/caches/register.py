@@ -1,0 +1,154 @@
+"""The caches that there are: what they are called, whose they are, and which of them go because their lease has ended.
+
+In: caches, and who looks for them at what time. Out: caches, or that there is none. Pure: no torch, no clock, no
+waiting. What is in a cache is the store's affair (`store.py`); here its pages are only let go of.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.counts import Counts, EvictionReason
+from attnserve_server.caches.layer import CacheLayer
+from attnserve_server.caches.leases import Leases
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
+
+MIN_RETRY_DELAY: Final = 0.05
+MAX_RETRY_DELAY: Final = 10.0
+NAME_BYTES: Final = 18
+"""Random bytes in a name: more than anybody can guess, and 24 characters."""
+
+
+class Register:
+    """All caches, by their names. Times are seconds of one clock; a ttl of None is forever."""
+
+    def __init__(self, page_bytes: int, max_caches: int) -> None:
+        """No caches; there may be `max_caches`."""
+        self.page_bytes = page_bytes
+        self.max_caches = max_caches
+        """The most that there may be."""
+        self.counts = Counts()
+        self.tokens = 0
+        """The tokens of all layers of all caches; those that are shared count for each."""
+        self._caches: dict[str, Cache] = {}
+        self._made: dict[tuple[str | None, bytes], Cache] = {}
+        """By their owners and the ids of the requests that made them."""
+        self._leases = Leases()
+
+    def __len__(self) -> int:
+        """How many caches there are."""
+        return len(self._caches)
+
+    def get(self, name: str, now: float, owner: str | None = None) -> Cache:
+        """The cache of that name. Raises NotFound if it is not there, not any more, or another owner's."""
+        cache = self._caches.get(name)
+        if cache is not None and cache.expired(now):
+            self._evict(cache, "lease")
+            cache = None
+        if cache is None or cache.owner != owner:
+            raise NotFound("cache", name)
+        return cache
+
+    def list(self, owner: str | None, now: float) -> Sequence[Cache]:
+        """The caches of an owner, by the time of their creation."""
+        self.expire(now)
+        return [cache for cache in self._caches.values() if cache.owner == owner]
+
+    def expire(self, now: float) -> None:
+        """Evicts every cache whose lease has ended. Nothing depends on it, but the pages are free the sooner."""
+        while self._evict_oldest(now, "lease"):
+            pass
+
+    def delete(self, cache: Cache) -> None:
+        """The cache is gone: for callers at once, its pages when nothing holds it any more."""
+        if not cache.gone:
+            self.counts.deletions += 1
+            self._remove(cache)
+
+    def hold(self, cache: Cache, now: float) -> None:
+        """An operation in flight uses the cache, until it releases it. Raises NotFound if the cache is gone."""
+        self._require(cache)
+        cache.users += 1
+        cache.renew(now)
+
+    def release(self, cache: Cache, now: float) -> None:
+        """An operation that held the cache is over."""
+        cache.renew(now)
+        self._let_go(cache)
+
+    def _make_room_for_one(self, now: float) -> None:
+        while len(self._caches) >= self.max_caches:
+            if not self._evict_oldest(now, "caches"):
+                raise Overloaded("caches", self.max_caches, self._retry_delay(now))
+
+    def _made_by(self, owner: str | None, request_id: bytes, shape: CacheShape, now: float) -> Cache | None:
+        """The cache that an owner's request has made, if it is there and of that shape."""
+        made = self._made.get((owner, request_id))
+        if made is None or made.expired(now):
+            return None
+        if made.shape != shape:
+            raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
+        return made
+
+    def _enter(
+        self,
+        shape: CacheShape,
+        layers: Sequence[CacheLayer],
+        ttl: float | None,
+        now: float,
+        owner: str | None,
+        request_id: bytes,
+    ) -> Cache:
+        cache = Cache(secrets.token_urlsafe(NAME_BYTES), owner, shape, self.page_bytes, layers, ttl, now, request_id)
+        self._caches[cache.name] = cache
+        if request_id:
+            self._made[owner, request_id] = cache
+        self._leases.enter(cache)
+        return cache
+
+    def _require(self, cache: Cache) -> None:
+        if cache.gone:
+            raise NotFound("cache", cache.name)
+
+    def _evict_oldest(self, now: float, reason: EvictionReason) -> bool:
+        """Whether there was an expired cache to evict."""
+        cache = self._leases.first()
+        if cache is None or not cache.expired(now):
+            return False
+        self._evict(cache, reason)
+        return True
+
+    def _evict(self, cache: Cache, reason: EvictionReason) -> None:
+        self.counts.evictions[reason] += 1
+        self._remove(cache)
+
+    def _remove(self, cache: Cache) -> None:
+        cache.gone = True
+        del self._caches[cache.name]
+        if self._made.get((cache.owner, cache.request_id)) is cache:
+            del self._made[cache.owner, cache.request_id]
+        self._leases.leave(cache)
+        if not cache.users:
+            self._free(cache)
+
+    def _let_go(self, cache: Cache) -> None:
+        cache.users -= 1
+        if cache.users:
+            return
+        if cache.gone:
+            self._free(cache)
+        else:
+            self._leases.enter(cache)
+
+    def _free(self, cache: Cache) -> None:
+        for layer in cache.layers:
+            self.tokens -= layer.length
+            layer.truncate(0)
+
+    def _retry_delay(self, now: float) -> float:
+        """Seconds until the next lease ends, within bounds: an append in flight may be undone sooner, or deleted."""
+        return min(max(self._leases.next_end() - now, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

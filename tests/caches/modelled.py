@@ -1,0 +1,133 @@
+"""A trivial model of caches: lists of tokens, a table that obeys placements, and a clock. Who holds which page is
+counted anew each time, and what those who wait will take is found by letting them have it, a token at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.changes import Append
+from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.reservation import Reservation
+from attnserve_server.caches.shape import CacheShape
+
+LAYERS = 2
+SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=LAYERS, dtype="float32")
+PAGE_TOKENS = 4
+PAGE_BYTES = 256
+PAGES = 14
+NOBODYS = -1
+"""What is in the memory where it is free."""
+
+
+@dataclass(eq=False)
+class Model:
+    """What a cache should be."""
+
+    cache: Cache
+    tokens: list[list[int]]
+    ttl: float | None
+    expires: float
+    waiting: list[Operation] = field(default_factory=list)
+    users: int = 0
+    deleted: bool = False
+
+
+@dataclass(eq=False)
+class Operation:
+    """Something that waits for its turn on its caches, or has it, or is over and about to leave."""
+
+    models: list[Model]
+    reservation: Reservation[Any]
+    wanted: list[tuple[Model, int, list[int]]] = field(default_factory=list)
+    """What is appended to which layer."""
+    foreseen: bool = True
+    """Whether others were told that it will happen."""
+    fork_ttl: float | None = None
+    truncate_to: int | None = None
+    placements: list[Placement] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    state: str = "waiting"
+    surprised: bool = False
+    """Whether it may take more than was foreseen: something before it did not happen, where not all append."""
+
+
+class World:
+    """All caches that there should be, all operations in flight, and the memory."""
+
+    def __init__(self) -> None:
+        self.memory = [[NOBODYS] * PAGE_TOKENS for _ in range(PAGES)]
+        self.models: list[Model] = []
+        self.operations: list[Operation] = []
+        self.now = 0.0
+
+    def present(self) -> list[Model]:
+        return [model for model in self.models if not model.deleted]
+
+    def expired(self) -> list[Model]:
+        return [model for model in self.present() if not model.users and model.expires <= self.now]
+
+    def forget(self) -> None:
+        """What is deleted and not in use is nowhere any more."""
+        self.models = [model for model in self.models if model.users or not model.deleted]
+
+    def renew(self, model: Model) -> None:
+        model.expires = inf if model.ttl is None else self.now + model.ttl
+
+    def holders(self) -> Counter[int]:
+        """Who holds each page: layers, and operations that may still be copying it."""
+        held = Counter(page for model in self.models for layer in range(LAYERS) for page in model.cache.pages(layer))
+        for operation in self.operations:
+            changes = operation.reservation.changes if operation.reservation.is_open else []
+            held.update(c.copied for _, c in changes if isinstance(c, Append) and c.copied is not None)
+        return held
+
+    def waiting(self, model: Model) -> list[Operation]:
+        return [operation for operation in model.waiting if operation.state == "waiting"]
+
+    def pages_to_come(self, model: Model, layer: int, line: Sequence[Operation]) -> int:
+        """The most free pages that operations take of a layer, if each does what it means to do."""
+        holders, pages, length = self.holders(), list(model.cache.pages(layer)), len(model.tokens[layer])
+        taken = most = 0
+
+        def let_go(page: int) -> None:
+            nonlocal taken
+            holders[page] -= 1
+            taken -= not holders[page]
+
+        def take() -> None:
+            nonlocal taken, most
+            pages.append(1000 + holders.total())
+            holders[pages[-1]] += 1
+            taken += 1
+            most = max(most, taken)
+
+        for operation in line:
+            if operation.wanted:
+                [new] = [new for other, index, new in operation.wanted if (other, index) == (model, layer)] or [[]]
+                for _ in new:
+                    if length % PAGE_TOKENS == 0:
+                        take()
+                    elif holders[pages[-1]] > 1:
+                        let_go(pages.pop())
+                        take()
+                    length += 1
+            elif operation.truncate_to is None:
+                holders.update(pages)
+            else:
+                length = min(length, operation.truncate_to)
+                while len(pages) * PAGE_TOKENS >= length + PAGE_TOKENS:
+                    let_go(pages.pop())
+        return most
+
+    def surprise(self, model: Model, by: Operation) -> None:
+        """An operation on a cache does not happen, on which others count who wait behind it."""
+        waiting = self.waiting(model)
+        if not all(operation.wanted for operation in [by, *waiting]):
+            for operation in waiting:
+                operation.surprised = True
