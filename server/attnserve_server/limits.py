@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
-from attnserve_server.tensors import MAX_LENGTH, TensorSpec
+from attnserve_server.tensors import MAX_LENGTH, MAX_RANK, TensorSpec, check_rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class RequestLimits:
     Compared by identity: a server has one, and it is part of the key of what is remembered of headers.
     """
 
-    max_rank: int = 4
+    max_rank: int = MAX_RANK
     max_elements: int = MAX_LENGTH
     max_sequences: int = 1 << 14
     """Each costs microseconds of the event loop."""
@@ -30,10 +30,7 @@ class RequestLimits:
     def check_tensors(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Raises InvalidRequest if a tensor has too many axes or elements."""
         for path, spec in tensors.items():
-            if len(spec.shape) > self.max_rank:
-                raise InvalidRequest(
-                    f"{path}.shape", f"at most {self.max_rank} axes", f"{len(spec.shape)} axes", LIMIT_EXCEEDED
-                )
+            check_rank(f"{path}.shape", spec.shape, self.max_rank)
             if (elements := prod(spec.shape)) > self.max_elements:
                 raise InvalidRequest(f"{path}.shape", f"at most {self.max_elements} elements", elements, LIMIT_EXCEEDED)
 

@@ -23,7 +23,16 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
-from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, parameter, shown, tensor_at
+from attnserve_server.tensors import (
+    TensorSpec,
+    check_broadcast,
+    check_rank,
+    float_tensor,
+    int_tensor,
+    parameter,
+    shown,
+    tensor_at,
+)
 
 WRITTEN_OUT = 8
 """How many times as long an operation takes where attention is written out, for softcaps, scores to return and learned
@@ -297,7 +306,8 @@ def _batch_of_packed(message: pb.AttendRequest) -> int:
     for name in ("query_lengths", "kv_lengths"):
         if not message.HasField(name):
             raise InvalidRequest(name, "the lengths of the packed sequences", "nothing")
-    shape = tuple(message.query_lengths.shape)
+    shape = message.query_lengths.shape
+    check_rank("query_lengths.shape", shape)
     if len(shape) != 1:
         raise InvalidRequest("query_lengths.shape", "[B]", list(shape))
     return shape[0]

@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 
 from attnserve import _dtypes, _wire
 from attnserve.v1 import tensor_pb2
-from attnserve_server.errors import InvalidRequest
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 
+MAX_RANK = 4
+"""The most axes of a tensor, whatever a server is told."""
 MAX_LENGTH = (1 << 31) - 1
 """The longest axis of a tensor."""
 
@@ -47,6 +49,7 @@ def tensor_at(message: Message, path: str) -> TensorSpec:
     dtype = _dtypes.NUMPY.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
+    check_rank(f"{path}.shape", tensor.shape)
     shape = tuple(tensor.shape)
     if any(not 0 <= length <= MAX_LENGTH for length in shape):
         raise InvalidRequest(f"{path}.shape", f"lengths from 0 to {MAX_LENGTH}", list(shape))
@@ -55,6 +58,14 @@ def tensor_at(message: Message, path: str) -> TensorSpec:
     if size != expected:
         raise InvalidRequest(f"{path}.data", f"{expected} bytes for {dtype.name} {list(shape)}", f"{size} bytes")
     return TensorSpec(payload, tensor.dtype, shape)
+
+
+def check_rank(field: str, shape: Sequence[int], most: int = MAX_RANK) -> None:
+    """Raises InvalidRequest if there are too many axes, before any is looked at: the product of as many lengths as fit
+    into a message takes minutes.
+    """
+    if len(shape) > most:
+        raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED)
 
 
 def float_tensor(message: Message, path: str) -> TensorSpec:

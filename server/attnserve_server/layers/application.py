@@ -18,7 +18,7 @@ from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.limits import RequestLimits
 from attnserve_server.options import is_bottom_right, priority_of, score_stage_of, window_of
-from attnserve_server.tensors import TensorSpec, check_broadcast, float_tensor, int_tensor, shown, tensor_at
+from attnserve_server.tensors import TensorSpec, check_broadcast, check_rank, float_tensor, int_tensor, shown, tensor_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def _application(message: pb.ApplyRequest) -> Application:
     packed = not batched and message.HasField("lengths")
     batch = spec.shape[0] if batched else 1
     if packed:
-        shape = tuple(message.lengths.shape)
+        shape = message.lengths.shape
+        check_rank("lengths.shape", shape)
         if len(shape) != 1:
             raise InvalidRequest("lengths.shape", "[B]", list(shape))
         batch = shape[0]
