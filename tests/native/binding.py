@@ -7,9 +7,9 @@ that what is read beside an array shows. Outputs lie between bytes that must sta
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
@@ -26,6 +26,8 @@ from attnserve_server.native.library import (
     Library,
     Shape,
     Strides,
+    Team,
+    Threads,
     available,
     pack,
 )
@@ -198,28 +200,17 @@ class _Packed:
 def attend(library: Library, calls: Sequence[Call], threads: int = 1, room: Room = room) -> list[Outcome]:
     """What comes of calls that are computed together. `room` is for the results."""
     packed = [_Packed(call, room) for call in calls]
-    every = bytearray().join(each.bytes for each in packed)
-    not_finite = library.attend(every, on_threads(threads) if threads > 1 else None)
+    shared = Threads(_team(threads - 1), threads - 1) if threads > 1 else None
+    not_finite = library.attend(bytearray().join(each.bytes for each in packed), shared)
     return [each.outcome(place not in not_finite) for place, each in enumerate(packed)]
 
 
-def on_threads(count: int) -> Callable[[Callable[[], None]], None]:
-    """Runs a function on so many threads that begin together."""
-
-    def run(compute: Callable[[], None]) -> None:
-        barrier = threading.Barrier(count)
-
-        def begin() -> None:
-            barrier.wait()
-            compute()
-
-        started = [threading.Thread(target=begin) for _ in range(count)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-
-    return run
+@cache
+def _team(helpers: int) -> Team:
+    """A team all of whose helpers take part in all that is computed with it."""
+    team = Team(helpers, patient=True)
+    assert len(team) == helpers
+    return team
 
 
 def paged(call: Call, page_tokens: int, order: Sequence[int]) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -19,11 +20,11 @@ randoms = st.integers(0, 2**32 - 1).map(Random)
 """What calls are drawn with."""
 
 
-def random_call(random: Random) -> Call:
-    """A call of any kind. Arrays are unit-normal, rounded to their dtypes."""
+def random_call(random: Random, lengths: Sequence[int] = LENGTHS, many_keys: Sequence[int] = KEYS) -> Call:
+    """A call of any kind, with so many queries and keys. Arrays are unit-normal, rounded to their dtypes."""
     numbers = np.random.default_rng(random.randrange(2**32))
     kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 3, 4, 7))
-    heads, length, keys = kv_heads * group, random.choice(LENGTHS), random.choice(KEYS)
+    heads, length, keys = kv_heads * group, random.choice(lengths), random.choice(many_keys)
     width, value_width = random.choice(WIDTHS), random.choice(WIDTHS)
     query_dtype = random.choice(FLOATS)
     kv_dtype = random.choice((query_dtype, query_dtype, *FLOATS))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import messages
 import numpy as np
 import pytest
 
-from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
 from attnserve_server.request import Request
 
@@ -63,28 +65,41 @@ def test_a_reply_holds_no_memory_of_others(device: CpuDevice) -> None:
     assert large.output.nbytes > 100_000
 
 
-class _Overdue:
-    """A pool whose threads cannot be started now: what it was given runs when that is long done."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def submit(self, function: Any) -> Future[None]:
-        self.given.append(function)
-        raise RuntimeError("can't start new thread")
-
-
 def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     asked = messages.read(messages.random_attend(5, 300, heads=4, width=64))
-    assert asked.flops > SPLIT_FLOPS
+    assert asked.flops > 2 * HELPED_FLOPS
     (expected,) = device.run([asked]).results
-    pool = _Overdue()
-    monkeypatch.setattr(device, "_pool", pool)
-    (found,) = device.run([asked]).results
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", start)
+        lonely = CpuDevice(2, 0, library.best())
+    (found,) = lonely.run([asked]).results
+    lonely.close()
     assert bytes(found.output) == bytes(expected.output)
-    assert len(pool.given) == 1
-    before = bytes(found.output)
-    pool.given[0]()  # finds that nothing is left, and writes nothing
-    assert bytes(found.output) == before
+
+
+def test_who_finds_the_team_at_work_computes_alone(device: CpuDevice) -> None:
+    """Several callers at once have one team, which helps but one of them at a time."""
+    asked = [messages.read(messages.random_attend(seed, 200, heads=4, width=64)) for seed in range(4)]
+    expected = [bytes(device.run([request]).results[0].output) for request in asked]
+
+    def run(place: int) -> bytes:
+        return bytes(device.run([asked[place]]).results[0].output)
+
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(run, [*range(4)] * 25))
+    assert found == expected * 25
+
+
+def test_a_team_ends_with_its_device() -> None:
+    before = set(enumerate_threads())
+    device = CpuDevice(4, 0, library.best())
+    helpers = set(enumerate_threads()) - before
+    assert len(helpers) == 3
+    device.close()
+    assert not any(thread.is_alive() for thread in helpers)
+    device.close()

@@ -11,8 +11,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Lock, local
@@ -28,13 +27,16 @@ from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.native.calls import applies, attend_all
-from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Threads
+from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
-"""Work below this many FLOPs is done sooner by one thread than it is divided."""
+"""Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
+
+HELPED_FLOPS = 2_000_000
+"""The native kernel has a thread for so many FLOPs: the team that helps it is there in microseconds."""
 
 ALONE_FLOPS = 4_000_000
 """Work below this is done by the native kernel before another thread could have taken the interpreter, and given it
@@ -43,6 +45,9 @@ back.
 
 TASKS = 8
 """Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
+
+
+_ALONE = Threads()
 
 
 class CpuDevice:
@@ -64,6 +69,7 @@ class CpuDevice:
         self._counting = Lock()
         self._thread = local()
         self._pool = ThreadPoolExecutor(threads, "attnserve-cpu", self._mark) if threads > 1 else None
+        self._team = Team(threads - 1) if threads > 1 and native is not None else None
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch."""
@@ -169,8 +175,9 @@ class CpuDevice:
         """Those who compute work of this cost by the native kernel: None is the caller, who lets nobody else run."""
         if flops < ALONE_FLOPS:
             return None
-        pool = self._pool_for(flops)
-        return _alone if pool is None else partial(_together, pool, self.threads)
+        if self._team is None or hasattr(self._thread, "own"):
+            return _ALONE
+        return Threads(self._team, min(len(self._team), flops // HELPED_FLOPS - 1))
 
     def _count(self, kernel: str, calls: int) -> None:
         with self._counting:
@@ -232,25 +239,8 @@ class CpuDevice:
         """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _alone(compute: Callable[[], None]) -> None:
-    """Computes here, while others run Python."""
-    compute()
-
-
-def _together(pool: ThreadPoolExecutor, threads: int, compute: Callable[[], None]) -> None:
-    """Computes here and on all other threads, which share the work. Those that cannot be had are done without."""
-    others: list[Future[None]] = []
-    try:
-        with suppress(RuntimeError):  # the limit of threads
-            while len(others) < threads - 1:
-                others.append(pool.submit(compute))
-        compute()
-    finally:
-        wait(others)  # what they write to must not go before them
-    for other in others:
-        other.result()
+        if self._team is not None:
+            self._team.close()
 
 
 def _run_each(computations: Sequence[Callable[[], AttentionResult]]) -> list[AttentionResult]:

@@ -5,7 +5,7 @@
 #ifndef ATTNSERVE_ATTENTION_H
 #define ATTNSERVE_ATTENTION_H
 
-#include <stdint.h>
+#include "team.h"
 
 enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
@@ -36,11 +36,24 @@ struct call {
     double scale, softcap;  /* softcap 0: none */
 };
 
-/* Computes calls, together with all threads that were given the same calls and the same counter, which begins at 0:
-   each takes the next unit of work until none is left. A unit's bits do not depend on who computes it, nor on the other
-   calls. Returns 0, or -1 if there was no memory: then nothing of this thread's is of any meaning. */
-int64_t attnserve_attend_avx512(struct call *calls, int64_t count, int64_t *next);
-int64_t attnserve_attend_avx2(struct call *calls, int64_t count, int64_t *next);
+/* Computes calls, with the help of at most so many of a team, or alone where that is NULL. They take units of work, the
+   next one as each is done. A unit's bits do not depend on who computes it, nor on the other calls. Returns 0, or -1 if
+   there was no memory: then nothing is of any meaning. */
+int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *team, int64_t helpers);
+int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
+
+/* A team that nobody helps yet; NULL if there is no memory. Who calls a patient one waits until all have come who are to
+   help, of whom there must be enough: that is for tests. */
+struct team *attnserve_gather(int64_t patient);
+
+/* Helps a team until it is dismissed. */
+void attnserve_help(struct team *team);
+
+/* Sends all helpers home. Those who work finish that first. */
+void attnserve_dismiss(struct team *team);
+
+/* Ends a team, when all helpers have gone. */
+void attnserve_disband(struct team *team);
 
 /* The best of them that this processor has the instructions for: 512, 2, or 0 for neither. */
 int64_t attnserve_instructions(void);

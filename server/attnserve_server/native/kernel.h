@@ -1,11 +1,14 @@
 /* Exact attention with the vectors of one instruction set, which whoever includes this file has defined.
 
    Rows that read the same key head meet a block of keys together. A unit of work is some rows of one key head of a
-   call, or all of those of a group of calls, which share pages. */
+   call, or all of those of a group of calls, which share pages. Few rows over many keys meet them in several units, by
+   ranges of keys; what they come to in each is merged in the order of the keys. */
 
 #include "rows.h"
 
 enum {
+    RANGE_KEYS = 2048,  /* of a unit of few rows: how many ranges there are follows from a call's own keys */
+    RANGE_ROWS = 32,    /* of a call: more are as many units without that, and would need more memory for what is merged */
     UNIT_ROWS = 126,    /* of a unit of work, about, if its call is in no group: each transposes all keys by itself */
     GROUP_ROWS = 504,   /* calls of a group that together have more of a key head are computed as several groups */
 };
@@ -15,6 +18,7 @@ struct memory {
     float *outputs;             /* [rows, padded Dv] */
     float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
     float *values;              /* [BLOCK, padded Dv] */
+    float *merged;              /* two times what a row comes to, see `keep` */
     struct row *rows;
     float scores[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
 };
@@ -92,22 +96,59 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
     }
 }
 
+/* How many ranges of keys the rows of a call meet apart. */
+INLINE int64_t ranges_of(const struct call *call) {
+    int64_t rows = rows_of_call(call);
+    return rows < 1 || rows > RANGE_ROWS ? 1 : (most(call->kv_length, 1) - 1) / RANGE_KEYS + 1;
+}
+
+/* Floats of what a row comes to. */
+INLINE int64_t kept_floats(const struct call *call) { return padded(call->value_dim) + V; }
+
 /* Computes again, by itself, a row that is not finite: it may have met a value that only other rows of its tile reach,
    be they of another call. Returns whether it is finite. */
 __attribute__((noinline, cold))
 static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head, int few) {
     struct row *row = memory->rows + place;
-    int64_t value_width = padded(row->call->value_dim);
-    float *output = memory->outputs + place * value_width;
-    begin_row(row, row->call, row->head, row->query);
-    memset(output, 0, value_width * sizeof(float));
-    meet(memory, place, place + 1, kv_head, 0, row->call->kv_length, few);
+    const struct call *call = row->call;
+    int64_t value_width = padded(call->value_dim), head = row->head, query = row->query, ranges = ranges_of(call);
+    float *output = memory->outputs + place * value_width, *merged = memory->merged;
+    for (int64_t range = 0; range < ranges; range++) {
+        begin_row(row, call, head, query);
+        if (ranges > 1) narrow_row(row, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
+        memset(output, 0, value_width * sizeof(float));
+        meet(memory, place, place + 1, kv_head, 0, call->kv_length, few);
+        if (ranges == 1) break;
+        keep(row, output, value_width, range ? merged + value_width + V : merged);
+        if (range) join(merged, merged + value_width + V, value_width);
+    }
+    if (ranges > 1) recall(row, output, value_width, merged);
     return end_row(row, output);
 }
 
-/* Computes rows from `first` up to `last`, counted query by query, of one key head of all calls of a group. */
+/* Writes what the rows of a unit have come to. */
+static void end_rows(struct memory *memory, struct call *calls, int64_t count, int64_t rows, int64_t kv_head, int few) {
+    int64_t value_width = padded(calls->value_dim);
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
+            if (end_row(memory->rows + r, memory->outputs + r * value_width)) continue;
+            if (__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED) && !is_finite_alone(memory, r, kv_head, few))
+                __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+        }
+    }
+}
+
+/* What the rows of a group and of one key head come to in each range of keys: there is none of it if `ranges` is 1. */
+struct apart {
+    int64_t ranges;     /* of the call that has most */
+    float *kept;        /* [ranges, rows, kept_floats] */
+    int64_t *left;      /* ranges that nobody has computed yet */
+};
+
+/* Computes rows from `first` up to `last`, counted query by query, of one key head of all calls of a group, over the
+   keys of a range. Who computes the last range merges all. */
 static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
-                     int64_t last) {
+                     int64_t last, struct apart apart, int64_t range) {
     int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
     int64_t width = padded(calls->head_dim), value_width = padded(calls->value_dim);
     int few = rows_of_call(calls) <= FEW_ROWS;
@@ -116,6 +157,7 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
         for (int64_t r = 0; r < rows; r++) {
             int64_t query = (first + r) / group, head = kv_head * group + (first + r) % group, at = i * rows + r;
             begin_row(memory->rows + at, call, head, query);
+            if (apart.ranges > 1) narrow_row(memory->rows + at, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
             widen(element(call->query, call->query_dtype, query * call->query_token + head * call->query_head),
                   call->query_dtype, call->head_dim, memory->queries + at * width);
         }
@@ -129,14 +171,21 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
         together *= calls->page_tokens;
         meet(memory, 0, count * rows, kv_head, 0, together, few);
     }
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++)
         meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
-        for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
-            if (end_row(memory->rows + r, memory->outputs + r * value_width)) continue;
-            if (__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED) && !is_finite_alone(memory, r, kv_head, few))
-                __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+    if (apart.ranges > 1) {
+        int64_t each = kept_floats(calls), all = count * rows;
+        for (int64_t r = 0; r < all; r++)
+            keep(memory->rows + r, memory->outputs + r * value_width, value_width,
+                 apart.kept + (range * all + r) * each);
+        if (__atomic_sub_fetch(apart.left, 1, __ATOMIC_ACQ_REL)) return;
+        for (int64_t r = 0; r < all; r++) {
+            for (int64_t next = 1; next < ranges_of(calls + r / rows); next++)
+                join(apart.kept + r * each, apart.kept + (next * all + r) * each, value_width);
+            recall(memory->rows + r, memory->outputs + r * value_width, value_width, apart.kept + r * each);
         }
     }
+    end_rows(memory, calls, count, rows, kv_head, few);
 }
 
 /* How many of the calls from the first on are computed as a group. */
@@ -158,6 +207,53 @@ static float *floats(int64_t count) {
     return aligned_alloc(64, (size_t)(count * sizeof(float) + 63) / 64 * 64 + 64);
 }
 
+/* What threads compute together. */
+struct work {
+    struct call *calls;
+    int64_t count;
+    int64_t next;           /* the unit that nobody has taken yet */
+    float *kept;            /* of all groups and key heads that are computed by ranges, one behind the other */
+    int64_t *left;
+    int begun;              /* somebody had the memory to begin, who does all that others do not */
+};
+
+/* The ranges of a group; 1 is that its keys are not divided. */
+static int64_t ranges_of_group(const struct call *calls, int64_t group) {
+    int64_t ranges = 1;
+    for (int64_t i = 0; i < group; i++) ranges = most(ranges, ranges_of(calls + i));
+    return ranges;
+}
+
+/* The floats that one key head of a group keeps. */
+INLINE int64_t kept_of_group(const struct call *calls, int64_t group, int64_t ranges) {
+    return ranges > 1 ? ranges * group * rows_of_call(calls) * kept_floats(calls) : 0;
+}
+
+/* Takes memory for what all threads write to. */
+static int prepare(struct work *work) {
+    int64_t kept = 0, heads = 0;
+    for (int64_t at = 0; at < work->count;) {
+        const struct call *calls = work->calls + at;
+        int64_t group = group_of(calls, work->count - at), ranges = ranges_of_group(calls, group);
+        if (ranges > 1) heads += calls->kv_heads;
+        kept += calls->kv_heads * kept_of_group(calls, group, ranges);
+        at += group;
+    }
+    if (!heads) return 1;
+    work->kept = floats(kept);
+    work->left = malloc(heads * sizeof *work->left);
+    if (!work->kept || !work->left) return 0;
+    int64_t *left = work->left;
+    for (int64_t at = 0; at < work->count;) {
+        const struct call *calls = work->calls + at;
+        int64_t group = group_of(calls, work->count - at), ranges = ranges_of_group(calls, group);
+        if (ranges > 1)
+            for (int64_t head = 0; head < calls->kv_heads; head++) *left++ = ranges;
+        at += group;
+    }
+    return 1;
+}
+
 static int take_memory(struct memory *memory, const struct call *calls, int64_t count) {
     int64_t rows = 0, queries = 0, outputs = 0, keys = 0, values = 0;
     for (int64_t at = 0; at < count;) {
@@ -174,23 +270,32 @@ static int take_memory(struct memory *memory, const struct call *calls, int64_t 
     memory->outputs = floats(outputs);
     memory->keys = floats(keys * BLOCK);
     memory->values = floats(values * BLOCK);
+    memory->merged = floats(2 * (values + V));
     memory->rows = malloc(rows * sizeof *memory->rows + 1);
-    return memory->queries && memory->outputs && memory->keys && memory->values && memory->rows;
+    return memory->queries && memory->outputs && memory->keys && memory->values && memory->merged && memory->rows;
 }
 
-int64_t ATTEND(struct call *calls, int64_t count, int64_t *next) {
+/* Takes units of work until none is left. */
+static void compute(void *all) {
+    struct work *work = all;
     struct memory memory;
-    int64_t taken = take_memory(&memory, calls, count);
-    if (taken) {
-        int64_t unit = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), before = 0;
-        for (int64_t at = 0; at < count;) {
-            int64_t group = group_of(calls + at, count - at), each = unit_rows(calls + at, group);
-            int64_t rows = rows_of_call(calls + at);
-            int64_t parts = (rows + each - 1) / each, units = parts * calls[at].kv_heads;
-            for (; unit < before + units; unit = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) {
+    if (take_memory(&memory, work->calls, work->count)) {
+        int64_t unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), before = 0;
+        __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
+        struct apart apart = {1, work->kept, work->left};
+        for (int64_t at = 0; at < work->count;) {
+            struct call *calls = work->calls + at;
+            int64_t group = group_of(calls, work->count - at), each = unit_rows(calls, group), rows = rows_of_call(calls);
+            apart.ranges = ranges_of_group(calls, group);
+            int64_t kept = kept_of_group(calls, group, apart.ranges), divided = apart.ranges > 1;
+            int64_t parts = divided ? apart.ranges : (rows + each - 1) / each, units = parts * calls->kv_heads;
+            for (; unit < before + units; unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) {
                 int64_t head = (unit - before) / parts, part = (unit - before) % parts;
-                run_unit(&memory, calls + at, group, head, part * each, least((part + 1) * each, rows));
+                struct apart own = {apart.ranges, apart.kept + head * kept, apart.left + head};
+                int64_t first = divided ? 0 : part * each;
+                run_unit(&memory, calls, group, head, first, least(first + each, rows), own, divided ? part : 0);
             }
+            if (divided) apart.kept += kept * calls->kv_heads, apart.left += calls->kv_heads;
             before += units;
             at += group;
         }
@@ -199,6 +304,14 @@ int64_t ATTEND(struct call *calls, int64_t count, int64_t *next) {
     free(memory.outputs);
     free(memory.keys);
     free(memory.values);
+    free(memory.merged);
     free(memory.rows);
-    return taken ? 0 : -1;
+}
+
+int64_t ATTEND(struct call *calls, int64_t count, struct team *team, int64_t helpers) {
+    struct work work = {calls, count, 0, NULL, NULL, 0};
+    if (prepare(&work)) share(team, helpers, compute, &work);
+    free(work.kept);
+    free(work.left);
+    return work.begun ? 0 : -1;
 }

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,9 +31,6 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 
 MAX_WIDTH: Final = 1024
 """Of heads: a block of keys and one of values are to stay near the processor."""
-
-Threads: TypeAlias = Callable[[Callable[[], None]], None]
-"""Runs a function on each of several threads, and returns when it has returned on all."""
 
 Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Biases and what comes behind are of
@@ -132,6 +131,51 @@ def with_keys(shape: bytes, kv_length: int, offset: int) -> bytes:
     return shape[:8] + _KEYS.pack(kv_length, offset) + shape[8 + _KEYS.size :]
 
 
+class Team:
+    """Threads that compute with whoever calls the kernel, and sleep until then."""
+
+    def __init__(self, helpers: int, patient: bool = False) -> None:
+        """So many threads, or as many as can be had; with a `patient` team none is done without. Raises OSError if
+        there is no library, and MemoryError.
+        """
+        library = ctypes.CDLL(str(PATH))
+        gather, help_ = library.attnserve_gather, library.attnserve_help
+        self._dismiss, self._disband = library.attnserve_dismiss, library.attnserve_disband
+        gather.argtypes, gather.restype = [ctypes.c_int64], ctypes.c_void_p
+        for function in (help_, self._dismiss, self._disband):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
+        self.address: int | None = gather(patient)
+        if self.address is None:
+            raise MemoryError("no memory for a team of threads")
+        self._threads: list[Thread] = []
+        with suppress(RuntimeError):  # the limit of threads
+            while len(self._threads) < helpers:
+                thread = Thread(target=help_, args=(self.address,), name="attnserve-native", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def __len__(self) -> int:
+        """How many threads help."""
+        return len(self._threads)
+
+    def close(self) -> None:
+        """Ends the threads, when what they compute is done. Nobody may call the kernel with them any more."""
+        if self.address is None:
+            return
+        self._dismiss(self.address)
+        for thread in self._threads:
+            thread.join()
+        self._disband(self.address)
+        self.address = None
+
+
+class Threads(NamedTuple):
+    """Who computes: the caller, while others run Python, and at most so many helpers of a team."""
+
+    team: Team | None = None
+    helpers: int = 0
+
+
 class Library:
     """The kernel for one set of instructions."""
 
@@ -147,30 +191,23 @@ class Library:
         """Computes packed calls. Returns the places of those that did not come out finite, but for rows with nothing to
         attend: of such a call, nothing has any meaning.
 
-        `threads` share the work. Without them the caller computes, and holds the interpreter. Raises MemoryError.
+        Without `threads` the caller computes, and holds the interpreter. Raises MemoryError.
         """
-        first, count, done = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES, ctypes.c_int64(0)
+        first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
         if threads is None:
-            _check(self._at_once(ctypes.addressof(first), count, ctypes.addressof(done)))
+            status = self._at_once(ctypes.addressof(first), count, None, 0)
         else:
-
-            def compute() -> None:
-                # Whenever it is called: calls and counter are there, and where all is done, no other address is read.
-                _check(self._aside(ctypes.addressof(first), count, ctypes.addressof(done)))
-
-            threads(compute)
+            team, helpers = threads
+            status = self._aside(ctypes.addressof(first), count, None if team is None else team.address, helpers)
+        if status:
+            raise MemoryError("no memory for what the native kernel keeps while it computes")
         finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 
 
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("no memory for what the native kernel keeps while it computes")
-
-
 def _function(library: ctypes.CDLL, name: str) -> Any:
     function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     function.restype = ctypes.c_int64
     return function
 

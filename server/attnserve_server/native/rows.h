@@ -38,6 +38,12 @@ INLINE void begin_row(struct row *row, const struct call *call, int64_t head, in
     row->total = 0;
 }
 
+/* Leaves a row only the keys from `begin` up to `end`, of those that it reaches. */
+INLINE void narrow_row(struct row *row, int64_t begin, int64_t end) {
+    row->begin = most(row->begin, begin);
+    row->end = most(least(row->end, end), row->begin);
+}
+
 /* Scores of a row and the keys from `first` on, of which it reaches those from begin to end: with all options. */
 static void finish_scores(struct row *row, float *scores, int64_t first, int64_t begin, int64_t end) {
     const struct call *call = row->call;
@@ -127,6 +133,35 @@ static float weigh(struct row *row, float *scores, int64_t first, int64_t n, int
     }
     for (; c < vectors * V; c += V) vstore(scores + c, vzero());
     return fade;
+}
+
+/* What a row has come to over a part of its keys, so that the parts can be merged: its output, `width` floats, and
+   behind that its top, its total, and whether it has reached anything. */
+INLINE void keep(const struct row *row, const float *output, int64_t width, float *kept) {
+    memcpy(kept, output, width * sizeof(float));
+    kept[width] = row->top;
+    kept[width + 1] = row->total;
+    kept[width + 2] = row->reached > 0;
+}
+
+/* A row, and its output, as they were kept. */
+INLINE void recall(struct row *row, float *output, int64_t width, const float *kept) {
+    memcpy(output, kept, width * sizeof(float));
+    row->top = kept[width];
+    row->total = kept[width + 1];
+    row->reached = kept[width + 2] > 0;
+}
+
+/* Merges the part of a row behind another into that. */
+static void join(float *kept, const float *behind, int64_t width) {
+    float top = kept[width] > behind[width] ? kept[width] : behind[width];
+    float fade = kept[width] == -INFINITY ? 0 : expf(kept[width] - top);
+    float share = behind[width] == -INFINITY ? 0 : expf(behind[width] - top);
+    for (int64_t c = 0; c < width; c += V)
+        vstore(kept + c, vfma(vset(share), vload(behind + c), vset(fade) * vload(kept + c)));
+    kept[width] = top;
+    kept[width + 1] = kept[width + 1] * fade + behind[width + 1] * share;
+    kept[width + 2] += behind[width + 2];
 }
 
 /* Writes what a row has come to. Returns whether it is finite. */

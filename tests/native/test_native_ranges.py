@@ -1,0 +1,100 @@
+"""Few rows over many keys: the native kernel meets them in ranges, on several threads, and merges what they give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from binding import Call, Outcome, assert_right, attend, each_instructions, paged
+from bits import assert_same_bits
+from hypothesis import given, settings
+from random_calls import normal, random_call, randoms, sharing
+
+from attnserve_server.native.library import Library
+
+RANGE = 2048
+"""Keys of a range, as the kernel has it."""
+KEYS = (RANGE - 1, RANGE, RANGE + 1, 2 * RANGE, 2 * RANGE + 1, 6000)
+LENGTHS = (1, 1, 1, 2, 5)
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """To the last bit; of what is not finite nothing else has any meaning."""
+    assert one.finite == other.finite
+    if one.finite:
+        assert_same_bits(one.output, other.output)
+        assert_same_bits(one.lse, other.lse)
+
+
+@each_instructions
+@settings(max_examples=25)
+@given(random=randoms)
+def test_many_keys_are_as_the_oracle_has_them(instructions: str, random: Random) -> None:
+    call = random_call(random, LENGTHS, KEYS)
+    (outcome,) = attend(Library(instructions), [call], random.choice((1, 2, 3)))
+    assert_right(call, outcome)
+
+
+@each_instructions
+@settings(max_examples=15)
+@given(random=randoms)
+def test_company_threads_and_pages_change_no_bits(instructions: str, random: Random) -> None:
+    library = Library(instructions)
+    calls = [replace(random_call(random, LENGTHS, KEYS), page_tokens=0), random_call(random), random_call(random)]
+    order = list(range(-(-calls[0].key.shape[1] // 512)))
+    random.shuffle(order)
+    calls.append(paged(calls[0], 512, order))
+    alone = [attend(library, [call])[0] for call in calls]
+    assert_same(alone[0], alone[3])
+    for threads in (1, 2, 4):
+        for outcome, expected in zip(attend(library, calls, threads), alone, strict=True):
+            assert_same(outcome, expected)
+
+
+@each_instructions
+@settings(max_examples=8)
+@given(random=randoms)
+def test_reading_shared_pages_once_changes_no_bits(instructions: str, random: Random) -> None:
+    """Calls that share pages have different numbers of ranges, and pages with what is not finite in some of them."""
+    library, calls = Library(instructions), sharing(random, random.choice((2, 3, 5)), 1024)
+    apart = attend(library, [replace(call, shared=0) for call in calls])
+    for threads in (1, 3):
+        for together, alone in zip(attend(library, calls, threads), apart, strict=True):
+            assert_same(together, alone)
+
+
+@each_instructions
+@pytest.mark.parametrize("place", [0, RANGE, 3 * RANGE - 1])
+def test_what_is_not_finite_shows_wherever_it_is(instructions: str, place: int) -> None:
+    numbers = np.random.default_rng(place)
+    query, key, value = (normal(numbers, (1, length, 16)) for length in (1, 3 * RANGE, 3 * RANGE))
+    for array, bad in ((key, np.nan), (value, np.nan), (value, np.inf)):
+        spoiled = array.copy()
+        spoiled[0, place, 3] = bad
+        call = Call(query, spoiled if array is key else key, spoiled if array is value else value)
+        assert not attend(Library(instructions), [call], 2)[0].finite
+        mask = np.ones((1, 1, 3 * RANGE), np.bool_)
+        mask[..., place] = False
+        excluded = replace(call, mask=mask)
+        # It may be left to other kernels, but if it is not it is right.
+        (outcome,) = attend(Library(instructions), [excluded], 2)
+        if outcome.finite:
+            assert_right(excluded, outcome)
+
+
+@each_instructions
+def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> None:
+    numbers, library = np.random.default_rng(1), Library(instructions)
+    query, key, value = (normal(numbers, (2, length, 16)) for length in (1, 3 * RANGE, 3 * RANGE))
+    window = Call(query, key, value, offset=RANGE + 500, left=700, right=0)  # in two ranges of three
+    nothing = replace(window, offset=10**6)
+    sinks = replace(nothing, sinks=np.array([0.0, 1.0], np.float32))
+    mask = np.zeros((1, 1, 3 * RANGE), np.bool_)
+    mask[..., 2 * RANGE + 7] = True
+    one_key = Call(query, key, value, mask=mask)
+    far = Call(query, key, value, offset=3 * RANGE, slopes=np.array([0.5, 3.0], np.float32))  # the first weigh nothing
+    for call in (window, nothing, sinks, one_key, far):
+        (outcome,) = attend(library, [call], 3)
+        assert_right(call, outcome)
