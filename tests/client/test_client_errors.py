@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2 as rpc
 from google.rpc.status_pb2 import Status
 
 import attnserve
-from attnserve._errors import error_from_status
+from attnserve._errors import error_from_status, no_reply
 
 
 def status(code: grpc.StatusCode, *details: Any) -> Status:
@@ -107,6 +107,26 @@ def test_details_that_are_unknown_or_broken_do_no_harm() -> None:
     error = error_from_status(broken)
     assert isinstance(error, attnserve.InvalidRequestError)
     assert (error.field, error.details, error.reason) == (None, (), None)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "address", "text"),
+    [
+        (0.4999937, "10.0.0.1:8001", "no reply from 10.0.0.1:8001 within 0.5 s"),
+        (3600.0, "", "no reply within 3600 s"),
+        (None, "unix:/a", "no reply from unix:/a"),
+    ],
+)
+def test_who_has_not_replied_in_time(timeout: float | None, address: str, text: str) -> None:
+    assert str(no_reply(timeout, address)) == text
+
+
+async def test_what_grpc_said_is_not_said_twice() -> None:
+    """A traceback ends with the error of the tree, without gRPC's own, of which it has all."""
+    async with attnserve.AsyncClient("unix:/nonexistent/socket", retries=0) as client:
+        with pytest.raises(attnserve.UnavailableError, match="/nonexistent/socket") as caught:
+            await client.server_info()
+    assert caught.value.__suppress_context__
 
 
 def test_every_error_is_public_and_documented() -> None:

@@ -1,0 +1,51 @@
+"""Calls for a multiplexer, and what it has of them sent, read as a stock server would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.status_pb2 import Status
+
+from attnserve._multiplexer import Call, Multiplexer
+from attnserve._operation import ATTEND, Operation
+from attnserve._reply import Response
+from attnserve._retry import RetryPolicy
+from attnserve.v1 import attention_pb2 as pb
+
+POLICY = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 1.0)
+DONE = Response(ATTEND, pb.AttendResponse(), [])
+
+
+def status(code: grpc.StatusCode) -> Status:
+    return Status(code=code.value[0], message="because")
+
+
+def call(
+    name: Any,
+    *,
+    operation: Operation = ATTEND,
+    priority: int = 1,
+    padding: int = 0,
+    now: float = 0.0,
+    timeout: float | None = None,
+) -> Call[Any]:
+    request: Any = operation.request_type(priority=priority)
+    (request.query if operation is ATTEND else request.input).data = bytes(padding)
+    data = request.SerializeToString()
+    return Call(name, operation.number, [data[:1], data[1:]], len(data), now, timeout)
+
+
+def asked(sent: pb.AttendStreamCall) -> pb.AttendRequest | pb.ApplyRequest:
+    return sent.apply if sent.WhichOneof("operation") == "apply" else sent.attend
+
+
+def message(multiplexer: Multiplexer[Any], stream: int, now: float = 0.0) -> pb.AttendStreamRequest | None:
+    pieces = multiplexer.next_message(stream, now)
+    return None if pieces is None else pb.AttendStreamRequest.FromString(b"".join(pieces))
+
+
+@pytest.fixture
+def multiplexer() -> Multiplexer[Any]:
+    return Multiplexer(POLICY)

@@ -1,0 +1,252 @@
+"""The multiplexer without I/O, where streams end: what is sent again, what fails, and that nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from hypothesis import given
+from hypothesis import strategies as st
+from multiplexed import DONE, POLICY, asked, call, message, status
+
+from attnserve import (
+    AttnServeError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    UnavailableError,
+)
+from attnserve._multiplexer import Call, Multiplexer
+from attnserve._operation import APPLY, ATTEND
+from attnserve._reply import Reply, Response
+from attnserve._retry import RetryPolicy
+from attnserve.v1 import attention_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.OK,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+    ],
+)
+def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
+    first = call("a", priority=5)
+    multiplexer.add(first)
+    now, delays = 0.0, []
+    for _ in range(POLICY.retries):
+        stream = multiplexer.opened()
+        sent = message(multiplexer, stream, now)
+        assert sent is not None
+        assert sent.calls[0].attend.priority == 5
+        assert multiplexer.broken(stream, status(code), now) == []
+        assert not multiplexer.wants_stream
+        delays.append(multiplexer.wakeup - now)
+        now = multiplexer.wakeup
+        assert multiplexer.tick(now) == []
+        assert multiplexer.wants_stream
+    assert delays == pytest.approx([0.1, 0.2, 0.4])
+    stream = multiplexer.opened()
+    message(multiplexer, stream, now)
+    ((given_up, error),) = multiplexer.broken(stream, status(code), now)
+    assert given_up is first
+    assert isinstance(error, UnavailableError)
+    assert len(multiplexer) == 0
+
+
+def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multiplexer[Any]) -> None:
+    """Otherwise a stream that breaks before anything is sent would be opened again for ever, at once."""
+    multiplexer.add(call("a"))
+    now = 0.0
+    for _ in range(POLICY.retries):
+        assert multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now) == []
+        assert multiplexer.wakeup > now
+        now = multiplexer.wakeup
+        multiplexer.tick(now)
+    ((_, error),) = multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now)
+    assert isinstance(error, UnavailableError)
+
+
+def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:
+    multiplexer.add(call("a", timeout=0.05))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    ((_, error),) = multiplexer.broken(stream, status(grpc.StatusCode.UNAVAILABLE), 0.0)
+    assert isinstance(error, UnavailableError)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
+    multiplexer.add(call("a"))
+    multiplexer.add(call("b"))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    outcomes = multiplexer.broken(stream, status(code), 0.0)
+    assert [c.owner for c, _ in outcomes] == ["a", "b"]
+    assert all(isinstance(error, AttnServeError) and error.code is code for _, error in outcomes)
+    assert not any(isinstance(error, UnavailableError) for _, error in outcomes)
+
+
+@pytest.mark.parametrize("limit", [100, 1000, 10_000])
+def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Multiplexer[Any], limit: int) -> None:
+    """A server that ends the stream at any message over its limit still answers every call that is within it."""
+    for padding in (10, 3000, 20, 20, 900, 7000, 30, 800):
+        multiplexer.add(call(padding, padding=padding))
+    answered, failed = [], []
+    while len(multiplexer):
+        stream = multiplexer.opened()
+        while (pieces := multiplexer.next_message(stream, 0.0)) is not None:
+            data = b"".join(pieces)
+            if len(data) > limit:
+                outcomes = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
+                assert all(isinstance(error, InvalidRequestError) for _, error in outcomes)
+                failed += [c.owner for c, _ in outcomes]
+                break
+            replies = [Reply(c.id, DONE) for c in pb.AttendStreamRequest.FromString(data).calls]
+            answered += [c.owner for c, _ in multiplexer.resolve(stream, replies, 0.0)]
+    assert sorted(answered + failed) == [10, 20, 20, 30, 800, 900, 3000, 7000]
+    assert all(padding > limit - 100 for padding in failed)
+    assert all(padding < limit for padding in answered)
+
+
+def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
+    """It says why, in details: no message was too long."""
+    for name in "ab":
+        multiplexer.add(call(name))
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    refused.details.add().Pack(error_details_pb2.ErrorInfo(reason="TOO_MANY_STREAMS"))
+    outcomes = multiplexer.broken(stream, refused, 0.0)
+    assert [c.owner for c, _ in outcomes] == ["a", "b"]
+    assert all(isinstance(error, OverloadedError) for _, error in outcomes)
+    assert len(multiplexer) == 0
+
+
+def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:
+    refused, owed, new = call("refused"), call("owed"), call("new")
+    multiplexer.add(refused)
+    multiplexer.add(owed)
+    old = multiplexer.opened()
+    message(multiplexer, old)
+    assert multiplexer.resolve(old, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
+    assert not multiplexer.writes(old)
+    multiplexer.add(new)
+    assert multiplexer.wants_stream
+    young = multiplexer.opened()
+    sent = message(multiplexer, young)
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [new.id]
+    assert multiplexer.resolve(old, [Reply(owed.id, DONE)], 0.0) == [(owed, DONE)]
+    assert multiplexer.broken(old, Status(), 0.0) == []
+    assert multiplexer.writes(young)
+    multiplexer.tick(0.1)
+    sent = message(multiplexer, young, 0.1)
+    assert sent is not None
+    assert [c.id for c in sent.calls] == [refused.id]
+
+
+def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[Any]) -> None:
+    on_it, behind_it = call("a"), call("b")
+    multiplexer.add(on_it)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.add(behind_it)
+    ((failed, error),) = multiplexer.distrusted(stream, "nonsense")
+    assert failed is on_it
+    assert isinstance(error, ProtocolError)
+    assert multiplexer.wants_stream
+
+
+@given(st.data())
+def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
+    """Any sequence of events: no call has two outcomes, none is lost, none gets the reply to another."""
+    multiplexer: Multiplexer[int] = Multiplexer(RetryPolicy(2, random=lambda: 0.0), message_bytes=64)
+    settled: dict[int, Any] = {}
+    withdrawn: set[int] = set()
+    calls: dict[int, Call[int]] = {}
+    on_wire: dict[int, dict[int, int]] = {}  # stream -> id -> the priority that was sent with it
+    now, stream = 0.0, 0
+
+    def settle(outcomes: list[Any]) -> None:
+        for each, outcome in outcomes:
+            assert each.owner not in settled
+            assert each.owner not in withdrawn
+            if isinstance(outcome, Response):
+                assert outcome.message.batch_size == each.owner
+            settled[each.owner] = outcome
+
+    actions = st.sampled_from(["add", "add", "send", "send", "reply", "reply", "refuse", "break", "cancel", "wait"])
+    for action in data.draw(st.lists(actions, max_size=60)):
+        if multiplexer.wants_stream:
+            stream = multiplexer.opened()
+            on_wire[stream] = {}
+        if action == "add":
+            number = len(calls) + 1
+            timeout = data.draw(st.sampled_from([None, 0.05, 10.0]))
+            calls[number] = call(
+                number,
+                operation=data.draw(st.sampled_from([ATTEND, APPLY])),
+                priority=number,
+                padding=data.draw(st.integers(0, 80)),
+                now=now,
+                timeout=timeout,
+            )
+            multiplexer.add(calls[number])
+        elif action == "send" and stream:
+            sent = message(multiplexer, stream, now)
+            on_wire[stream].update({c.id: asked(c).priority for c in sent.calls} if sent else {})
+        elif action in ("reply", "refuse"):
+            waiting = [(s, i) for s, ids in on_wire.items() for i in ids]
+            if waiting:
+                where, which = data.draw(st.sampled_from(waiting))
+                done = Response(ATTEND, pb.AttendResponse(batch_size=on_wire[where].pop(which)), [])
+                result = done if action == "reply" else status(grpc.StatusCode.UNAVAILABLE)
+                settle(multiplexer.resolve(where, [Reply(which, result)], now))
+        elif action == "break" and on_wire:
+            where = data.draw(st.sampled_from(sorted(on_wire)))
+            code = data.draw(st.sampled_from(["OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"]))
+            del on_wire[where]
+            settle(multiplexer.broken(where, status(grpc.StatusCode[code]), now))
+            stream = stream if stream in on_wire else 0
+        elif action == "cancel" and calls:
+            number = data.draw(st.sampled_from(sorted(calls)))
+            if multiplexer.cancel(calls[number]):
+                assert number not in settled
+                withdrawn.add(number)
+        elif action == "wait":
+            now += data.draw(st.sampled_from([0.01, 0.1, 1.0]))
+            settle(multiplexer.tick(now))
+    settle(multiplexer.close())
+    assert settled.keys() | withdrawn == calls.keys()
+    assert not settled.keys() & withdrawn
+
+
+def test_an_error_says_whether_an_earlier_attempt_may_have_been_carried_out(multiplexer: Multiplexer[Any]) -> None:
+    """Not if that attempt was answered, or never left."""
+    sent, late, refused = (call(name) for name in ("sent", "late", "refused"))
+    multiplexer.add(refused)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.resolve(stream, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0)
+    multiplexer.add(sent)
+    stream = multiplexer.opened()
+    message(multiplexer, stream)
+    multiplexer.add(late)
+    multiplexer.broken(stream, status(grpc.StatusCode.INTERNAL), 0.0)
+    multiplexer.tick(1.0)
+    stream = multiplexer.opened()
+    message(multiplexer, stream, 1.0)
+    refusal = status(grpc.StatusCode.FAILED_PRECONDITION)
+    outcomes = multiplexer.resolve(stream, [Reply(c.id, refusal) for c in (sent, late, refused)], 1.0)
+    assert [(c.owner, isinstance(error, AttnServeError) and error.resent) for c, error in outcomes] == [
+        ("sent", True),
+        ("late", False),
+        ("refused", False),
+    ]
