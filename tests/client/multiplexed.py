@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import pytest
 from google.rpc.status_pb2 import Status
 
 from attnserve._multiplexer import Call, Multiplexer
@@ -44,8 +43,3 @@ def asked(sent: pb.AttendStreamCall) -> pb.AttendRequest | pb.ApplyRequest:
 def message(multiplexer: Multiplexer[Any], stream: int, now: float = 0.0) -> pb.AttendStreamRequest | None:
     pieces = multiplexer.next_message(stream, now)
     return None if pieces is None else pb.AttendStreamRequest.FromString(b"".join(pieces))
-
-
-@pytest.fixture
-def multiplexer() -> Multiplexer[Any]:
-    return Multiplexer(POLICY)

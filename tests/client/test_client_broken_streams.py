@@ -26,6 +26,11 @@ from attnserve._retry import RetryPolicy
 from attnserve.v1 import attention_pb2 as pb
 
 
+@pytest.fixture
+def multiplexer() -> Multiplexer[Any]:
+    return Multiplexer(POLICY)
+
+
 @pytest.mark.parametrize(
     "code",
     [

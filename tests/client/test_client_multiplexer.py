@@ -19,6 +19,11 @@ from attnserve._reply import Reply, Response
 from attnserve.v1 import attention_pb2 as pb
 
 
+@pytest.fixture
+def multiplexer() -> Multiplexer[Any]:
+    return Multiplexer(POLICY)
+
+
 def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     assert not multiplexer.wants_stream
     first, second = call("a", priority=3), call("b", priority=-4, timeout=2.5)
