@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server.request import Request, read_request
+from attnserve_server.caches.request import read_attend
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.request import Request
 
 Array = NDArray[Any]
 
@@ -57,6 +59,14 @@ def random_attend(
     kv_heads = heads if kv_heads is None else kv_heads
     shapes = (batch, heads, length, width), (batch, kv_heads, kv_length, width), (batch, kv_heads, kv_length, width)
     return attend(*(rng.standard_normal(shape).astype(dtype) for shape in shapes), **fields)
+
+
+def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS) -> Request:
+    """The request that a part of a buffer holds, as the server reads it. Raises InvalidRequest."""
+    nobody: Any = None  # without caches neither they nor who calls is looked at
+    request = read_attend(nobody, nobody, buffer, at, len(buffer) if end is None else end, limits)
+    assert isinstance(request, Request)
+    return request
 
 
 def read(message: pb.AttendRequest) -> Request:

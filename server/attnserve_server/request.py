@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from google.protobuf.message import DecodeError
-
 from attnserve import _dtypes, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.limits import RequestLimits
 from attnserve_server.options import check_offset
 from attnserve_server.problem import Problem, problem_of
 from attnserve_server.reply import encode_attend_response
@@ -154,17 +152,6 @@ class Request(Independent):
         """The elements of a tensor that the problem has."""
         index = self.problem.tensors[name].payload
         return self.payloads[index] if index >= 0 else memoryview(b"")
-
-
-def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS) -> Request:
-    """The request that a part of a buffer holds, serialised. Raises InvalidRequest."""
-    if end is None:
-        end = len(buffer)
-    try:
-        header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
-    except DecodeError as error:
-        raise Malformed("", error) from None
-    return request_of(header, payloads, end - at, limits)
 
 
 def request_of(header: bytes, payloads: Payloads, size: int, limits: RequestLimits) -> Request:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import accuracy
+import messages
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import ComputationFailed, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS
 from attnserve_server.metrics import Metrics
-from attnserve_server.request import Request, read_request
+from attnserve_server.request import Request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +45,7 @@ def device() -> Iterator[CudaDevice]:
 
 def request_of(case: Case, **returned: Any) -> Request:
     call = encode_attend(case.query, case.key, case.value, **case.arguments, **returned)
-    return read_request(b"".join(bytes(piece) for piece in call.pieces))
+    return messages.read_request(b"".join(bytes(piece) for piece in call.pieces))
 
 
 def arrays_of(case: Case, result: Any) -> Any:

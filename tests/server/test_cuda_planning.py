@@ -13,6 +13,7 @@ from typing import Any
 
 import accuracy
 import cuda_kernels
+import messages
 import numpy as np
 import oracle
 import pytest
@@ -28,7 +29,7 @@ from attnserve_server.devices.cuda import run_batch
 from attnserve_server.devices.packing import pack
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
 from attnserve_server.kernels.band import Band
-from attnserve_server.request import Request, read_request
+from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
 
 HALF = ("float16", "bfloat16")
@@ -70,7 +71,7 @@ def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def request_of(case: Case, **returned: Any) -> Request:
     call = encode_attend(case.query, case.key, case.value, **case.arguments, **returned)
-    return read_request(b"".join(bytes(piece) for piece in call.pieces))
+    return messages.read_request(b"".join(bytes(piece) for piece in call.pieces))
 
 
 def result_of(case: Case, result: Any, request: Request) -> Any:

@@ -14,7 +14,6 @@ from attnserve_server.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.entry import Outcome
 from attnserve_server.errors import Cancelled, Overloaded
-from attnserve_server.request import read_request
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import AttentionService
 
@@ -94,7 +93,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
-        service._answer(anybody("here"), lambda _, *part: read_request(*part), message, perf_counter(), None)
+        service._answer(anybody("here"), lambda _, *part: messages.read_request(*part), message, perf_counter(), None)
     )
     await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the loop
     asyncio.get_running_loop().call_soon(task.cancel)

@@ -24,7 +24,6 @@ from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry
 from attnserve_server.errors import Cancelled
 from attnserve_server.metrics import Metrics
-from attnserve_server.request import read_request
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import AttentionService
 from attnserve_server.stream import CallStream
@@ -34,7 +33,7 @@ SECRET = "/a/path/of/the/server"
 
 
 def read_attention(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
-    return read_request(buffer, at, end)
+    return messages.read_request(buffer, at, end)
 
 
 def read_badly(caller: Caller, buffer: bytes, at: int, end: int) -> Work:

@@ -16,7 +16,6 @@ from attnserve import Client, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
-from attnserve_server.request import read_request
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 def read(message: pb.AttendRequest, **limits: int) -> None:
     data = message.SerializeToString()
-    read_request(data, 0, len(data), RequestLimits(**limits))
+    messages.read_request(data, 0, len(data), RequestLimits(**limits))
 
 
 def packed(sequences: int) -> pb.AttendRequest:
@@ -68,9 +67,9 @@ def test_headers_are_remembered_for_each_server_apart() -> None:
     generous, strict = RequestLimits(), RequestLimits(max_rank=3)
     data = ATTEND.SerializeToString()
     for _ in range(3):
-        read_request(data, 0, len(data), generous)
+        messages.read_request(data, 0, len(data), generous)
         with pytest.raises(InvalidRequest):
-            read_request(data, 0, len(data), strict)
+            messages.read_request(data, 0, len(data), strict)
 
 
 def test_a_cpu_takes_what_it_can_compute_in_seconds() -> None:

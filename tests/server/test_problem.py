@@ -19,7 +19,6 @@ from google.rpc import error_details_pb2
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.request import read_request
 
 B, HQ, HK, LQ, S, D, DK, DV, U = 2, 4, 2, 3, 5, 8, 7, 6, 9
 FLOAT, MASK, INT = np.dtype(np.float32), np.dtype(bool), np.dtype(np.int64)
@@ -274,7 +273,7 @@ def test_tensors_are_complete() -> None:
 def test_bytes_that_are_no_message() -> None:
     for garbage in (b"\xff", b"\x0a", b"\x82\x01\x7f", bytes(range(255))):
         with pytest.raises(Malformed) as caught:
-            read_request(garbage)
+            messages.read_request(garbage)
         assert caught.value.reason == "MALFORMED_MESSAGE"
 
 

@@ -16,7 +16,7 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server import request as rooms
 from attnserve_server.config import Config
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.request import Span, read_request
+from attnserve_server.request import Span
 
 FAR = 2**40
 """Offsets beyond are refused."""
@@ -219,7 +219,7 @@ def test_requests_of_any_shape_and_options_can_be_one_batch_but_those_written_ou
 def test_payloads_are_views_of_what_was_received() -> None:
     message = messages.random_attend(0, 3, kv_length=5)
     buffer = b"before" + message.SerializeToString() + b"behind"
-    request = read_request(buffer, 6, len(buffer) - 6)
+    request = messages.read_request(buffer, 6, len(buffer) - 6)
     for name in ("query", "key", "value"):
         payload = request.payload(name)
         assert payload.obj is buffer
@@ -288,7 +288,7 @@ def test_long_headers_of_unknown_fields_do_not_stay_in_memory() -> None:
     known = rooms._known.cache_info().currsize
     for number in range(3):
         unknown = b"\xfa\x3f\xd0\x0f" + bytes([number]) * 2000  # field 1023, 2000 bytes
-        assert read_request(message + unknown).problem == read_request(message).problem
+        assert messages.read_request(message + unknown).problem == messages.read_request(message).problem
     assert rooms._known.cache_info().currsize <= known + 1
 
 
@@ -297,6 +297,6 @@ def test_a_tensor_given_in_parts_is_the_merger_of_them() -> None:
     parts = pb.AttendRequest(query=tensor_pb2.Tensor(dtype=whole.query.dtype)), pb.AttendRequest()
     parts[1].CopyFrom(whole)
     parts[1].query.ClearField("dtype")
-    request = read_request(parts[0].SerializeToString() + parts[1].SerializeToString())
+    request = messages.read_request(parts[0].SerializeToString() + parts[1].SerializeToString())
     assert bytes(request.payload("query")) == whole.query.data
     assert request.problem == messages.read(whole).problem
