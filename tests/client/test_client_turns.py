@@ -19,11 +19,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.call: Callable[[], object] | None = None
+        self.delays: list[float] = []
         self.cancelled = 0
 
     def later(self, delay: float, call: Callable[[], object]) -> Clock:
+        assert self.call is None, "one at a time"
         self.call = call
+        self.delays.append(delay)
         return self
+
+    def ring(self) -> None:
+        call, self.call = self.call, None
+        assert call is not None
+        call()
 
     def cancel(self) -> None:
         self.call = None
@@ -115,19 +123,43 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     first = turn([line], True, bool, deadline=5.0)
     turns.take(first)
     assert clock.call is None
-    waiting = [Turn([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in (3.0, 2.0, 4.0)]
+    patient = turn([line], True, bool)
+    turns.take(patient)
+    assert clock.call is None
+    now = 1.0
+    deadlines = (3.0, 2.0, 4.0, 2.5)
+    waiting = [Turn([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in deadlines]
     for each in waiting:
         turns.take(each)
+    assert (clock.delays, clock.cancelled) == ([2.0, 1.0], 1)
+    turns.leave(waiting[3])  # it waits no longer
     now = 3.5
-    assert clock.call is not None
-    clock.call()
+    clock.ring()
     assert sorted(expired) == [2.0, 3.0]
+    assert clock.delays == [2.0, 1.0, 0.5]
     for each in waiting[:2]:
         turns.leave(each)
     assert clock.call is not None
-    turns.leave(first)
+    for each in (first, patient):
+        turns.leave(each)
     assert clock.call is None
     assert sorted(expired) == [2.0, 3.0]
+
+
+def test_an_interrupt_as_one_begins_keeps_nobody_else_from_it() -> None:
+    turns, line = Turns(Clock().later), Line()
+    begun: list[int] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    first, second, third = (turn([line], True, begin) for begin in (bool, interrupted, partial(begun.append, 3)))
+    for each in (first, second, third):
+        turns.take(each)
+    with pytest.raises(KeyboardInterrupt):
+        turns.leave(first)
+    turns.leave(second)
+    assert begun == [3]
 
 
 def test_turns_that_end_as_they_begin_may_be_many() -> None:
