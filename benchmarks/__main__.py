@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.status import Status
 
 from benchmarks import machine, table
+from benchmarks.arrivals import precise_loop
 from benchmarks.curves import curves as measure_curves
 from benchmarks.goals import goals as goals_of
 from benchmarks.growth import Growth, growth
@@ -94,7 +95,7 @@ def main() -> None:
     waited: list[Waiting] = []
     with (
         running("benchmarks.echo", chosen.device, "workloads") as echo,
-        asyncio.Runner() as loop,
+        asyncio.Runner(loop_factory=precise_loop) as loop,
         console.status("") as status,
     ):
         for place, name in enumerate(chosen.workloads, 1):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
+import select
+import selectors
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -69,36 +70,50 @@ class OpenLoop:
         """When it began, of `perf_counter`; `times` count from there, in seconds."""
         self.late: list[float] = []
         """By how much each was handed to the load generator after it was due, in seconds."""
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sent = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, send: Send) -> None:
-        """Starts a thread that watches the clock: event loops round their timers up to whole milliseconds."""
-        loop, begun = asyncio.get_running_loop(), perf_counter()
-        self.begun = begun
+        """Starts a timer for the first; that of a `precise_loop` is not rounded up to whole milliseconds."""
+        loop = asyncio.get_running_loop()
+        self.begun = perf_counter()
+        between_clocks = loop.time() - self.begun
 
-        def deliver(number: int, due: float) -> None:
-            self.late.append(perf_counter() - due)
-            send(number, due)
-
-        def run() -> None:
-            for number, after in zip(self._numbers, self.times, strict=True):
-                due = begun + after
-                if (left := due - perf_counter()) > 0:
-                    sleep(left)
-                if self._over.is_set():
+        def send_due() -> None:
+            while self._sent < len(self.times):
+                due = self.begun + self.times[self._sent]
+                if (late := perf_counter() - due) < 0:
+                    self._timer = loop.call_at(due + between_clocks, send_due)
                     return
-                loop.call_soon_threadsafe(deliver, number, due)
+                number = self._numbers[self._sent]
+                self._sent += 1
+                self.late.append(late)
+                send(number, due)
 
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
+        send_due()
 
     def answered(self) -> None:
         """Changes nothing."""
         return
 
     def end(self) -> None:
-        """Ends the thread."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def precise_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose timers are as precise as the system's: a thread that kept the time instead would take the
+    interpreter from the loop, and time from the servers that are measured, at each request.
+    """
+    return asyncio.SelectorEventLoop(_PreciseSelector())
+
+
+class _PreciseSelector(selectors.DefaultSelector):
+    """Waits to the microsecond, where epoll knows whole milliseconds alone."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout > 0:
+            select.select((self,), (), (), timeout)
+            timeout = 0
+        return super().select(timeout)
