@@ -41,7 +41,7 @@ async def test_an_idle_device_starts_at_once(inline_flops: int) -> None:
 
 async def test_the_thread_is_chosen_by_cost() -> None:
     message = messages.random_attend(0)
-    cost = messages.read(message).flops
+    cost = messages.read(message).cost
     for inline_flops, thread in ((cost, "MainThread"), (cost - 1, "attnserve-device_0")):
         device = HeldDevice(inline_flops)
         bench = Bench(device)
@@ -168,7 +168,7 @@ async def test_what_cannot_run_together_runs_apart_and_answers_reach_their_calle
 async def test_a_batch_is_bounded_by_cost() -> None:
     device = HeldDevice(BESIDE)
     message = messages.random_attend(0)
-    bench = Bench(device, max_batch_flops=2 * messages.read(message).flops)
+    bench = Bench(device, max_batch_flops=2 * messages.read(message).cost)
     await bench.outcomes([bench.submit(message) for _ in range(5)])
     assert device.sizes == [2, 2, 1]
 
