@@ -19,7 +19,7 @@ from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
 from attnserve._connection_flags import add_flags, tls_of, token_of
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, UnavailableError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._table import table
@@ -58,10 +58,17 @@ def _ask(parsed: argparse.Namespace) -> int:
         with client:
             answer, text = parsed.ask(client, parsed.timeout)
     except AttnServeError as error:
-        print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
+        _complain(parsed, error)
         return 1
     print(json.dumps(answer, indent=2) if parsed.json else text)
     return 0
+
+
+def _complain(parsed: argparse.Namespace, error: Exception) -> None:
+    # A server that speaks TLS closes connections that do not, and says nothing of it.
+    in_the_clear = isinstance(error, UnavailableError) and tls_of(parsed, os.environ) is None
+    hint = "; without TLS, for which --tls or --ca ask" if in_the_clear else ""
+    print(f"attnserve: {parsed.address}: {error}{hint}", file=sys.stderr)
 
 
 def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
@@ -76,7 +83,7 @@ def _measure(parsed: argparse.Namespace) -> int:
     try:
         return _ask(parsed)
     except _bench.WrongAnswerError as error:
-        print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
+        _complain(parsed, error)
         return 1
 
 
@@ -154,7 +161,7 @@ def _health(parsed: argparse.Namespace) -> int:
             ask = client.is_alive if parsed.live else client.is_ready
             well = ask(timeout=parsed.timeout)
     except AttnServeError as error:
-        print(f"attnserve: {parsed.address}: {error}", file=sys.stderr)
+        _complain(parsed, error)
         return 1
     print(("" if well else "not ") + ("alive" if parsed.live else "ready"))
     return 0 if well else 1
