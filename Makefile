@@ -39,7 +39,8 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m pytest --quiet tests/server/test_config.py -k document
+	$(BIN)/python -m pytest --quiet tests/test_architecture.py tests/test_documents.py tests/server/test_config.py \
+	  -k 'architecture or document'
 
 format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff format .

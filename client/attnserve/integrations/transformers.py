@@ -25,7 +25,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ._mask_pattern import MaskPattern, recognise
+from attnserve.integrations._mask_pattern import MaskPattern, recognise
 
 if TYPE_CHECKING:
     from attnserve import Client

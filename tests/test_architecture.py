@@ -1,0 +1,118 @@
+"""The architecture is as docs/architecture.md says: every module has its row, and imports what it may and no more."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"attnserve": ROOT / "client", "attnserve_server": ROOT / "server"}
+OF_THE_SDK = {"attnserve._wire", "attnserve._dtypes", "attnserve._version"}
+"""What the server may import of it, beside the generated messages."""
+
+
+class Row(NamedTuple):
+    """A module in a table, and whether it says that it imports torch, if it says so."""
+
+    path: str
+    torch: str
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module that is not generated, by its name; packages by theirs."""
+    found = {}
+    for package, root in PACKAGES.items():
+        for path in (root / package).rglob("*.py"):
+            if "v1" not in path.parts:
+                name = ".".join(path.relative_to(root).with_suffix("").parts)
+                found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def rows() -> Iterator[Row]:
+    """The rows of the document's tables of modules. In a cell, a name without a folder is in that of the one before."""
+    root, columns = "", 0
+    for line in (ROOT / "docs" / "architecture.md").read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            found = re.search(r"`((?:client|server)/\S+/)`", line)
+            root = found[1] if found else ""
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "module":
+            columns = len(cells) if cells[-1] == "imports torch" else 0
+        if not root or not line.startswith("| `"):
+            continue
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            folder = name.rpartition("/")[0] or folder
+            path = Path(root, folder, name.rpartition("/")[2])
+            torch = cells[-1] if len(cells) == columns else ""
+            yield Row(str((ROOT / path).resolve().relative_to(ROOT)), torch)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """What a module imports when it is imported: not for types alone, nor in functions."""
+
+    def within(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, path
+            assert not node.level, path
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules() else node.module
+        for child in ast.iter_child_nodes(node):
+            yield from within(child)
+
+    yield from within(ast.parse(path.read_text("utf-8")))
+
+
+def test_every_module_has_its_row_and_every_row_its_module() -> None:
+    named = [row.path for row in rows()]
+    assert [name for name, times in Counter(named).items() if times > 1] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    there = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
+    there |= {str(path.relative_to(ROOT)) for path in (ROOT / "server").rglob("*.h")}
+    assert there - set(named) == set()
+
+
+def test_only_what_computes_imports_torch() -> None:
+    """What is decided without torch is imported without it: policy is apart from execution."""
+    names = {str(path.relative_to(ROOT)): name for name, path in modules().items()}
+    light = [names[row.path] for row in rows() if row.torch == "no"]
+    assert len(light) > 50
+    program = "import sys\n" + "".join(
+        f"import {name}\nassert 'torch' not in sys.modules, '{name} imports torch'\n" for name in light
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sdk_knows_nothing_of_the_server_and_the_server_little_of_the_sdk() -> None:
+    for name, path in modules().items():
+        found = [each for each in imported(path) if each.partition(".")[0] in PACKAGES]
+        if name.partition(".")[0] == "attnserve":
+            assert [each for each in found if each.startswith("attnserve_server")] == [], name
+        else:
+            of_the_sdk = {each for each in found if not each.startswith("attnserve_server")}
+            others = {each for each in of_the_sdk if not each.startswith("attnserve.v1")} - OF_THE_SDK
+            assert others == set(), name
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    left = {name: set(imported(path)) & modules().keys() - {name} for name, path in modules().items()}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}
