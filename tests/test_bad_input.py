@@ -224,6 +224,19 @@ def test_bytes_of_masks_that_are_neither_0_nor_1_are_true(channel: grpc.Channel,
     assert ask(channel, ATTEND, one).scores == ask(channel, ATTEND, other).scores
 
 
+@pytest.mark.parametrize("method", [ATTEND, APPLY, APPEND])
+def test_what_is_beside_the_contents_of_tensors_is_bounded(channel: grpc.Channel, caches: Caches, method: str) -> None:
+    """One shape that fills a message would take 16 times the message's memory."""
+    shape = tensor_pb2.Tensor(shape=[1] * (2 << 20))
+    field = {ATTEND: "query", APPLY: "input", APPEND: "key"}[method]
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(channel, method, METHODS[method].request(**{field: shape}))
+    status = calls.status_of(caught.value)
+    assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "LIMIT_EXCEEDED"
+    assert "bytes beside the contents of tensors" in status.message
+    assert ask(channel, ATTEND, sound(ATTEND, "dot", caches)) is not None
+
+
 def test_what_is_claimed_costs_nothing(channel: grpc.Channel, layer_server: Server, caches: Caches) -> None:
     """Shapes of more bytes than there are in the world, whose payloads are not there: no memory is taken for them."""
 

@@ -298,6 +298,15 @@ def test_thousands_of_fields_are_left_to_protobuf() -> None:
         _wire.split(tensor_pb2.Tensor, data + b"\x7a")
 
 
+def test_more_fields_than_any_message_needs_are_refused() -> None:
+    """Whatever order they are in: to walk through as many as fit into a message would take seconds."""
+    data = pb.AttendRequest(caches=[pb.CacheReference()] * (_wire._MOST_FIELDS + 1)).SerializeToString()
+    with pytest.raises(DecodeError):
+        _wire.split(pb.AttendRequest, data)
+    header, _ = _wire.split(pb.AttendRequest, data[: 2 * 50_000])
+    assert header == data[: 2 * 50_000]
+
+
 def test_a_long_group_is_left_to_protobuf() -> None:
     begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
     data = begin + b"\x08\x01" * 50_000 + end + b"\x7a\x02ab"

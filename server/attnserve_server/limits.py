@@ -13,6 +13,11 @@ from math import prod
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 from attnserve_server.tensors import MAX_LENGTH, MAX_RANK, TensorSpec, check_rank
 
+HEADER_BYTES = 1 << 16
+"""What a request may have beside the contents of its tensors and the caches that it names, and more than it needs."""
+REFERENCE_BYTES = 64
+"""What it may have beside that for each cache."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLimits:
@@ -26,6 +31,15 @@ class RequestLimits:
     max_sequences: int = 1 << 14
     """Each costs microseconds of the event loop."""
     max_request_flops: int = 2 * 10**13
+
+    def check_header(self, header: bytes) -> None:
+        """Raises InvalidRequest if there is too much of a request beside the contents of its tensors: to parse it takes
+        the event loop, and 16 times the memory where it is all one shape.
+        """
+        most = HEADER_BYTES + REFERENCE_BYTES * self.max_sequences
+        if len(header) > most:
+            expected = f"at most {most} bytes beside the contents of tensors"
+            raise InvalidRequest("", expected, f"{len(header)} bytes", LIMIT_EXCEEDED)
 
     def check_tensors(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Raises InvalidRequest if a tensor has too many axes or elements."""

@@ -16,6 +16,7 @@ from attnserve_server.caches.changes import Change, Cut
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.limits import DEFAULT_LIMITS
 from attnserve_server.tensors import TensorSpec, float_tensor, shown
 from attnserve_server.work import BatchResult, Phases, RequestResult
 
@@ -143,6 +144,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
     """The append that a serialised CacheServiceAppendRequest asks for. Raises RequestError."""
     try:
         header, payloads = _wire.split(pb.CacheServiceAppendRequest, buffer)
+        DEFAULT_LIMITS.check_header(header)
         message = pb.CacheServiceAppendRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None

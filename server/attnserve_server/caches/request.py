@@ -143,6 +143,8 @@ def read_attend(
     """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
     try:
         header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
+        if len(header) > MAX_KNOWN_HEADER:
+            limits.check_header(header)
         references, rest = _apart(header, limits)
     except DecodeError as error:
         raise Malformed("", error) from None

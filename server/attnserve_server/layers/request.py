@@ -162,6 +162,8 @@ def read_layer_request(
         header, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
+    if len(header) > MAX_KNOWN_HEADER:
+        limits.check_header(header)
     application = (_known if len(header) <= MAX_KNOWN_HEADER else application_of)(header, limits)
     loaded = registry.get(application.layer)
     return checked(loaded, application, read_input(loaded, application, payloads, limits), end - at)
