@@ -72,7 +72,7 @@ Reading: TypeAlias = Callable[[], float]
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, version: str, torch_version: str, device: str) -> None:
+    def __init__(self, version: str, torch_version: str, device: str, native_kernel: str = "") -> None:
         self.registry = registry = CollectorRegistry()
 
         # Requests
@@ -174,9 +174,11 @@ class Metrics:
         registry.register(scraped.Callers(self.usage))
 
         # The process
-        Info("attnserve_build", "What is running.", registry=registry).info(
-            {"version": version, "torch": torch_version, "device": device}
-        )
+        Info(
+            "attnserve_build",
+            "What is running; native_kernel is the instructions that it computes by, empty where there is none.",
+            registry=registry,
+        ).info({"version": version, "torch": torch_version, "device": device, "native_kernel": native_kernel})
         ProcessCollector(registry=registry)
 
         # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.

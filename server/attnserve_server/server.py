@@ -73,7 +73,7 @@ class Server:
         self._config = config
         self.device = open_device(config)
         self.health = Health()
-        self.metrics = Metrics(__version__, torch.__version__, self.device.name)
+        self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
         admission = Admission(
             config.max_requests,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("1.2.3", "2.13.0", "cpu")
+    return Metrics("1.2.3", "2.13.0", "cpu", "AVX2")
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -203,7 +203,8 @@ def test_callers_beyond_a_bound_are_one(metrics: Metrics) -> None:
 
 
 def test_build_and_process(metrics: Metrics) -> None:
-    assert value(metrics, "attnserve_build_info", version="1.2.3", torch="2.13.0", device="cpu") == 1
+    labels = {"version": "1.2.3", "torch": "2.13.0", "device": "cpu", "native_kernel": "AVX2"}
+    assert value(metrics, "attnserve_build_info", **labels) == 1
     assert value(metrics, "process_resident_memory_bytes") > 1e6
 
 

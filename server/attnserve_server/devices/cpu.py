@@ -62,6 +62,7 @@ class CpuDevice:
         self.inline_flops = inline_flops
         self.description = _processor()
         self.native = native
+        self.instructions = "" if native is None else native.instructions
         self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)

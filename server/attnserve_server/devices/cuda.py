@@ -44,6 +44,7 @@ class CudaDevice:
     """One CUDA device."""
 
     threads = 0
+    instructions = ""
     inline_flops = -1
     """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
 

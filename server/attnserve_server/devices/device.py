@@ -30,6 +30,9 @@ class Device(Compute, Protocol):
     threads: int
     """The threads that compute; 0 if it is not a CPU."""
 
+    instructions: str
+    """What the native kernel computes by, such as `AVX-512`; empty where there is none."""
+
     inline_flops: int
     """Batches below so many FLOPs are run faster on the caller's thread than on another."""
 
