@@ -1,0 +1,83 @@
+"""Causal masks and windows as bands: every small one, against what each query reaches counted key by key."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from attnserve_server.kernels.band import Band
+
+SMALL = [
+    Band(query_length, kv_length, offset, left, right)
+    for query_length, kv_length in product(range(1, 4), range(5))
+    for offset, left, right in product(range(-4, 6), range(-1, 4), range(-1, 4))
+]
+
+
+def reached(band: Band) -> list[set[int]]:
+    """The keys that each query reaches."""
+    return [
+        {
+            key
+            for key in range(band.kv_length)
+            if (band.left < 0 or key >= band.offset + query - band.left)
+            and (band.right < 0 or key <= band.offset + query + band.right)
+        }
+        for query in range(band.query_length)
+    ]
+
+
+def test_a_causal_mask_bounds_a_window_at_the_right() -> None:
+    assert Band.of(2, 3, 1, True, (-1, -1)) == Band(2, 3, 1, -1, 0)
+    assert Band.of(2, 3, 1, True, (1, 2)) == Band(2, 3, 1, 1, 0)
+    assert Band.of(2, 3, 1, False, (1, 2)) == Band(2, 3, 1, 1, 2)
+
+
+def test_what_each_query_reaches() -> None:
+    for band in SMALL:
+        for query, keys in enumerate(reached(band)):
+            assert set(range(band.begin(query), band.end(query))) == keys, (band, query)
+
+
+def test_what_all_of_them_reach() -> None:
+    for band in SMALL:
+        rows = reached(band)
+        keys = set().union(*rows)
+        if band.kv_length:
+            assert band.is_everything == all(len(row) == band.kv_length for row in rows), band
+        assert band.reach() == ((min(keys), max(keys) + 1) if keys else (0, 0)), band
+        assert [*range(*band.reaching())] == [query for query, row in enumerate(rows) if row], band
+        if band.is_lower_triangle:
+            assert rows == [set(range(min(query + 1, band.kv_length))) for query in range(band.query_length)], band
+
+
+def test_the_same_band_over_fewer_keys_and_of_fewer_queries() -> None:
+    for band in SMALL:
+        narrowed, begin, end = band.narrowed()
+        assert (begin, end) == band.reach()
+        assert [{key + begin for key in row} for row in reached(narrowed)] == reached(band), band
+        for start in range(band.query_length):
+            some = band.queries(start, band.query_length)
+            assert reached(some) == reached(band)[start:], (band, start)
+
+
+def test_the_same_band_counted_from_the_last_query_and_the_last_key() -> None:
+    for band in SMALL:
+        narrowed, _, _ = band.narrowed()
+        found = narrowed.from_bottom_right()
+        if found is not None:
+            corner = narrowed.kv_length - narrowed.query_length
+            assert reached(Band(narrowed.query_length, narrowed.kv_length, corner, *found)) == reached(narrowed), band
+            assert max(found) < max(1, narrowed.kv_length), band
+    assert Band(2, 4, 2, -1, 0).from_bottom_right() == (-1, 0)
+    assert Band(3, 3, 0, 1, 2).from_bottom_right() == (1, 2)
+    assert Band(1, 4, 1, 1, 2).from_bottom_right() == (3, 0), "the same keys, from further to the right"
+    assert Band(2, 3, 0, 0, 0).from_bottom_right() is None
+
+
+def test_as_a_mask() -> None:
+    for band in SMALL[::7]:
+        mask = band.tensor(torch.device("cpu"))
+        assert mask.shape == (band.query_length, band.kv_length)
+        assert [{*row.nonzero().flatten().tolist()} for row in mask] == reached(band), band
