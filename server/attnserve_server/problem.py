@@ -14,19 +14,18 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as attribute
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
+from attnserve_server.axes import Axes, KeyShape, axes_of, batch_of_packed, check_ranks, nothing_appended
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.tensors import (
     TensorSpec,
     check_broadcast,
-    check_rank,
     float_tensor,
     int_tensor,
     parameter,
@@ -131,14 +130,6 @@ class Problem:
         return max(flops, ROW_COST * self.query_heads * query_tokens + of_keys)
 
 
-class KeyShape(NamedTuple):
-    """What resident keys and values have, whatever their number."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
 def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
     """The problem that a serialised header (of `AttendRequest`, with tickets for payloads and no caches) states.
 
@@ -159,99 +150,28 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
     """
     tensors = {"query": float_tensor(message, "query")}
     query = tensors["query"]
-    rank, length_first = len(query.shape), message.layout in (pb.LAYOUT_LENGTH_FIRST, pb.LAYOUT_PACKED)
+    length_first = message.layout in (pb.LAYOUT_LENGTH_FIRST, pb.LAYOUT_PACKED)
     if resident is None or message.HasField("key") or message.HasField("value"):
         key = tensors["key"] = float_tensor(message, "key")
         value = tensors["value"] = float_tensor(message, "value")
     else:
-        heads_and_length = (0, resident.kv_heads) if length_first else (resident.kv_heads, 0)
-        outer = (*query.shape[: rank - 3], *heads_and_length) if rank > 2 else (0,)
-        key = TensorSpec(-1, query.dtype, (*outer, resident.key_dim))
-        value = TensorSpec(-1, query.dtype, (*outer, resident.value_dim))
-    if message.layout not in pb.Layout.values():
-        raise InvalidRequest("layout", "one of the layouts", message.layout)
-    packed = message.layout == pb.LAYOUT_PACKED
-    if packed and resident is not None:
-        raise InvalidRequest("layout", "heads first or length first with caches", "packed")
-    if packed and rank != 3:
-        raise InvalidRequest("query.shape", "rank 3, [total, H, D], where packed", shown(query))
-    if not 2 <= rank <= 4:
-        raise InvalidRequest("query.shape", "rank 2, 3 or 4", shown(query))
-    for field, spec in (("key", key), ("value", value)):
-        if spec.dtype != query.dtype:
-            raise InvalidRequest(f"{field}.dtype", f"{_dtypes.name(query.dtype)} as in query", _dtypes.name(spec.dtype))
-        if len(spec.shape) != rank:
-            raise InvalidRequest(f"{field}.shape", f"rank {rank} as in query", shown(spec))
-
-    (batch, query_heads, query_length, head_dim) = _axes(query.shape, length_first)
-    (key_batch, kv_heads, kv_length, key_dim) = _axes(key.shape, length_first)
-    (value_batch, value_heads, value_length, value_dim) = _axes(value.shape, length_first)
-    for field, spec, found in (("key", key, key_batch), ("value", value, value_batch)):
-        if found != batch:
-            raise InvalidRequest(f"{field}.shape", f"a batch of {batch} as in query", shown(spec))
-    if value_heads != kv_heads:
-        raise InvalidRequest("value.shape", f"{kv_heads} heads as in key", shown(value))
-    if value_length != kv_length:
-        raise InvalidRequest("value.shape", f"length {kv_length} as in key", shown(value))
-    for field, spec, heads, width in (
-        ("query", query, query_heads, head_dim),
-        ("key", key, kv_heads, key_dim),
-        ("value", value, value_heads, value_dim),
-    ):
-        if heads < 1 or width < 1:
-            raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", shown(spec))
-    own = KeyShape(kv_heads, key_dim, value_dim)
-    if resident is not None and own != resident:
-        expected, has = (f"{heads} heads of {wide} and {value_wide}" for heads, wide, value_wide in (resident, own))
-        raise InvalidRequest("key.shape", f"{expected}, as the caches have", has)
-    if query_heads % kv_heads:
-        of = "key" if "key" in tensors else "the caches"
-        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of {of}", f"{query_heads} heads")
+        key, value = nothing_appended(query, resident, length_first)
+    check_ranks(message, query, key, value, resident)
+    rank, packed = len(query.shape), message.layout == pb.LAYOUT_PACKED
+    of_keys = "key" if "key" in tensors else "the caches"
+    axes = axes_of(query, key, value, length_first, resident, of_keys)
 
     score = message.WhichOneof("score")
-    if score is None and key_dim != head_dim:
+    if score is None and axes.key_dim != axes.head_dim:
         if resident is not None:
-            raise InvalidRequest("query.shape", f"width {key_dim}, as the keys of the caches have", shown(query))
-        raise InvalidRequest("key.shape", f"the width {head_dim} of query, as the dot product needs", shown(key))
-    if score == "general":
-        tensors["general.weight"] = parameter(message, "general.weight", (head_dim, key_dim))
-    elif score == "additive":
-        query_weight = float_tensor(message, "additive.query_weight")
-        if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
-            raise InvalidRequest("additive.query_weight.shape", f"[U, {head_dim}]", shown(query_weight))
-        units = query_weight.shape[0]
-        tensors["additive.query_weight"] = parameter(message, "additive.query_weight", (units, head_dim))
-        tensors["additive.key_weight"] = parameter(message, "additive.key_weight", (units, key_dim))
-        for name in ("bias", "output_weight"):
-            if message.additive.HasField(name):
-                tensors[f"additive.{name}"] = parameter(message, f"additive.{name}", (units,))
-
+            raise InvalidRequest("query.shape", f"width {axes.key_dim}, as the keys of the caches have", shown(query))
+        raise InvalidRequest("key.shape", f"the width {axes.head_dim} of query, as the dot product needs", shown(key))
+    tensors |= _score_parameters(message, axes)
     if packed:
-        batch = _batch_of_packed(message)
-    for name in ("alibi_slopes", "sinks"):
-        if message.HasField(name):
-            tensors[name] = parameter(message, name, (query_heads,))
-    for name in ("query_lengths", "kv_lengths"):
-        if message.HasField(name):
-            tensors[name] = int_tensor(message, name, ((batch,),))
-    if message.HasField("query_lengths") and not packed:
-        raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
-    if message.HasField("query_offset"):
-        tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
-    if message.HasField("mask"):
-        tensors["mask"] = tensor_at(message, "mask")
-        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
-            raise InvalidRequest(
-                "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
-            )
-    if message.HasField("bias"):
-        tensors["bias"] = float_tensor(message, "bias")
-    if not packed and resident is None:
-        for name in ("mask", "bias"):
-            if name in tensors:
-                check_broadcast(name, tensors[name], (batch, query_heads, query_length, kv_length))
+        axes = axes._replace(batch=batch_of_packed(message))
+    tensors |= _of_masks(message, axes, packed, resident)
 
-    scale = message.scale if message.HasField("scale") else (head_dim**-0.5 if score is None else 1.0)
+    scale = message.scale if message.HasField("scale") else (axes.head_dim**-0.5 if score is None else 1.0)
     if not math.isfinite(scale):
         raise InvalidRequest("scale", "a finite number", scale)
     if not (math.isfinite(message.softcap) and message.softcap >= 0):
@@ -269,14 +189,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         rank=rank,
         length_first=length_first,
         packed=packed,
-        batch=batch,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        query_length=query_length,
-        kv_length=kv_length,
-        head_dim=head_dim,
-        key_dim=key_dim,
-        value_dim=value_dim,
+        **axes._asdict(),
         scale=scale,
         softcap=message.softcap,
         causal=message.causal,
@@ -287,27 +200,62 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         return_scores=return_scores,
         priority=priority,
         one_by_one=one_by_one,
-        group=(query.dtype, query_heads, kv_heads, head_dim, key_dim, value_dim, options, optional),
+        group=(
+            query.dtype,
+            axes.query_heads,
+            axes.kv_heads,
+            axes.head_dim,
+            axes.key_dim,
+            axes.value_dim,
+            options,
+            optional,
+        ),
         kind=f"attend {_dtypes.name(query.dtype)}, {score or ('written out' if one_by_one else 'by kernels')}",
     )
 
 
-def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, int]:
-    """Batch, heads, length and width; what the rank lacks is 1."""
-    *outer, width = shape
-    if len(outer) == 1:
-        return 1, 1, outer[0], width
-    batch = outer[0] if len(outer) == 3 else 1
-    heads, length = (outer[-1], outer[-2]) if length_first else (outer[-2], outer[-1])
-    return batch, heads, length, width
+def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, TensorSpec]:
+    """The tensors of a learned score, if it is one. Raises InvalidRequest."""
+    tensors = {}
+    if message.HasField("general"):
+        tensors["general.weight"] = parameter(message, "general.weight", (axes.head_dim, axes.key_dim))
+    elif message.HasField("additive"):
+        query_weight = float_tensor(message, "additive.query_weight")
+        if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
+            raise InvalidRequest("additive.query_weight.shape", f"[U, {axes.head_dim}]", shown(query_weight))
+        units = query_weight.shape[0]
+        tensors["additive.query_weight"] = parameter(message, "additive.query_weight", (units, axes.head_dim))
+        tensors["additive.key_weight"] = parameter(message, "additive.key_weight", (units, axes.key_dim))
+        for name in ("bias", "output_weight"):
+            if message.additive.HasField(name):
+                tensors[f"additive.{name}"] = parameter(message, f"additive.{name}", (units,))
+    return tensors
 
 
-def _batch_of_packed(message: pb.AttendRequest) -> int:
+def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: KeyShape | None) -> dict[str, TensorSpec]:
+    """The tensors that say which keys count, and how much more or less. Raises InvalidRequest."""
+    tensors = {}
+    for name in ("alibi_slopes", "sinks"):
+        if message.HasField(name):
+            tensors[name] = parameter(message, name, (axes.query_heads,))
     for name in ("query_lengths", "kv_lengths"):
-        if not message.HasField(name):
-            raise InvalidRequest(name, "the lengths of the packed sequences", "nothing")
-    shape = message.query_lengths.shape
-    check_rank("query_lengths.shape", shape)
-    if len(shape) != 1:
-        raise InvalidRequest("query_lengths.shape", "[B]", list(shape))
-    return shape[0]
+        if message.HasField(name):
+            tensors[name] = int_tensor(message, name, ((axes.batch,),))
+    if message.HasField("query_lengths") and not packed:
+        raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
+    if message.HasField("query_offset"):
+        tensors["query_offset"] = int_tensor(message, "query_offset", ((axes.batch,), (1,), ()))
+    if message.HasField("mask"):
+        tensors["mask"] = tensor_at(message, "mask")
+        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
+            raise InvalidRequest(
+                "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
+            )
+    if message.HasField("bias"):
+        tensors["bias"] = float_tensor(message, "bias")
+    if not packed and resident is None:
+        target = (axes.batch, axes.query_heads, axes.query_length, axes.kv_length)
+        for name in ("mask", "bias"):
+            if name in tensors:
+                check_broadcast(name, tensors[name], target)
+    return tensors

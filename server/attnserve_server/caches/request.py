@@ -13,12 +13,13 @@ from google.protobuf.message import DecodeError
 from attnserve import _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.axes import KeyShape
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
 from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.options import check_offset
-from attnserve_server.problem import KeyShape, Problem, problem_of
+from attnserve_server.problem import Problem, problem_of
 from attnserve_server.reply import encode_attend_response
 from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER, reply_bytes, request_of
 from attnserve_server.tensors import check_broadcast, read_integers
