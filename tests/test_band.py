@@ -48,8 +48,10 @@ def test_what_all_of_them_reach() -> None:
             assert band.is_everything == all(len(row) == band.kv_length for row in rows), band
         assert band.reach() == ((min(keys), max(keys) + 1) if keys else (0, 0)), band
         assert [*range(*band.reaching())] == [query for query, row in enumerate(rows) if row], band
-        if band.is_lower_triangle:
-            assert rows == [set(range(min(query + 1, band.kv_length))) for query in range(band.query_length)], band
+        if band.offset == band.right == 0 and band.kv_length >= band.query_length:
+            assert band.is_lower_triangle == (rows == [{*range(query + 1)} for query in range(band.query_length)]), band
+        else:
+            assert not band.is_lower_triangle or band.offset == band.right == 0, band
 
 
 def test_the_same_band_over_fewer_keys_and_of_fewer_queries() -> None:
@@ -73,6 +75,8 @@ def test_the_same_band_counted_from_the_last_query_and_the_last_key() -> None:
     assert Band(2, 4, 2, -1, 0).from_bottom_right() == (-1, 0)
     assert Band(3, 3, 0, 1, 2).from_bottom_right() == (1, 2)
     assert Band(1, 4, 1, 1, 2).from_bottom_right() == (3, 0), "the same keys, from further to the right"
+    assert Band(1, 3, 1, 1, 1).from_bottom_right() == (2, 0)
+    assert Band(3, 2, -1, -1, 0).from_bottom_right() == (-1, 0), "more queries than keys"
     assert Band(2, 3, 0, 0, 0).from_bottom_right() is None
 
 
