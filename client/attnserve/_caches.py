@@ -51,7 +51,7 @@ class Cache(CacheState):
     """
 
     def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
-        super().__init__(info, client._turns, home)
+        super().__init__(info, client._calls.turns, home)
         self._client = client
 
     @property
@@ -73,7 +73,7 @@ class Cache(CacheState):
         - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, or with a batch of one before that; with the layout
           ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
         """
-        return self._client._perform(_plans.append(self, key, value, layer, layout, timeout))
+        return self._client._calls.perform(_plans.append(self, key, value, layer, layout, timeout))
 
     def attend(
         self,
@@ -94,25 +94,25 @@ class Cache(CacheState):
         """Another cache with the same content, in constant time: what is there is shared, what either appends is its
         own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
-        return Cache(self._client, self._client._perform(_plans.fork(self, ttl, timeout)), self.home)
+        return Cache(self._client, self._client._calls.perform(_plans.fork(self, ttl, timeout)), self.home)
 
     def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as if it had never been appended. Layers that are shorter stay as they are;
         `InvalidRequestError` if all are.
         """
-        self._client._perform(_plans.truncate(self, length, timeout))
+        self._client._calls.perform(_plans.truncate(self, length, timeout))
 
     def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache now."""
-        return self._client._ask(_cache_requests.get(self.name), timeout, self.home)
+        return self._client._calls.ask(_cache_requests.get(self.name), timeout, self.home)
 
     def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache; its lengths are taken to be true from now on."""
-        return self._client._perform(_plans.refresh(self, timeout))
+        return self._client._calls.perform(_plans.refresh(self, timeout))
 
     def delete(self, *, timeout: float | None = 60.0) -> None:
         """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
-        self._client._perform(_plans.delete(self, timeout))
+        self._client._calls.perform(_plans.delete(self, timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +127,7 @@ class AsyncCache(CacheState):
     """A cache on a server, for asyncio: `Cache`, awaited. `info` says how many bytes it holds."""
 
     def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
-        super().__init__(info, client._turns, home)
+        super().__init__(info, client._calls.turns, home)
         self._client = client
 
     async def append(
@@ -140,7 +140,7 @@ class AsyncCache(CacheState):
         timeout: float | None = 60.0,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
-        return await self._client._perform(_plans.append(self, key, value, layer, layout, timeout))
+        return await self._client._calls.perform(_plans.append(self, key, value, layer, layout, timeout))
 
     async def attend(
         self,
@@ -156,23 +156,23 @@ class AsyncCache(CacheState):
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
         """Another cache with the same content, in constant time, as `Cache.fork` makes it."""
-        return AsyncCache(self._client, await self._client._perform(_plans.fork(self, ttl, timeout)), self.home)
+        return AsyncCache(self._client, await self._client._calls.perform(_plans.fork(self, ttl, timeout)), self.home)
 
     async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as `Cache.truncate` does."""
-        await self._client._perform(_plans.truncate(self, length, timeout))
+        await self._client._calls.perform(_plans.truncate(self, length, timeout))
 
     async def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache now."""
-        return await self._client._ask(_cache_requests.get(self.name), timeout, self.home)
+        return await self._client._calls.ask(_cache_requests.get(self.name), timeout, self.home)
 
     async def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
         """What the server says of the cache; its lengths are taken to be true from now on."""
-        return await self._client._perform(_plans.refresh(self, timeout))
+        return await self._client._calls.perform(_plans.refresh(self, timeout))
 
     async def delete(self, *, timeout: float | None = 60.0) -> None:
         """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
-        await self._client._perform(_plans.delete(self, timeout))
+        await self._client._calls.perform(_plans.delete(self, timeout))
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,11 +6,8 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from attnserve import _arguments, _cache_requests, _plans
@@ -18,31 +15,19 @@ from attnserve._apply import ApplyOptions, encode_apply
 from attnserve._arguments import ArrayLike, ArrayT
 from attnserve._attend import AttendOptions, encode_attend
 from attnserve._caches import Cache, Caches
-from attnserve._call import EncodedCall
 from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._credentials import TLS, Bearer, Identity, Token, as_token
-from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._credentials import TLS, Token, as_token
+from attnserve._errors import UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
-from attnserve._multiplexer import Call
-from attnserve._plans import CacheState, CacheStates, Plan, Request
-from attnserve._replicas import Replica
-from attnserve._reply import decode_response
+from attnserve._plans import CacheState, CacheStates
 from attnserve._result import AttentionResult, LayerResult
-from attnserve._retry import RetryPolicy
-from attnserve._rpc import Rpc
-from attnserve._servers import Servers
 from attnserve._targets import Address
-from attnserve._thread_connection import Connection
-from attnserve._threads import CallFuture, StreamFuture, later
+from attnserve._thread_calls import Calls, wait
 from attnserve._tracing import tracing_of
-from attnserve._transaction import Transaction
-from attnserve._turns import Turns
-from attnserve._unary_threads import UnaryTransport
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
@@ -95,19 +80,7 @@ class Client:
         self._settings = Settings(
             address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
         )
-        self._tracing = tracing_of(tracing, self._settings.target.name)
-        bearer = Bearer(self._settings.token)
-        servers = _servers(self._settings, Identity(tls), bearer)
-        if self._settings.target.fixed:
-            servers.find()
-        self._servers = servers
-        self._unary = UnaryTransport(RetryPolicy(retries), bearer)
-        self._streaming = transport == "stream"
-        self._turns = Turns(later)
-        # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
-        # transports' own with its lock held too, so that closing must not happen right there.
-        self._forgotten = weakref.finalize(self, _close_elsewhere, self._unary, servers)
-        self._forgotten.atexit = False
+        self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
     def attend(
         self,
@@ -159,7 +132,7 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
-        return _wait(self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options))
+        return wait(self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options))
 
     def submit(
         self,
@@ -179,8 +152,10 @@ class Client:
         """
         timeout = self._settings.timeout
         if caches is None:
-            return self._send(encode_attend(query, key, value, default_timeout=timeout, **options))
-        return self._carry_out(_plans.attend(self._turns, caches, cache_layer, query, key, value, timeout, options))
+            return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
+        return self._calls.carry_out(
+            _plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
+        )
 
     def apply(
         self,
@@ -229,7 +204,7 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        return _wait(self.submit_apply(layer, input, caches=caches, cache=cache, **options))
+        return wait(self.submit_apply(layer, input, caches=caches, cache=cache, **options))
 
     def submit_apply(
         self,
@@ -247,13 +222,13 @@ class Client:
         timeout = self._settings.timeout
         chosen = _plans.one_or_many(cache, caches)
         if chosen is None:
-            return self._send(encode_apply(layer, input, default_timeout=timeout, **options))
-        return self._carry_out(_plans.apply(self._turns, chosen, layer, input, timeout, options))
+            return self._calls.send(encode_apply(layer, input, default_timeout=timeout, **options))
+        return self._calls.carry_out(_plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> Layers:
         """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``."""
-        return Layers(self._ask)
+        return Layers(self._calls.ask)
 
     def create_cache(
         self,
@@ -281,13 +256,13 @@ class Client:
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._servers.each_once(checked_timeout(timeout)):
+        for replica in self._calls.servers.each_once(checked_timeout(timeout)):
             try:
-                info = self._ask(rpc, timeout, replica.address)
+                info = self._calls.ask(rpc, timeout, replica.address)
             except UnavailableError as error:
                 failure = error
             else:
-                return Cache(self, info, self._servers.home_of(replica, info))
+                return Cache(self, info, self._calls.servers.home_of(replica, info))
         raise failure
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
@@ -298,134 +273,33 @@ class Client:
         """
         if address is not None:
             address = _arguments.address("address", address)
-            return Cache(self, self._ask(_cache_requests.get(name), timeout, address), address)
+            return Cache(self, self._calls.ask(_cache_requests.get(name), timeout, address), address)
         info, home = self.caches.find(name, timeout)
         return Cache(self, info, home or info.address)
 
     @property
     def caches(self) -> Caches:
         """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``."""
-        return Caches(self._ask, self._servers)
+        return Caches(self._calls.ask, self._calls.servers)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
         """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
-        return self._ask(SERVER_INFO, timeout)
+        return self._calls.ask(SERVER_INFO, timeout)
 
     def is_ready(self, *, timeout: float | None = 60.0) -> bool:
         """Whether the server takes requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
-        return self._ask(READINESS, timeout)
+        return self._calls.ask(READINESS, timeout)
 
     def is_alive(self, *, timeout: float | None = 60.0) -> bool:
         """Whether the server is of use: while it starts or drains too. Arguments and errors are those of `is_ready`."""
-        return self._ask(LIVENESS, timeout)
+        return self._calls.ask(LIVENESS, timeout)
 
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
-        self._forgotten.detach()
-        _close(self._unary, self._servers)
-
-    def _send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
-        future: CallFuture[Any, T]
-        if self._streaming:
-            future = CallFuture(call.result)
-            future.client = self  # before it is sent: the reply lets go of the client
-            if self._tracing is not None:
-                future.span = self._tracing.begin(call.operation.path, parent)
-            try:
-                if home is None:
-                    call.timeout = self._servers.find(call.timeout)
-                stream = self._servers.connection(home).stream()
-            except (UnavailableError, DeadlineExceededError) as error:
-                future.settle(error)
-            else:
-                stream.submit(future, call, pinned=home is not None)
-        else:
-            operation = call.operation
-            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
-            future.client = self
-            if self._tracing is not None:
-                future.span = self._tracing.begin(operation.path, parent)
-            route = partial(self._servers.connection, home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
-        return future
-
-    def _ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
-        return _wait(self._send_rpc(rpc, timeout, None, home))
-
-    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
-        future = CallFuture(rpc.decode)
-        if self._tracing is not None:
-            future.span = self._tracing.begin(rpc.path, parent)
-        route = partial(self._servers.connection, home)
-        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
-        return future
-
-    def _perform(self, plan: Plan[T]) -> T:
-        return _wait(self._carry_out(plan))
-
-    def _carry_out(self, plan: Plan[T]) -> Future[T]:
-        future: CallFuture[T, T] = CallFuture(lambda result: result)
-        # The steps are taken by whatever thread brings the answer to the one before.
-        parent = None if self._tracing is None else self._tracing.current()
-        transaction = Transaction(self._turns, plan, partial(self._send_request, parent, plan.home), future.settle)
-        future.withdraw = transaction.cancel
-        future.client = self
-        transaction.begin()
-        return future
-
-    def _send_request(
-        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
-    ) -> Future[Any]:
-        if isinstance(request, Rpc):
-            return self._send_rpc(request, timeout, parent, home)
-        request.timeout = timeout
-        return self._send(request, parent, home)
+        self._calls.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _wait(future: Future[T]) -> T:
-    """The result of a future, which is given up if an interrupt ends the wait."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # nothing, unless it was an interrupt
-        raise
-
-
-def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[Connection]:
-    """The servers of a client, which must not keep the client."""
-
-    def connect(replica: Replica) -> Connection:
-        try:
-            settings.check_secrecy(replica.address)
-        except ValueError as error:  # the server itself has said where it is
-            raise PermissionDeniedError(str(error)) from None
-        return Connection(settings, identity.credentials, bearer, replica, servers.others, move)
-
-    def move(call: Call[StreamFuture]) -> None:
-        try:
-            servers.connection().stream().adopt(call)
-        except AttnServeError as error:
-            call.owner.settle(error)
-
-    outdated = None if settings.tls is None else identity.changed
-    servers: Servers[Connection] = Servers(
-        settings.target, settings.refresh, connect, Connection.close, outdated=outdated
-    )
-    return servers
-
-
-def _close(unary: UnaryTransport, servers: Servers[Connection]) -> None:
-    connections = servers.close()
-    unary.close()
-    for connection in connections:
-        connection.close()
-
-
-def _close_elsewhere(unary: UnaryTransport, servers: Servers[Connection]) -> None:
-    threading.Thread(target=_close, args=(unary, servers), name="attnserve-close", daemon=True).start()

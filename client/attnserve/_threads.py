@@ -44,8 +44,8 @@ class CallFuture(Future[T], Generic[R, T]):
         self._finish = finish
         self.withdraw: Callable[[], bool] = bool
         """Has the transport forget the call; false if the call has its outcome already."""
-        self.client: object = None
-        """The client, which must not be collected before the reply is there."""
+        self.calls: object = None
+        """All calls of the client, which must not be collected before the reply is there."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
 
@@ -53,7 +53,7 @@ class CallFuture(Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel():
             return False
-        self.client = None
+        self.calls = None
         span, self.span = self.span, None  # who cancels once more ends it no more
         if span is not None:
             span.end(CancelledError())
@@ -64,7 +64,7 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
-        self.client = None
+        self.calls = None
         self.withdraw = bool  # which holds what the call holds
         if not self.set_running_or_notify_cancel():
             return

@@ -258,7 +258,7 @@ def test_a_future_that_is_done_keeps_no_client(address: str) -> None:
     cancelled.cancel()
     assert done.result().cache_lengths == (1,)
     gone = threading.Event()
-    watch = weakref.ref(client, lambda _: gone.set())
+    watch = weakref.ref(client._calls, lambda _: gone.set())
     del client, cache
     while not gone.wait(0.05):  # what has delivered the result may hold it for a moment
         gc.collect()

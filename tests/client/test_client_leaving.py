@@ -171,7 +171,7 @@ def test_a_future_lets_go_of_its_client_when_it_is_done(silent: tuple[str, threa
         future = client.submit(array(1), array(1), array(1))
         assert isinstance(future, CallFuture)
         assert future.cancel()
-        assert future.client is None
+        assert future.calls is None
 
 
 def test_a_reply_that_is_there_at_once_lets_go_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_reply_that_is_there_at_once_lets_go_of_the_client(monkeypatch: pytest
     with Client() as client:
         future = client.submit(array(1), array(1), array(1))
         assert isinstance(future, CallFuture)
-        assert future.client is None
+        assert future.calls is None
 
 
 def test_cancelled_by_the_server(attend: Attend) -> None:

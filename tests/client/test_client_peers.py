@@ -221,7 +221,7 @@ async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
     with peer(good) as address:
         async with AsyncClient(address, timeout=None) as client:
             bad = client.submit(array(1), array(1), array(1))
-            stream = client._servers.connection().stream()
+            stream = client._calls.servers.connection().stream()
             next_message = stream._multiplexer.next_message
 
             def fail(*arguments: Any) -> Any:

@@ -297,7 +297,7 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
             return not client.caches.list()
 
         until(is_another)
-        until(lambda: len(client._servers._replicas.all()) == 1)
+        until(lambda: len(client._calls.servers._replicas.all()) == 1)
         attend(client)
 
 
@@ -313,7 +313,7 @@ async def test_so_does_the_client_for_asyncio_show_its_new_one(
         while await client.caches.list():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        while len(client._servers._replicas.all()) > 1:
+        while len(client._calls.servers._replicas.all()) > 1:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         await client.attend(*np.ones((3, 2, 4, 8), np.float32))

@@ -1,0 +1,176 @@
+"""How a client for asyncio carries out what it is asked for: by which transport, at which server, in which order, under
+which span.
+
+In: encoded calls, plain RPCs, and the plans of operations on caches. Out: futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from attnserve._call import EncodedCall
+from attnserve._config import Settings, checked_timeout
+from attnserve._credentials import Bearer, Identity
+from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._multiplexer import Call
+from attnserve._plans import Plan, Request
+from attnserve._replicas import Replica
+from attnserve._reply import decode_response
+from attnserve._retry import RetryPolicy
+from attnserve._rpc import Rpc
+from attnserve._task_connection import Connection
+from attnserve._task_servers import TaskServers
+from attnserve._tasks import CallFuture, StreamFuture, later
+from attnserve._tracing import Tracing
+from attnserve._transaction import Transaction
+from attnserve._turns import Turns
+from attnserve._unary_tasks import UnaryTransport
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+T = TypeVar("T")
+
+
+class Calls:
+    """What a client has in flight, and the servers that it knows. It belongs to the loop in which it is first used."""
+
+    def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
+        self._settings = settings
+        self._identity, self._bearer = Identity(settings.tls), Bearer(settings.token)
+        self._tracing = tracing
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.servers: Final = TaskServers(
+            settings.target,
+            settings.refresh,
+            self._connect,
+            self._dispose,
+            self._in_loop,
+            None if settings.tls is None else self._identity.changed,
+        )
+        """The servers that there are."""
+        self.turns: Final = Turns(later)
+        """The order of operations on caches."""
+        self._unary = UnaryTransport(RetryPolicy(settings.retries), self._bearer)
+        self._looking: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def look(self) -> None:
+        """Looks up which servers there are, if it must; the first call says what is wrong with that."""
+        if self.servers.must_look:
+            with suppress(UnavailableError, DeadlineExceededError):
+                await self.servers.find_soon(self._settings.timeout)
+
+    async def close(self) -> None:
+        """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        connections = self.servers.close()
+        await self._unary.close()
+        for connection in connections:
+            await connection.close()
+        await asyncio.gather(*self._looking, return_exceptions=True)
+        await asyncio.gather(*self._closing)
+
+    def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> asyncio.Future[T]:
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own."""
+        future: CallFuture[Any, T]
+        if self._settings.transport == "stream":
+            future = CallFuture(call.result)
+            if self._tracing is not None:
+                future.span = self._tracing.begin(call.operation.path, parent)
+            if self._find_for(home) is not None:
+                task = asyncio.get_running_loop().create_task(self._send_when_found(future, call))
+                self._looking.add(task)
+                task.add_done_callback(self._looking.discard)
+                future.withdraw = task.cancel
+            else:
+                self._send_on_stream(future, call, home)
+        else:
+            operation = call.operation
+            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            if self._tracing is not None:
+                future.span = self._tracing.begin(operation.path, parent)
+            route, find = partial(self.servers.connection, home), self._find_for(home)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, find=find)
+        return future
+
+    def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
+        """What is to be awaited before a call is sent, if anything is."""
+        return self.servers.find_soon if home is None and self.servers.must_look else None
+
+    def _send_on_stream(self, future: CallFuture[Any, T], call: EncodedCall[T], home: str | None) -> None:
+        try:
+            stream = self.servers.connection(home).stream()
+        except (UnavailableError, DeadlineExceededError) as error:
+            future.settle(error)
+        else:
+            stream.submit(future, call, pinned=home is not None)
+
+    async def _send_when_found(self, future: CallFuture[Any, T], call: EncodedCall[T]) -> None:
+        try:
+            call.timeout = await self.servers.find_soon(call.timeout)
+            self._send_on_stream(future, call, None)
+        except Exception as error:  # of which asyncio would only tell when the task is collected
+            future.settle(error)
+
+    def ask(
+        self,
+        rpc: Rpc[Any, T],
+        timeout: float | None,
+        /,
+        home: str | None = None,
+        parent: Context | None = None,
+    ) -> asyncio.Future[T]:
+        """Asks a plain RPC, for some seconds."""
+        future = CallFuture(rpc.decode)
+        if self._tracing is not None:
+            future.span = self._tracing.begin(rpc.path, parent)
+        route, find, timeout = partial(self.servers.connection, home), self._find_for(home), checked_timeout(timeout)
+        self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, find=find)
+        return future
+
+    def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
+        """Begins an operation on caches."""
+        future: CallFuture[T, T] = CallFuture(lambda result: result)
+        parent = None if self._tracing is None else self._tracing.current()
+        transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
+        future.withdraw = transaction.cancel
+        transaction.begin()
+        return future
+
+    def _send_request(
+        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+    ) -> asyncio.Future[Any]:
+        if isinstance(request, Rpc):
+            return self.ask(request, timeout, home, parent)
+        request.timeout = timeout
+        return self.send(request, parent, home)
+
+    def _connect(self, replica: Replica) -> Connection:
+        """A connection, which belongs to the running loop."""
+        try:
+            self._settings.check_secrecy(replica.address)
+        except ValueError as error:  # the server itself has said where it is
+            raise PermissionDeniedError(str(error)) from None
+        self._loop = asyncio.get_running_loop()
+        credentials = self._identity.credentials
+        return Connection(self._settings, credentials, self._bearer, replica, self.servers.others, self._move)
+
+    def _move(self, call: Call[StreamFuture]) -> None:
+        try:
+            self.servers.connection().stream().adopt(call)
+        except AttnServeError as error:
+            call.owner.settle(error)
+
+    def _dispose(self, connection: Connection) -> None:
+        closing = asyncio.get_running_loop().create_task(connection.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _in_loop(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, and the client has not been
+                self._loop.call_soon_threadsafe(function)

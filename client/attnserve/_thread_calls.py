@@ -1,0 +1,166 @@
+"""How a client for threads carries out what it is asked for: by which transport, at which server, in which order, under
+which span.
+
+In: encoded calls, plain RPCs, and the plans of operations on caches. Out: futures, or answers. Nothing here keeps the
+client; whoever waits for a reply keeps this.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from attnserve._call import EncodedCall
+from attnserve._config import Settings, checked_timeout
+from attnserve._credentials import Bearer, Identity
+from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._multiplexer import Call
+from attnserve._plans import Plan, Request
+from attnserve._replicas import Replica
+from attnserve._reply import decode_response
+from attnserve._retry import RetryPolicy
+from attnserve._rpc import Rpc
+from attnserve._servers import Servers
+from attnserve._thread_connection import Connection
+from attnserve._threads import CallFuture, StreamFuture, later
+from attnserve._tracing import Tracing
+from attnserve._transaction import Transaction
+from attnserve._turns import Turns
+from attnserve._unary_threads import UnaryTransport
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+T = TypeVar("T")
+
+
+class Calls:
+    """What a client has in flight, and the servers that it knows."""
+
+    def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
+        bearer = Bearer(settings.token)
+        self.servers: Final = _servers(settings, Identity(settings.tls), bearer)
+        """The servers that there are."""
+        if settings.target.fixed:
+            self.servers.find()
+        self.turns: Final = Turns(later)
+        """The order of operations on caches."""
+        self._unary = UnaryTransport(RetryPolicy(settings.retries), bearer)
+        self._streaming = settings.transport == "stream"
+        self._tracing = tracing
+        # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
+        # transports' own with its lock held too, so that closing must not happen right there.
+        self._forgotten = weakref.finalize(self, _close_elsewhere, self._unary, self.servers)
+        self._forgotten.atexit = False
+
+    def close(self) -> None:
+        """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        self._forgotten.detach()
+        _close(self._unary, self.servers)
+
+    def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own."""
+        future: CallFuture[Any, T]
+        if self._streaming:
+            future = CallFuture(call.result)
+            future.calls = self  # before it is sent: the reply lets go of this
+            if self._tracing is not None:
+                future.span = self._tracing.begin(call.operation.path, parent)
+            try:
+                if home is None:
+                    call.timeout = self.servers.find(call.timeout)
+                stream = self.servers.connection(home).stream()
+            except (UnavailableError, DeadlineExceededError) as error:
+                future.settle(error)
+            else:
+                stream.submit(future, call, pinned=home is not None)
+        else:
+            operation = call.operation
+            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            future.calls = self
+            if self._tracing is not None:
+                future.span = self._tracing.begin(operation.path, parent)
+            route = partial(self.servers.connection, home)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
+        return future
+
+    def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
+        """The answer to a plain RPC, within some seconds."""
+        return wait(self._send_rpc(rpc, timeout, None, home))
+
+    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
+        future = CallFuture(rpc.decode)
+        if self._tracing is not None:
+            future.span = self._tracing.begin(rpc.path, parent)
+        route = partial(self.servers.connection, home)
+        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
+        return future
+
+    def perform(self, plan: Plan[T]) -> T:
+        """What comes of an operation on caches."""
+        return wait(self.carry_out(plan))
+
+    def carry_out(self, plan: Plan[T]) -> Future[T]:
+        """Begins an operation on caches."""
+        future: CallFuture[T, T] = CallFuture(lambda result: result)
+        # The steps are taken by whatever thread brings the answer to the one before.
+        parent = None if self._tracing is None else self._tracing.current()
+        transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
+        future.withdraw = transaction.cancel
+        future.calls = self
+        transaction.begin()
+        return future
+
+    def _send_request(
+        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+    ) -> Future[Any]:
+        if isinstance(request, Rpc):
+            return self._send_rpc(request, timeout, parent, home)
+        request.timeout = timeout
+        return self.send(request, parent, home)
+
+
+def wait(future: Future[T]) -> T:
+    """The result of a future, which is given up if an interrupt ends the wait."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # nothing, unless it was an interrupt
+        raise
+
+
+def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[Connection]:
+    """The servers of a client, which must not keep the client."""
+
+    def connect(replica: Replica) -> Connection:
+        try:
+            settings.check_secrecy(replica.address)
+        except ValueError as error:  # the server itself has said where it is
+            raise PermissionDeniedError(str(error)) from None
+        return Connection(settings, identity.credentials, bearer, replica, servers.others, move)
+
+    def move(call: Call[StreamFuture]) -> None:
+        try:
+            servers.connection().stream().adopt(call)
+        except AttnServeError as error:
+            call.owner.settle(error)
+
+    outdated = None if settings.tls is None else identity.changed
+    servers: Servers[Connection] = Servers(
+        settings.target, settings.refresh, connect, Connection.close, outdated=outdated
+    )
+    return servers
+
+
+def _close(unary: UnaryTransport, servers: Servers[Connection]) -> None:
+    connections = servers.close()
+    unary.close()
+    for connection in connections:
+        connection.close()
+
+
+def _close_elsewhere(unary: UnaryTransport, servers: Servers[Connection]) -> None:
+    threading.Thread(target=_close, args=(unary, servers), name="attnserve-close", daemon=True).start()
