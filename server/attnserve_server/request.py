@@ -6,7 +6,7 @@ What depends on contents is checked here: lengths, their sums, and offsets. Payl
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -147,6 +147,23 @@ class Request(Independent):
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The pieces of the encoded reply, and their length together."""
         return encode_attend_response(self, result, phases, batch_size)
+
+    def of_sequences(self, places: Sequence[int]) -> Request:
+        """The same request, of which only some sequences are to be computed, by their places in ascending order."""
+        some: list[Span] = []
+        last = -1
+        remaining = iter(self.spans)
+        span = next(remaining)
+        for place in places:
+            while place >= span.first + span.sequences:
+                span, last = next(remaining), -1
+            if place == last + 1 > 0:
+                some[-1] = some[-1]._replace(sequences=some[-1].sequences + 1)
+            else:
+                some.append(span._replace(first=place, sequences=1))
+            last = place
+        flops = self.flops * len(places) // self.problem.batch
+        return replace(self, extent=replace(self.extent, spans=tuple(some), flops=flops))
 
     def payload(self, name: str) -> memoryview:
         """The elements of a tensor that the problem has."""

@@ -80,6 +80,30 @@ def test_a_full_pool(start_server: StartServer) -> None:
         accuracy.check(case, result(caller.attend(attend_request(case, [other]))))
 
 
+def test_a_full_pool_knows_what_it_has_carried_out(start_server: StartServer) -> None:
+    """An append whose reply was lost is sent again when the pool is full, of it: it is recognised, and not refused."""
+    server = start_server(*POOL)
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        name, query = caller.create(), np.ones((2, 1, 8), np.float32)
+        caller.append(name, *tokens(1, 16 * PAGE_TOKENS - 1))
+        last, case = Reference(name, 0, 16 * PAGE_TOKENS - 1), Case(query, query, query)
+        caller.attend(attend_request(case, [last], tokens(2, 1)))
+        assert pool_pages(server) == [0, 0, 16]
+        for again in (
+            lambda: caller.attend(attend_request(case, [last], tokens(2, 1))),
+            lambda: caller.append(name, *tokens(1, 16 * PAGE_TOKENS - 1), expected_length=0),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                again()
+            assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION  # type: ignore[attr-defined]
+            info = calls.detail(calls.status_of(caught.value), error_details_pb2.ErrorInfo)
+            assert info.metadata["length"] == str(16 * PAGE_TOKENS)
+        with pytest.raises(grpc.RpcError) as caught:
+            caller.attend(attend_request(case, [Reference(name, 0, 16 * PAGE_TOKENS)], tokens(2, 1)))
+        overloaded(caught.value, "CACHE_FULL")
+
+
 def test_leases(start_server: StartServer) -> None:
     """A cache whose lease has ended is there no more; another is, for as long as it is used. Of the ended ones, room is
     made of the first, and of no more than are needed.

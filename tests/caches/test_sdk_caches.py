@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import accuracy
+import calls
 import numpy as np
 import pytest
 from caller import tokens
@@ -10,6 +11,7 @@ from cases import Case
 from conftest import Server
 
 from attnserve import AsyncClient, Client, FailedPreconditionError, InvalidRequestError, NotFoundError
+from attnserve_server.native import library
 
 
 def test_prefill_decode_fork_and_truncate(client: Client) -> None:
@@ -77,3 +79,30 @@ async def test_asyncio(server: Server) -> None:
         pool = await client.caches.pool()
         assert cache.name in {each.name for each in pool.caches}
         assert branch.name not in {each.name for each in pool.caches}
+
+
+def test_one_cache_that_is_not_finite_costs_the_others_of_a_message_nothing(client: Client, server: Server) -> None:
+    """It alone is computed anew, by other kernels; all have the bits that they have alone."""
+    if not library.available():
+        pytest.skip("no native kernel is here")
+
+    def native_calls() -> float:
+        return calls.metric(server.http_address, "attnserve_kernel_calls_total", kernel=library.NAME)
+
+    caches = [client.create_cache(2, 8) for _ in range(6)]
+    for n, cache in enumerate(caches):
+        cache.append(*tokens(n, 20 + n))
+    query, key, value = np.random.default_rng(1).standard_normal((3, 6, 2, 1, 8)).astype(np.float32)
+    value[3, 1, 0, 2] = np.nan
+    forks = [cache.fork() for cache in caches]
+    caches[0].attend(query[0])
+    before = native_calls()
+    together = client.attend(query, key, value, caches=caches, causal=True, return_lse=True)
+    assert native_calls() - before < 6 + 6, "those that are finite are not computed again"
+    for n, fork in enumerate(forks):
+        alone = fork.attend(query[n], key[n], value[n], causal=True, return_lse=True)
+        np.testing.assert_array_equal(together.output[n], alone.output)
+        assert together.lse is not None
+        np.testing.assert_array_equal(together.lse[n], alone.lse)
+        assert np.isnan(together.output[n]).any() == (n == 3)
+    client.caches.delete([cache.name for cache in (*caches, *forks)])

@@ -12,6 +12,7 @@ import messages
 import numpy as np
 import pytest
 
+from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
 from attnserve_server.request import Request
@@ -47,6 +48,55 @@ def test_each_of_many_sequences_has_the_bits_that_it_has_alone(device: CpuDevice
         (alone,) = device.run([messages.read(own)]).results
         assert bytes(alone.output) == output[n].tobytes()
         assert bytes(alone.lse or b"") == lse[n].tobytes()
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "length_first", "packed"])
+@pytest.mark.parametrize("lengths", [None, (5, 2, 5, 5, 1, 5, 3)])
+def test_a_sequence_that_is_not_finite_is_computed_anew_and_no_other(
+    device: CpuDevice, layout: str, lengths: tuple[int, ...] | None
+) -> None:
+    """The others have the bits that they have where all are finite; and it has those that it has alone."""
+    rng, batch, heads, width, length = np.random.default_rng(5), 7, 2, 8, 5
+    each = lengths or (length,) * batch
+    query, key, value = (rng.standard_normal((batch, heads, length, width)).astype(np.float32) for _ in range(3))
+    spoiled = value.copy()
+    for n in (2, 3, 6):
+        spoiled[n, 1, 0, 3] = np.nan
+
+    def ask(value: Any, n: int | None = None) -> Any:
+        chosen = list(range(batch)) if n is None else [n]
+        options: dict[str, Any] = {"return_lse": True}
+        if layout == "packed":
+            ends: Any = np.array([each[m] for m in chosen], np.int64)
+            tensors = [np.concatenate([t[m, :, : each[m]].swapaxes(0, 1) for m in chosen]) for t in (query, key, value)]
+            options |= {"query_lengths": ends, "kv_lengths": ends, "layout": pb.LAYOUT_PACKED}
+        else:
+            tensors = [part[chosen] for part in (query, key, value)]
+            if lengths is not None:
+                options["kv_lengths"] = np.array([each[m] for m in chosen], np.int64)
+            if layout == "length_first":
+                tensors = [part.swapaxes(1, 2) for part in tensors]
+                options["layout"] = pb.LAYOUT_LENGTH_FIRST
+        (result,) = (found := device.run([messages.read(messages.attend(*tensors, **options))])).results
+        parts = [np.frombuffer(part, np.float32) for part in (result.output, result.lse or b"")]
+        if layout == "packed":
+            edges = np.cumsum([each[m] for m in chosen])[:-1]
+            outputs = np.split(parts[0].reshape(-1, heads, width), edges)
+            lses = np.split(parts[1].reshape(heads, -1), edges, axis=1)
+        else:
+            outputs, lses = (list(part.reshape(len(chosen), -1)) for part in parts)
+        return found.kernel_calls, [
+            (output.tobytes(), lse.tobytes()) for output, lse in zip(outputs, lses, strict=True)
+        ]
+
+    calls, mended = ask(spoiled)
+    assert calls[library.NAME] == 1
+    assert sum(calls.values()) > 1, "and others for what is not finite"
+    _, finite = ask(value)
+    for n in range(batch):
+        expected = ask(spoiled, n)[1][0] if n in (2, 3, 6) else finite[n]
+        assert mended[n] == expected, n
+        assert np.isnan(np.frombuffer(mended[n][0], np.float32)).any() == (n in (2, 3, 6))
 
 
 def test_more_sequences_than_calls_are_made_of_are_left_to_other_kernels(device: CpuDevice) -> None:

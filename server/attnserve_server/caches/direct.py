@@ -1,6 +1,7 @@
 """Requests to caches by the native kernel: read where they were received, written as replies have it.
 
-In: requests, whose appends have been written. Out: a result each, or none where it has to be computed in another way.
+In: requests, whose appends have been written. Out: a result each, or none where it has to be computed in another way,
+and which sequences of results came out NaN or infinite: those alone have to be.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_pag
 from attnserve_server.caches.pages import PageLayout, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.payloads import address, aligned, applies, broadcast_strides, floats, shape_of
 from attnserve_server.problem import Problem
 from attnserve_server.work import RequestResult
@@ -36,8 +38,10 @@ class _Plan(NamedTuple):
 
 def attend_requests(
     requests: Sequence[CachedRequest], pool: PagePool, attend: AttendPacked
-) -> list[RequestResult | None]:
-    """The result of each request; None where the kernel has not its options, or came upon NaN or infinities."""
+) -> tuple[list[RequestResult | None], Broken]:
+    """The result of each request, None where the kernel has not its options; and in which sequences of results it came
+    upon NaN or infinities.
+    """
     shape = requests[0].uses[0].cache.shape
     layout = pool.layout(shape)
     results: list[RequestResult | None] = [None] * len(requests)
@@ -51,10 +55,8 @@ def attend_requests(
             results[place] = _add(calls, request, plan, given)
             owners += [place] * len(request.uses)
             inputs.append(given)
-    if calls:
-        for call in attend_paged(calls, pool, attend, sum(request.effort for request in requests)):
-            results[owners[call]] = None
-    return results
+    effort = sum(request.effort for request in requests)
+    return results, broken_of(attend_paged(calls, pool, attend, effort) if calls else [], owners)
 
 
 class _Inputs(NamedTuple):

@@ -18,7 +18,7 @@ from attnserve import _dtypes
 from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.devices.results import rows_of_bytes
+from attnserve_server.devices.results import put, rows_of_bytes
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.native.payloads import DTYPES
@@ -58,7 +58,9 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
     after_appends = perf_counter()
     if device.attend_packed is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
-    found = attend_requests(batch, pool, device.attend_packed)
+    found, broken = attend_requests(batch, pool, device.attend_packed)
+    for place, sequences in broken.items():
+        found[place] = _mended(pool, device, batch[place], sequences, found[place])
     compute = perf_counter() - after_appends
     rest = [request for request, result in zip(batch, found, strict=True) if result is None]
     if not rest:
@@ -73,12 +75,26 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
     )
 
 
+def _mended(
+    pool: PagePool, device: Device, request: CachedRequest, sequences: Sequence[int], result: RequestResult | None
+) -> RequestResult | None:
+    """A result whose sequences at some places have been computed anew, by kernels on torch tensors; None if those are
+    all that it has.
+    """
+    if result is None or len(sequences) == len(request.uses):
+        return None
+    queries = _queries(device, request, sequences)
+    for place, anew in zip(sequences, attend_tensors(queries, pool, device), strict=True):
+        put(result, request.problem, (slice(place, place + 1), slice(None), slice(None)), anew)
+    return result
+
+
 def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedRequest], staged: float) -> BatchResult:
     """Computes requests whose appends have been written, by kernels on torch tensors."""
     begin = perf_counter()
     queries: list[CacheQuery] = []
     for request in batch:
-        queries += _queries(device, request)
+        queries += _queries(device, request, range(len(request.uses)))
     after_staging = perf_counter()
     attended = iter(attend_tensors(queries, pool, device))
     results = [[next(attended) for _ in request.uses] for request in batch]
@@ -119,8 +135,8 @@ def _token(name: str, request: CachedRequest) -> NDArray[Any]:
     return array.reshape(problem.batch, problem.kv_heads, -1)
 
 
-def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
-    """The query of each sequence of a request."""
+def _queries(device: Device, request: CachedRequest, sequences: Sequence[int]) -> list[CacheQuery]:
+    """The queries of some sequences of a request."""
     problem, payloads = request.problem, request.payloads
     exact = torch.float64 if TORCH[problem.dtype] == torch.float64 else torch.float32
 
@@ -153,8 +169,8 @@ def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
     return [
         CacheQuery(
             query=query[b : b + 1],
-            shape=use.cache.shape,
-            pages=use.cache.pages(use.layer),
+            shape=request.uses[b].cache.shape,
+            pages=request.uses[b].cache.pages(request.uses[b].layer),
             length=request.lengths[b],
             kv_length=request.kv_lengths[b],
             scale=problem.scale,
@@ -170,7 +186,7 @@ def _queries(device: Device, request: CachedRequest) -> list[CacheQuery]:
             return_lse=problem.return_lse,
             return_scores=problem.return_scores,
         )
-        for b, use in enumerate(request.uses)
+        for b in sequences
     ]
 
 

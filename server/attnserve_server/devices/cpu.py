@@ -23,14 +23,14 @@ from attnserve_server.caches import step
 from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import AttendPacked, Item, Result, RowFunction, Rows, chunks, even_shares
 from attnserve_server.devices.failures import is_out_of_memory
-from attnserve_server.devices.results import collect
+from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.work import BatchResult, RequestResult
 
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
@@ -77,10 +77,13 @@ class CpuDevice:
         if self._native_requests is None:
             return self._run_on_tensors(requests)
         begin = perf_counter()
-        found = self._native_requests.run(requests, self._threads_for(sum(request.effort for request in requests)))
+        effort = sum(request.effort for request in requests)
+        found, broken = self._native_requests.run(requests, self._threads_for(effort))
+        for place, sequences in broken.items():
+            found[place] = self._mended(requests[place], sequences, found[place])
         compute = perf_counter() - begin
         done = [result for result in found if result is not None]
-        if len(done) == len(requests):
+        if len(done) == len(requests) and not broken:
             return BatchResult(done, 0.0, compute, 0.0, kernel_calls={NAME: len(done)})
         self._count(NAME, len(done))
         others = self._run_on_tensors(
@@ -92,6 +95,19 @@ class CpuDevice:
             results=[next(rest) if result is None else result for result in found],
             compute=others.compute + compute,
         )
+
+    def _mended(self, request: Request, sequences: Sequence[int], result: RequestResult | None) -> RequestResult | None:
+        """A result whose sequences at some places have been computed anew, by kernels on torch tensors; None if those
+        are all that it has.
+        """
+        if result is None or len(sequences) == request.problem.batch:
+            return None
+        broken = request.of_sequences(sequences)
+        staged = self._stager.stage([broken])
+        attended = self.attend_tensors([each.call for each in staged], broken.flops)
+        for call, anew in zip(staged, attended, strict=True):
+            put(result, request.problem, rows_of(request.problem, call.parts[0][1]), anew)
+        return result
 
     def _run_on_tensors(self, requests: Sequence[Request]) -> BatchResult:
         """Computes requests by the kernels on torch tensors."""

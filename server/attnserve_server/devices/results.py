@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +12,9 @@ from attnserve_server.kernels import AttentionResult
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
 from attnserve_server.work import RequestResult
+
+Rows: TypeAlias = tuple[slice, slice, slice]
+"""Some of the rows of an output [N, H, L, Dv]."""
 
 
 def collect(
@@ -76,9 +80,7 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
     if problem.return_scores is not None:
         scores = torch.full((batch, heads, rows, request.longest[1]), _excluded(problem), dtype=dtype)
     for span, result in parts:
-        where = (slice(0, 1), slice(None), slice(span.query_start, span.query_start + span.query_length))
-        if not problem.packed:
-            where = (slice(span.first, span.first + span.sequences), slice(None), slice(None))
+        where = rows_of(problem, span)
         output[where] = result.output
         if lse is not None and result.lse is not None:
             lse[where] = result.lse
@@ -92,6 +94,27 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
         None if lse is None else rows_of_bytes(lse, 1)[0],
         None if scores is None else rows_of_bytes(scores, 1)[0],
     )
+
+
+def put(into: RequestResult, problem: Problem, where: Rows, result: AttentionResult) -> None:
+    """Writes output and lse over those that a result has in some rows, on the host."""
+    batch = 1 if problem.packed else problem.batch
+    heads, rows = problem.query_heads, problem.query_length
+    output = torch.frombuffer(into.output, dtype=TORCH[problem.dtype])
+    if problem.length_first and problem.rank > 2:
+        whole = output.view(batch, rows, heads, problem.value_dim).transpose(1, 2)
+    else:
+        whole = output.view(batch, heads, rows, problem.value_dim)
+    whole[where] = result.output
+    if into.lse is not None and result.lse is not None:
+        torch.frombuffer(into.lse, dtype=result.lse.dtype).view(batch, heads, rows)[where] = result.lse
+
+
+def rows_of(problem: Problem, span: Span) -> Rows:
+    """Where the rows of a span are in an output."""
+    if problem.packed:
+        return slice(0, 1), slice(None), slice(span.query_start, span.query_start + span.query_length)
+    return slice(span.first, span.first + span.sequences), slice(None), slice(None)
 
 
 def rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:

@@ -88,7 +88,7 @@ class Stager:
                     within = torch.arange(problem.kv_length, device=query.device).view(1, 1, 1, -1) < span.kv_length
                     span_mask = within if mask is None else mask & within
             queries, keys, values = query, key, value
-            if len(spans) > 1 or bounds[1].stop < problem.kv_length:
+            if len(spans) > 1 or span.sequences < problem.batch or bounds[1].stop < problem.kv_length:
                 sequences = slice(0, 1) if problem.packed else slice(span.first, span.first + count)
                 queries = query[sequences, :, span.query_start : span.query_start + span.query_length]
                 keys, values = (

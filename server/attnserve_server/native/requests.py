@@ -1,7 +1,8 @@
 """Requests of `Attend` by the native kernel: read where they were received, written as replies have it.
 
-In: requests. Out: a result each, or none where the kernel came upon NaN or infinities: those are computed in another
-way. Where a sequence's tensors begin follows from a problem, and callers send the same problem over and over.
+In: requests. Out: a result each, or none where they are to be computed in another way, and which sequences of results
+came out NaN or infinite. Where a sequence's tensors begin follows from a problem, and callers send the same problem
+over and over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from attnserve import _dtypes
+from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.library import Addresses, Keys, Library, Threads, pack, pack_several
 from attnserve_server.native.payloads import (
     DTYPES,
@@ -70,9 +72,9 @@ class NativeRequests:
         self._library = library
         self._plans: dict[int, _Plan] = {}
 
-    def run(self, requests: Sequence[Request], threads: Threads | None) -> list[RequestResult | None]:
-        """The result of each request, None for those that are to be computed in another way. `threads` as in the
-        library. Raises MemoryError.
+    def run(self, requests: Sequence[Request], threads: Threads | None) -> tuple[list[RequestResult | None], Broken]:
+        """The result of each request, None for those that are to be computed in another way; and of which sequences
+        that has no meaning. `threads` as in the library. Raises MemoryError.
         """
         results: list[RequestResult | None] = []
         packed, owners, alive = bytearray(), [], []
@@ -116,10 +118,7 @@ class NativeRequests:
                 results.append(RequestResult(memory[: plan.output_bytes], memory[plan.lse_at :], None))
             else:
                 results.append(RequestResult(memory, None, None))
-        if packed:
-            for call in self._library.attend(packed, threads):
-                results[owners[call]] = None
-        return results
+        return results, broken_of(self._library.attend(packed, threads) if packed else [], owners)
 
     def _plan(self, request: Request) -> _Plan | None:
         """The plan for a request, if the kernel computes such requests."""
