@@ -26,6 +26,7 @@ from benchmarks.chaos import encoder
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.processors import apart
 from benchmarks.chaos.victim import Victim
+from benchmarks.chaos.ways import Stream, Unary
 
 PROMISE: Final = (
     "Offered ten times its capacity in an open loop of mixed sizes, the server keeps at least 90 % of its goodput at "
@@ -42,7 +43,6 @@ CALLERS: Final = 4
 IN_FLIGHT: Final = 16
 """Of the closed loop by which the capacity is found: more gives no more."""
 MOST_MINUTES: Final = 1.0
-STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
 REFUSED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PATIENCE_S: Final = 60.0
 
@@ -78,50 +78,15 @@ class Answers:
         return sum(self.computed) / self.tokens
 
 
-class Stream:
-    """One caller: calls on one stream, as the SDK makes them."""
-
-    def __init__(self, channel: aio.Channel) -> None:
-        self._call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(STREAM)()
-        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
-        self._waiting: dict[int, asyncio.Future[pb.AttendStreamReply]] = {}
-        self._numbers = count(1)
-        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
-
-    async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
-        """The reply to one call."""
-        number = next(self._numbers)
-        self._waiting[number] = reply = asyncio.get_running_loop().create_future()
-        calls = [pb.AttendStreamCall(id=number, apply=request)]
-        self._unsent.put_nowait(pb.AttendStreamRequest(calls=calls).SerializeToString())
-        answer: pb.AttendStreamReply = await reply
-        return answer
-
-    async def close(self) -> None:
-        """Ends the stream."""
-        self._call.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _write(self) -> None:
-        while True:
-            await self._call.write(await self._unsent.get())
-
-    async def _read(self) -> None:
-        while isinstance(message := await self._call.read(), bytes):
-            for reply in pb.AttendStreamResponse.FromString(message).replies:
-                self._waiting.pop(reply.id).set_result(reply)
-
-
 class Load:
-    """Requests of all lengths, from several callers in turn, each on a stream."""
+    """Requests of all lengths, from several callers in turn, each with a connection, who ask in one of the ways."""
 
-    def __init__(self, victim: Victim) -> None:
+    def __init__(self, victim: Victim, way: type[Stream | Unary]) -> None:
+        self._way = way
         self._address = victim.address
         self._process = psutil.Process(victim.process.pid)
         self._stack = AsyncExitStack()
-        self._streams: list[Stream] = []
+        self._callers: list[Stream | Unary] = []
         self._requests = [
             (length, pb.ApplyRequest.FromString(encoder.request(length, seed))) for seed, length in enumerate(LENGTHS)
         ]
@@ -134,8 +99,8 @@ class Load:
         for _ in range(CALLERS):
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
             channel = await self._stack.enter_async_context(aio.insecure_channel(self._address, options))
-            self._streams.append(stream := Stream(channel))
-            self._stack.push_async_callback(stream.close)
+            self._callers.append(caller := self._way(channel))
+            self._stack.push_async_callback(caller.close)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -146,7 +111,7 @@ class Load:
         if not self._round:
             self._round = self._random.permutation(len(self._requests)).tolist()
         length, request = self._requests[self._round.pop()]
-        reply = await self._streams[next(self._numbers) % CALLERS].ask(request)
+        reply = await self._callers[next(self._numbers) % CALLERS].ask(request)
         if reply.HasField("error"):
             if reply.error.code == REFUSED and (delay := _delay(reply.error)) is not None:
                 answers.refused.append(perf_counter() - due)
@@ -236,8 +201,8 @@ def watched(victim: Victim) -> Iterator[Watch]:
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 
 
-async def _measure(victim: Victim, seconds: float) -> list[Figure]:
-    async with Load(victim) as load:
+async def _measure(victim: Victim, seconds: float, way: type[Stream | Unary]) -> list[Figure]:
+    async with Load(victim, way) as load:
         await load.closed(IN_FLIGHT, seconds / 6)  # until it knows its rate
         before = psutil.Process(victim.process.pid).memory_info().rss
         with watched(victim) as watch:  # all the time, because to watch costs both loads alike
@@ -289,13 +254,13 @@ async def _measure(victim: Victim, seconds: float) -> list[Figure]:
     ]
 
 
-def run(minutes: float) -> list[Figure]:
-    """Does it, for a minute of overload at most."""
+def run(minutes: float, way: type[Stream | Unary] = Stream) -> list[Figure]:
+    """Does it, for a minute of overload at most, by callers who ask in one of the ways."""
     with tempfile.TemporaryDirectory(prefix="attnserve-overload-") as directory:
         layers = encoder.write(Path(directory))
         victim = Victim("--layers", str(layers), "--cache-bytes", "1MiB", "--log-level", "error")
         with apart(victim) as (of_server, of_callers):
-            figures = asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES)))
+            figures = asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES), way))
         return [
             Figure("processors of the server", of_server),
             Figure("processors of the callers, others if there are", of_callers),
