@@ -177,11 +177,11 @@ class Admission:
             usage.flops -= flops
             usage.work.remove(kind, flops)
 
-    def release(self, caller: Hashable, size: int) -> None:
-        """Counts a request out whose reply has left."""
+    def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
+        """Counts requests of a caller's out, of so many bytes together, whose replies have left."""
         own = self._callers[caller]
         for usage in (self._everybody, own):
-            usage.requests -= 1
+            usage.requests -= requests
             usage.bytes -= size
         if not own.requests:
             del self._callers[caller]

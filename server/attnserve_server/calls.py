@@ -24,8 +24,10 @@ OPERATIONS: Final = {
 """The fields of a call that hold what it asks for."""
 
 # Of fields whose numbers fit a tag of one byte.
+_CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
 _ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
 _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
+_LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
 
 
@@ -44,7 +46,7 @@ class Call(NamedTuple):
     @property
     def label(self) -> str:
         """What the metrics call it."""
-        return f"{self.operation or 'attend'}_stream"
+        return _LABELS[self.operation or "attend"]
 
 
 def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
@@ -55,10 +57,16 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     cancelled: Sequence[int] = ()
     calls: list[Call] = []
     rest: list[bytes] = []
-    for number, wire_type, start, content, end in _wire.fields(message, 0, len(message)):
+    at, whole = 0, len(message)
+    while at < whole and message[at] == _CALLS_TAG and (call := _next_call(message, at + 1)) is not None:
+        if len(calls) == max_calls:
+            raise _too_many_calls(max_calls)
+        calls.append(call)
+        at = call.request[2]
+    for number, wire_type, start, content, end in _wire.fields(message, at, whole) if at < whole else ():
         if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
             if len(calls) == max_calls:
-                raise InvalidRequest("calls", f"at most {max_calls}", "more", reason=LIMIT_EXCEEDED)
+                raise _too_many_calls(max_calls)
             calls.append(_read_call(message, content, end))
         else:
             if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
@@ -67,6 +75,19 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     if rest:
         cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
     return cancelled, calls
+
+
+def _too_many_calls(most: int) -> InvalidRequest:
+    return InvalidRequest("calls", f"at most {most}", "more", reason=LIMIT_EXCEEDED)
+
+
+def _next_call(message: bytes, at: int) -> Call | None:
+    """The call whose length is at that place, if it is a plain one that ends within the message."""
+    try:
+        length, at = _wire.read_varint(message, at)
+    except (DecodeError, IndexError):
+        return None
+    return _plain_call(message, at, at + length) if at + length <= len(message) else None
 
 
 def _plain_call(message: bytes, at: int, end: int) -> Call | None:

@@ -42,10 +42,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ran:
-    """A batch that has run: what it was, and when it began."""
+    """A batch that has run: what it was, when it began, and when it ended, if another did not begin at once."""
 
     work: Amount
     begin: float
+    end: float | None
 
 
 class Engine:
@@ -99,11 +100,16 @@ class Engine:
         self._admission.check(caller, size)
 
     def submit(self, entry: Entry) -> None:
-        """Admits and queues a request. Raises what `check_open` does, Overloaded, InvalidRequest (too large for the
-        server), or DeadlineUnreachable.
+        """Admits and queues a request, which runs when the loop has handed over what it has received. Raises what
+        `check_open` does, Overloaded, InvalidRequest (too large for the server), or DeadlineUnreachable.
 
         The caller of `submit` calls `release` when the reply has left.
         """
+        self.take(entry)
+        self._schedule()
+
+    def take(self, entry: Entry) -> None:
+        """As `submit`, but for requests that come together: none runs before `hurry` is called."""
         self.check_open()
         if entry.deadline < inf:
             self._deadlines.check(entry, self.worker.free_at)
@@ -120,18 +126,23 @@ class Engine:
                 return
         self._idle.clear()
         self._queue.push(entry)
-        self._schedule()
 
     def hurry(self) -> None:
-        """Runs what has been submitted without waiting for a turn of the loop, if it is little and all that is in
-        flight: for company it would wait longer than it takes.
+        """Has run what has been taken: without waiting for a turn of the loop, if it is little and all that is in
+        flight, for it would wait for company longer than it takes.
         """
-        step = self._next_step
-        if step is None or self._waits or self._queue.cost > self.worker.inline_flops:
-            return
-        if self._admission.requests == self._queue.requests:
-            step.cancel()
+        queued = self._queue.requests
+        if (
+            queued
+            and queued == self._admission.requests
+            and self._queue.cost <= self.worker.inline_flops
+            and self._max_wait == 0
+        ):
+            if self._next_step is not None:
+                self._next_step.cancel()
             self._step()
+        else:
+            self._schedule()
 
     def cancel(self, entries: Iterable[Entry]) -> None:
         """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
@@ -145,9 +156,10 @@ class Engine:
         if some and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
-    def release(self, entry: Entry) -> None:
-        """Says that the reply of an admitted request has left, or never will."""
-        self._admission.release(entry.caller, entry.size)
+    def release(self, *entries: Entry) -> None:
+        """Says that the replies of admitted requests of one caller have left, or never will."""
+        if entries:
+            self._admission.release(entries[0].caller, sum([entry.size for entry in entries]), len(entries))
         if not self._admission.requests:
             self._idle.set()
 
@@ -201,8 +213,12 @@ class Engine:
         self.failed.set()
 
     def _schedule(self) -> None:
-        """Has the next batch run, if the device is idle."""
-        if self.worker.batch is not None or (self._next_step is not None and not self._waits):
+        """Has the next batch run, if there is one and the device is idle."""
+        if (
+            not self._queue.requests
+            or self.worker.batch is not None
+            or (self._next_step is not None and not self._waits)
+        ):
             return
         wait = self._remaining_wait() if self._max_wait > 0 else 0.0
         if self._next_step is not None:
@@ -244,8 +260,7 @@ class Engine:
             self._begin(batch)
         if not batch.entries:
             self.worker.free(perf_counter())
-            if self._queue.requests:
-                self._schedule()
+            self._schedule()
             return
         self.worker.run(self._admission.pace.least_seconds(batch.work))
 
@@ -268,16 +283,15 @@ class Engine:
                 self._drop(entries, "cancelled", Cancelled)
         except Exception as bug:
             self._fail_by(bug)
-        if self._queue.requests:  # whose turn has come
-            self._schedule()
+        self._schedule()  # those whose turn has come
 
-    def _learn(self, now: float) -> None:
-        """Takes notice of how long the last batch took, with what the loop did before the next one could begin."""
-        if self._last is not None:
-            last, self._last = self._last, None
-            seconds = now - last.begin
-            self._admission.pace.learn(last.work, seconds)
-            self._deadlines.computed(now, seconds)
+    def _learn(self, now: float | None = None) -> None:
+        """Takes notice of how long the last batch took: if the next one begins now, with what the loop did before."""
+        last = self._last
+        if last is not None and (end := last.end or now) is not None:
+            self._last = None
+            self._admission.pace.learn(last.work, end - last.begin)
+            self._deadlines.computed(end, end - last.begin)
 
     def _begin(self, batch: Batch[Entry]) -> None:
         """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""
@@ -340,15 +354,15 @@ class Engine:
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.cost, entry.kind)
         if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of what failed says nothing
-            self._last = Ran(batch.work, begin)
-        if self._max_wait > 0 or not self._queue.requests:  # the next one does not begin as soon as it can
-            self._learn(now)
+            waits = self._max_wait > 0 or not self._queue.requests  # the next one does not begin as soon as it can
+            self._last = Ran(batch.work, begin, now if waits else None)
+            if waits:
+                self._loop.call_soon(self._learn)  # when replies are on their way
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 for entry in entries:
                     entry.request.end(isinstance(outcome, RequestError))
                     self._leave(entry)
-        if self._queue.requests:
-            self._schedule()
+        self._schedule()
         for entries, outcome in parts:
             self._delivery.deliver(entries, begin, outcome)

@@ -9,11 +9,13 @@ work, of whatever unit: how fast work is done may turn out differently from what
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Final
 
 FORGOTTEN: Final = 256
 """How many callers that have nothing waiting are remembered before those are forgotten that may be."""
+
+_NOTHING: Final[Mapping[int, float]] = {}
 
 
 class FairClock:
@@ -33,10 +35,11 @@ class FairClock:
 
     def begin(self, caller: Hashable, priority: int) -> float:
         """The virtual time that the caller's next entry would get."""
-        until = self._until.get(caller)
-        if until is None:
-            return self._now
-        return max(self._now, *(done for level, done in until.items() if level >= priority), 0.0)
+        begin = self._now
+        for level, done in self._until.get(caller, _NOTHING).items():
+            if level >= priority and done > begin:
+                begin = done
+        return begin
 
     def enter(self, caller: Hashable, priority: int, work: float) -> float:
         """Takes notice of work that waits. Returns its virtual time."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from dataclasses import field as attribute
 
 from google.protobuf.message import DecodeError
 
@@ -46,9 +45,10 @@ however few they meet: measured with the native kernel, at heads of one element.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """What to compute, but for the contents of the tensors.
+    """What to compute, but for the contents of the tensors. Equal to itself alone: what follows from one is remembered
+    by it, and headers that are the same have the same one.
 
     `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
@@ -57,7 +57,7 @@ class Problem:
     do everything. `kind` is that of `Work`.
     """
 
-    tensors: Mapping[str, TensorSpec] = attribute(hash=False)
+    tensors: Mapping[str, TensorSpec]
     dtype: int
     rank: int
     length_first: bool

@@ -19,6 +19,7 @@ from attnserve_server.work import Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
+    from attnserve_server.problem import Problem
     from attnserve_server.request import Request
 
 REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
@@ -38,19 +39,12 @@ def encode_attend_response(
     """The pieces of the reply, and their length together."""
     payloads = payloads_of(result)
     problem = request.problem
-    header = _tensors_header(
-        problem.dtype,
-        problem.rank,
-        problem.length_first,
-        problem.packed,
-        (problem.batch, problem.query_heads, problem.query_length, problem.value_dim),
-        problem.return_lse,
-        request.longest[1] if problem.return_scores is not None else None,
-        tuple(map(len, payloads)),
-    )
-    timings = pb.AttendResponse(
-        timings=timings_of(phases), batch_size=batch_size, cache_lengths=cache_lengths
-    ).SerializeToString()
+    scores_length = 0 if problem.return_scores is None else request.longest[1]
+    header = _tensors_header(problem, scores_length, tuple(map(len, payloads)))
+    fields = pb.AttendResponse(timings=timings_of(phases), batch_size=batch_size)
+    if cache_lengths:
+        fields.cache_lengths.extend(cache_lengths)
+    timings = fields.SerializeToString()
     pieces, size = _wire.join(pb.AttendResponse, header, payloads)
     return [timings, *pieces], len(timings) + size
 
@@ -74,27 +68,19 @@ def timings_of(phases: Phases) -> dict[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _tensors_header(
-    dtype: int,
-    rank: int,
-    length_first: bool,
-    packed: bool,
-    axes: tuple[int, int, int, int],
-    with_lse: bool,
-    scores_length: int | None,
-    sizes: tuple[int, ...],
-) -> bytes:
+def _tensors_header(problem: Problem, scores_length: int, sizes: tuple[int, ...]) -> bytes:
     """The header of the reply's tensors: output, then lse and scores if asked for."""
-    batch, heads, length, width = axes
-    outer = [heads, length] if packed or rank == 3 else [batch, heads, length] if rank == 4 else [length]
+    dtype, rank = problem.dtype, problem.rank
+    batch, heads, length, width = problem.batch, problem.query_heads, problem.query_length, problem.value_dim
+    outer = [heads, length] if problem.packed or rank == 3 else [batch, heads, length] if rank == 4 else [length]
     shape = [*outer, width]
-    if length_first and rank > 2:
+    if problem.length_first and rank > 2:
         shape[-3], shape[-2] = shape[-2], shape[-3]
     tensors: list[ReplyTensor] = [("output", dtype, shape)]
-    if with_lse:
+    if problem.return_lse:
         lse_dtype = dtype if dtype == tensor_pb2.DATA_TYPE_FLOAT64 else tensor_pb2.DATA_TYPE_FLOAT32
         tensors.append(("lse", lse_dtype, outer))
-    if scores_length is not None:
+    if problem.return_scores is not None:
         tensors.append(("scores", dtype, [*outer, scores_length]))
     return tensors_header(pb.AttendResponse, tensors, sizes)
 

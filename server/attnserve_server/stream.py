@@ -119,9 +119,7 @@ class CallStream:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
             self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
-            for unsent in self._outbox:
-                if unsent.entry is not None:
-                    self._engine.release(unsent.entry)
+            self._engine.release(*[unsent.entry for unsent in self._outbox if unsent.entry is not None])
             self._outbox.clear()
             tasks = (whole, self._reader, writer)
             for task in tasks:
@@ -168,9 +166,11 @@ class CallStream:
             self._metrics.received(len(message))
             if self._callers.edition is not self._edition:
                 self._look_again()
-            self._receive(message, arrival)
+            try:
+                self._receive(message, arrival)
+            finally:
+                self._engine.hurry()
             del message  # which may be large, and the next one long in coming
-            self._engine.hurry()
             if (
                 self._outbox and not self._writing
             ):  # what has its answer by now is on its way, a turn of the loop sooner
@@ -227,7 +227,7 @@ class CallStream:
         request = self._readers[call.operation](self._caller, *call.request)
         reply = partial(self._answer, call.id, call.label)
         entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
-        self._engine.submit(entry)
+        self._engine.take(entry)
         self._in_flight[call.id] = entry
 
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
@@ -311,12 +311,10 @@ class CallStream:
             unsent.append(self._outbox.popleft())
             size += unsent[-1].size
         try:
-            await self._write_bytes(b"".join(piece for reply in unsent for piece in reply.pieces))
+            await self._write_bytes(b"".join([piece for reply in unsent for piece in reply.pieces]))
         finally:
             self._unsent_bytes -= size
-            for reply in unsent:
-                if reply.entry is not None:
-                    self._engine.release(reply.entry)
+            self._engine.release(*[reply.entry for reply in unsent if reply.entry is not None])
             self._progress.set()
 
     async def _write_bytes(self, message: bytes) -> None:
