@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import calls
 import grpc
 import numpy as np
+import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from attnserve import Client
 from attnserve_server import metrics as declared
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
+from attnserve_server.counter import Counter
 from attnserve_server.errors import RequestError
 from attnserve_server.health import Health
 from attnserve_server.histogram import Histogram
@@ -347,3 +349,22 @@ def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) 
     assert sum(count for (name, *_), count in read.items() if name == "attnserve_kernel_calls_total") > 0
     assert read["attnserve_in_flight_requests",] == read["attnserve_queue_bytes",] == 0
     assert "_created" not in text
+
+
+def test_counters_show_what_those_of_prometheus_would() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = Counter("plain_total", "Without labels.", ours)
+    several = Counter("several_total", "With two.", ours, "one", "other")
+    assert "plain_total 0.0" in generate_latest(ours).decode()
+    its = prometheus_client.Counter("plain_total", "Without labels.", registry=theirs)
+    its_several = prometheus_client.Counter("several_total", "With two.", ("one", "other"), registry=theirs)
+    for amount in (1, 0, 2.5):
+        plain.total().add(amount)
+        its.inc(amount)
+    for values in (("a", "b"), ("a", 'quoted "c"'), ("a", "b")):
+        several.total(*values).add()
+        its_several.labels(*values).inc()
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == expected
+    with pytest.raises(ValueError, match="plain_total"):
+        Counter("plain_total", "Twice.", ours)
