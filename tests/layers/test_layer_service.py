@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bits import assert_same_bits
+from calls import until
 from checkpoints import CHECKPOINTS, DTYPES, PLAIN
 from conftest import Models, Server
 from prometheus_client.parser import text_string_to_metric_families
@@ -58,14 +58,6 @@ def metrics(server: Server, name: str) -> dict[str, float]:
         text = page.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {sample.labels.get("layer", ""): sample.value for sample in samples if sample.name == name}
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits until something is so, asking again and again."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.01)
 
 
 async def test_what_is_there(layer_server: Server, layer_client: Client, models: Models) -> None:

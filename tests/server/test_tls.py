@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import certificates
 import numpy as np
 import pytest
+from calls import until
 from cryptography import x509
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError, _replicas
@@ -222,14 +223,6 @@ def serial_number(http_address: str, authority: certificates.Authority) -> str:
     return f"{x509.load_pem_x509_certificate(pem.encode()).serial_number}"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for something to come true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
-
-
 def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..., Server], tmp_path: Path) -> None:
     """New authorities, for the server and for its callers, while a connection under the old ones goes on."""
     old, new = certificates.Authority(tmp_path, "old"), certificates.Authority(tmp_path, "new")
@@ -296,8 +289,8 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
             attend(client)
             return not client.caches.list()
 
-        until(is_another)
-        until(lambda: len(client._calls.servers._replicas.all()) == 1)
+        until(is_another, "its new name is shown")
+        until(lambda: len(client._calls.servers._replicas.all()) == 1, "the old connection is closed")
         attend(client)
 
 
