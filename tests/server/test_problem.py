@@ -384,3 +384,17 @@ def test_lengths_contents_and_priorities_do_not_keep_requests_apart() -> None:
         for seed, (length, keys, batch, priority) in enumerate([(1, 1, 1, 0), (3, 9, 2, 8), (0, 0, 0, -8)])
     }
     assert len(groups) == 1
+
+
+def test_only_an_additive_score_needs_memory_for_its_hidden_units() -> None:
+    """Keys projected to them, twice, in float64."""
+    assert messages.read(additive()).problem.scratch_bytes(S) == 2 * 8 * U * HK * S
+    for other in (dot(), general()):
+        assert messages.read(other).problem.scratch_bytes(S) == 0
+
+
+def test_what_is_computed_by_other_means_is_another_kind_of_work() -> None:
+    softcapped = messages.random_attend(0, softcap=1.0)
+    kinds = [messages.read(each).problem.kind for each in (dot(), general(), additive(), softcapped)]
+    assert len(set(kinds)) == 4
+    assert messages.read(messages.random_attend(0, causal=True)).problem.kind == kinds[0]
