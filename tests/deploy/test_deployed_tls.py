@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 from conftest import Server
 from cryptography import x509
-from manifests import Rendered, combine, needs_kubectl
+from manifests import DEPLOY, Rendered, combine, needs_kubectl
 
-from attnserve import TLS, Client, UnavailableError
+from attnserve import TLS, Client, UnavailableError, _cli
 from attnserve_server.units import parse_address
 
 pytestmark = needs_kubectl
@@ -96,6 +97,22 @@ def test_probes_and_prometheus_are_answered(
     assert fetch(deployed, endpoint["path"], verified, endpoint["tlsConfig"]["serverName"]) == 200
     with pytest.raises(ssl.SSLCertVerificationError):
         fetch(deployed, endpoint["path"], verified, "attnserve.elsewhere.svc")
+
+
+def test_operators_look_at_it_as_the_document_says(
+    deployed: Server, authority: certificates.Authority, rendered: Rendered, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    (found,) = re.findall(r"`attnserve top --ca (\S+) --server-name (\S+)`", said)
+    (mount,) = (mount for mount in rendered.container["volumeMounts"] if mount["name"] == "tls")
+    # Which Secret that is, and that cert-manager writes ca.crt into it, is held above.
+    assert found == (f"{mount['mountPath']}/ca.crt", "attnserve.attnserve.svc")
+    flags = ("--ca", str(authority.ca), "--server-name", found[1], "--once", "--interval", "0.1", "--timeout", "60")
+    assert _cli.main(["top", deployed.http_address, *flags]) == 0
+    assert "serving" in capsys.readouterr().out
+    # Without an address it asks where the pods listen.
+    assert parse_address(rendered.config.http_listen).port == 8002
+    assert f"`kubectl -n {rendered.workload['metadata']['namespace']} exec -it POD -- attnserve top`" in said
 
 
 def fetch(server: Server, path: str, context: ssl.SSLContext, server_name: str | None = None) -> int:
