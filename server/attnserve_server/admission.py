@@ -177,6 +177,13 @@ class Admission:
             usage.flops -= flops
             usage.work.remove(kind, flops)
 
+    def again(self, caller: Hashable, flops: int, kind: str) -> None:
+        """Counts the FLOPs of a request in that has been computed, and is to be once more: it has been admitted."""
+        for usage in (self._everybody, self._callers[caller]):
+            usage.waiting += 1
+            usage.flops += flops
+            usage.work.add(kind, flops)
+
     def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
         """Counts requests of a caller's out, of so many bytes together, whose replies have left."""
         own = self._callers[caller]

@@ -29,6 +29,8 @@ class Delivery:
 
     def deliver(self, entries: list[Entry], begin: float, outcome: BatchResult | RequestError) -> None:
         """Answers entries that were computed together, or failed to be, from `begin` on."""
+        if not entries:
+            return
         if self._tracing is not None:
             self._tracing.batch(entries, begin, outcome)
         if isinstance(outcome, RequestError):

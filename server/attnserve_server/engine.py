@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from attnserve_server.errors import (
 from attnserve_server.metrics import Metrics
 from attnserve_server.pace import Amount
 from attnserve_server.turns import Turns
+from attnserve_server.work import BatchResult
 from attnserve_server.worker import Part, Worker
 
 if TYPE_CHECKING:
@@ -363,6 +364,21 @@ class Engine:
                 for entry in entries:
                     entry.request.end(isinstance(outcome, RequestError))
                     self._leave(entry)
+        whole = [self._whole(entries, outcome) for entries, outcome in parts]
         self._schedule()
-        for entries, outcome in parts:
+        for entries, outcome in whole:
             self._delivery.deliver(entries, begin, outcome)
+
+    def _whole(self, entries: list[Entry], outcome: BatchResult | RequestError) -> Part:
+        """What may be delivered. Queues again what is to run once more, as what that costs."""
+        if isinstance(outcome, RequestError) or not outcome.again:
+            return entries, outcome
+        for place, request in outcome.again.items():
+            entry = entries[place]
+            entry.request = request
+            entry.count()
+            self._admission.again(entry.caller, entry.cost, entry.kind)
+            self._queue.push(entry)
+        places = [place for place in range(len(entries)) if place not in outcome.again]
+        results = [outcome.results[place] for place in places]
+        return [entries[place] for place in places], replace(outcome, results=results, again={})

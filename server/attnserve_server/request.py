@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from attnserve import _dtypes, _wire
 from attnserve._wire import Payloads
@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
 
-KERNELS, WRITTEN_OUT = "attend, by kernels", "attend, written out"
+KERNELS, WRITTEN_OUT, NOT_FINITE = "attend, by kernels", "attend, written out", "attend, not finite"
 """The groups of requests."""
+
+NOT_FINITE_COST: Final = 32
+"""How many times as long attention takes where NaN or infinities have it written out in float64, as by the native
+kernel, which comes upon them: measured on a CPU, where it is 20 to 50."""
+NOT_FINITE_CALL_COST: Final = 200_000_000
+"""What that costs beside, however little it is: about a millisecond."""
 
 PER_SEQUENCE = ("query_lengths", "kv_lengths", "query_offset")
 """The tensors that give sequences something of their own."""
@@ -66,6 +72,15 @@ class Extent:
     reply_bytes: int
 
 
+class Unfinished(NamedTuple):
+    """A result that is to be had but for some sequences, by their places in ascending order: NaN or infinities are in
+    them, and what may be seen of those is written out in float64.
+    """
+
+    sequences: Sequence[int]
+    result: RequestResult
+
+
 @dataclass(slots=True)
 class Request(Independent):
     """A problem with its payloads, and what it comes to."""
@@ -76,6 +91,8 @@ class Request(Independent):
     payloads: Payloads
     extent: Extent
     received_bytes: int
+    unfinished: Unfinished | None = None
+    """What has come of it, if it is to run once more."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -107,6 +124,9 @@ class Request(Independent):
         """What it costs to compute, in FLOPs of plain attention: its effort, as slow as its kernel makes it, and what
         its kernel calls cost besides.
         """
+        if self.unfinished is not None:
+            share = len(self.unfinished.sequences) / self.problem.batch
+            return NOT_FINITE_CALL_COST + round(share * NOT_FINITE_COST * self.extent.effort)
         return self.extent.cost
 
     @property
@@ -118,11 +138,15 @@ class Request(Independent):
         """Equal for requests that one batch can hold: any, whatever they ask for, since devices find what can share a
         kernel call; but nobody waits for what is written out who need not.
         """
+        if self.unfinished is not None:
+            return NOT_FINITE
         return WRITTEN_OUT if self.problem.one_by_one else KERNELS
 
     @property
     def kind(self) -> str:
         """Requests of a dtype and a way to compute them are about equally fast."""
+        if self.unfinished is not None:
+            return f"attend {_dtypes.name(self.problem.dtype)}, not finite"
         return self.problem.kind
 
     @property
@@ -147,6 +171,11 @@ class Request(Independent):
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
         """The pieces of the encoded reply, and their length together."""
         return encode_attend_response(self, result, phases, batch_size)
+
+    def but_for(self, sequences: Sequence[int], result: RequestResult | None) -> Request:
+        """The same request as it is to run once more, with a result that lacks some sequences."""
+        assert result is not None
+        return replace(self, unfinished=Unfinished(sequences, result))
 
     def of_sequences(self, places: Sequence[int]) -> Request:
         """The same request, of which only some sequences are to be computed, by their places in ascending order."""

@@ -35,7 +35,8 @@ class RequestResult:
 class BatchResult:
     """The results of a batch, one a request and in its order, and where the time went (seconds).
 
-    `padding` is the share of what was computed that no request asked for.
+    `padding` is the share of what was computed that no request asked for. `again` has, by their places, requests whose
+    result is not whole yet: as they are to run once more, in a batch of their own group.
     """
 
     results: list[RequestResult]
@@ -44,6 +45,7 @@ class BatchResult:
     fetch: float
     padding: float = 0.0
     kernel_calls: Mapping[str, int] = field(default_factory=dict)
+    again: Mapping[int, Work] = field(default_factory=dict)
 
 
 class Work(Protocol):

@@ -30,7 +30,7 @@ from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
-from attnserve_server.work import BatchResult, RequestResult
+from attnserve_server.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
@@ -76,15 +76,16 @@ class CpuDevice:
         """Computes a batch."""
         if self._native_requests is None:
             return self._run_on_tensors(requests)
+        if requests[0].unfinished is not None:
+            return self._finish(requests)
         begin = perf_counter()
         effort = sum(request.effort for request in requests)
         found, broken = self._native_requests.run(requests, self._threads_for(effort))
-        for place, sequences in broken.items():
-            found[place] = self._mended(requests[place], sequences, found[place])
+        again = {place: requests[place].but_for(sequences, found[place]) for place, sequences in broken.items()}
         compute = perf_counter() - begin
         done = [result for result in found if result is not None]
-        if len(done) == len(requests) and not broken:
-            return BatchResult(done, 0.0, compute, 0.0, kernel_calls={NAME: len(done)})
+        if len(done) == len(requests):
+            return BatchResult(done, 0.0, compute, 0.0, kernel_calls={NAME: len(done)}, again=again)
         self._count(NAME, len(done))
         others = self._run_on_tensors(
             [request for request, result in zip(requests, found, strict=True) if result is None]
@@ -94,20 +95,22 @@ class CpuDevice:
             others,
             results=[next(rest) if result is None else result for result in found],
             compute=others.compute + compute,
+            again=again,
         )
 
-    def _mended(self, request: Request, sequences: Sequence[int], result: RequestResult | None) -> RequestResult | None:
-        """A result whose sequences at some places have been computed anew, by kernels on torch tensors; None if those
-        are all that it has.
-        """
-        if result is None or len(sequences) == request.problem.batch:
-            return None
-        broken = request.of_sequences(sequences)
-        staged = self._stager.stage([broken])
-        attended = self.attend_tensors([each.call for each in staged], broken.flops)
-        for call, anew in zip(staged, attended, strict=True):
-            put(result, request.problem, rows_of(request.problem, call.parts[0][1]), anew)
-        return result
+    def _finish(self, requests: Sequence[Request]) -> BatchResult:
+        """Computes what the results of some requests lack, by kernels on torch tensors."""
+        begin = perf_counter()
+        results = []
+        for request in requests:
+            assert request.unfinished is not None
+            missing = request.of_sequences(request.unfinished.sequences)
+            staged = self._stager.stage([missing])
+            attended = self.attend_tensors([each.call for each in staged], missing.flops)
+            for call, anew in zip(staged, attended, strict=True):
+                put(request.unfinished.result, request.problem, rows_of(request.problem, call.parts[0][1]), anew)
+            results.append(request.unfinished.result)
+        return BatchResult(results, 0.0, perf_counter() - begin, 0.0, kernel_calls=self.take_kernel_calls())
 
     def _run_on_tensors(self, requests: Sequence[Request]) -> BatchResult:
         """Computes requests by the kernels on torch tensors."""
