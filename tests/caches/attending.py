@@ -48,6 +48,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "SPLIT_FLOPS", 0)
         patch.setattr(cpu, "ALONE_FLOPS", 0)
+        patch.setattr(cpu, "HELPED_FLOPS", 1)
         device = CpuDevice(2, 0, native)
         yield device
         device.close()
