@@ -307,6 +307,21 @@ def test_more_fields_than_any_message_needs_are_refused() -> None:
     assert header == data[: 2 * 50_000]
 
 
+def test_fields_are_counted_where_they_are() -> None:
+    """In tensors: a shape that is not packed takes protobuf 8 bytes for 2. In groups, and behind them."""
+    shape = b"\x10\x01" * (_wire._MOST_FIELDS + 1)
+    query = pb.AttendRequest.DESCRIPTOR.fields_by_name["query"].number
+    references = pb.AttendRequest(caches=[pb.CacheReference()] * _wire._MOST_FIELDS).SerializeToString()
+    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    short, long = (begin + b"\x08\x01" * fields + end for fields in (1000, 50_000))
+    assert tensor_pb2.Tensor.FromString(shape[:4]).shape == [1, 1]
+    for data in (_wire.field_prefix(query, len(shape)) + shape, short * 200, long + references, references + long):
+        assert pb.AttendRequest.FromString(data) is not None
+        with pytest.raises(_wire._ManyFieldsError):
+            _wire.split(pb.AttendRequest, data)
+    assert _wire.split(pb.AttendRequest, short * 100)[0] == b""  # by protobuf, who knows none
+
+
 def test_a_long_group_is_left_to_protobuf() -> None:
     begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
     data = begin + b"\x08\x01" * 50_000 + end + b"\x7a\x02ab"
