@@ -13,9 +13,11 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
 from attnserve_server.tracing import TraceParent
 
-MAX_ID_BYTES: Final = 10
-"""The longest varint."""
+MAX_ID_BYTES: Final = 11
+"""The longest varint, and the tag before it."""
 
+MAX_CALL_FIELDS: Final = 64
+"""The most fields of a call, which has 6; those of its request are not its own."""
 
 OPERATIONS: Final = {
     pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
@@ -57,6 +59,7 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     cancelled: Sequence[int] = ()
     calls: list[Call] = []
     rest: list[bytes] = []
+    rest_bytes = 0
     at, whole = 0, len(message)
     while at < whole and message[at] == _CALLS_TAG and (call := _next_call(message, at + 1)) is not None:
         if len(calls) == max_calls:
@@ -69,16 +72,23 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
                 raise _too_many_calls(max_calls)
             calls.append(_read_call(message, content, end))
         else:
-            if len(rest) == max_calls or end - start > MAX_ID_BYTES * max_calls:
-                raise InvalidRequest("cancel", f"at most {max_calls} ids", "more", reason=LIMIT_EXCEEDED)
+            rest_bytes += end - start
+            if len(rest) == max_calls or rest_bytes > MAX_ID_BYTES * max_calls:
+                raise _too_many_ids(max_calls)
             rest.append(message[start:end])
     if rest:
         cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
+        if len(cancelled) > max_calls:
+            raise _too_many_ids(max_calls)
     return cancelled, calls
 
 
 def _too_many_calls(most: int) -> InvalidRequest:
     return InvalidRequest("calls", f"at most {most}", "more", reason=LIMIT_EXCEEDED)
+
+
+def _too_many_ids(most: int) -> InvalidRequest:
+    return InvalidRequest("cancel", f"at most {most} ids", "more", reason=LIMIT_EXCEEDED)
 
 
 def _next_call(message: bytes, at: int) -> Call | None:
@@ -123,8 +133,13 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
         return plain
     found: dict[int, list[tuple[int, int]]] = {}
     rest: list[bytes] = []
+    count = 0
     try:
         for number, wire_type, start, content, behind in _wire.fields(message, at, end):
+            count += _wire.weight(wire_type, start, behind)
+            if count > MAX_CALL_FIELDS:
+                error = InvalidRequest("calls", f"at most {MAX_CALL_FIELDS} fields in one", "more", LIMIT_EXCEEDED)
+                return Call(_id_of(rest), None, None, (b"", 0, 0), error)
             if number in OPERATIONS and wire_type == 2:
                 # Of different operations the last counts; one that is given again, with no other between, is merged.
                 parts = found.pop(number, [])
@@ -132,8 +147,8 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
             else:
                 rest.append(message[start:behind])
         envelope = pb.AttendStreamCall.FromString(b"".join(rest))
-    except DecodeError as error:
-        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", error))
+    except DecodeError as malformed:
+        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", malformed))
     timeout = None
     if envelope.HasField("timeout"):
         timeout = _seconds(envelope.timeout)

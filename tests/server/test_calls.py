@@ -94,6 +94,38 @@ def test_a_message_has_a_bounded_number_of_calls() -> None:
         assert (caught.value.field, caught.value.reason) == (field, "LIMIT_EXCEEDED")
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_ids_to_cancel_are_counted_however_they_are_given(packed: bool) -> None:
+    def message(count: int) -> bytes:
+        longest = 2**64 - 1
+        if packed:
+            return pb.AttendStreamRequest(cancel=[longest] * count).SerializeToString()
+        return (b"\x08" + _wire.varint(longest)) * count
+
+    assert read_message(message(1024), 1024)[0] == [2**64 - 1] * 1024
+    packs = pb.AttendStreamRequest(cancel=[1] * 600).SerializeToString()
+    for many in (message(1025), packs + packs, packs * 100, b"\xfb\x3f" + b"\x08\x01" * 2000 + b"\xfc\x3f"):
+        with pytest.raises(InvalidRequest) as caught:
+            read_message(many * 4, 1024)
+        assert (caught.value.field, caught.value.reason) == ("cancel", "LIMIT_EXCEEDED")
+
+
+@pytest.mark.parametrize("field", [b"\x78\x01", b"\x7a\x00", b"\x7b" + b"\x08\x01" * 50 + b"\x7c"])
+def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
+    """Unknown ones, requests in parts, and groups: to go through what fits into a message would take minutes."""
+    others = pb.AttendStreamCall(id=1, attend=pb.AttendRequest(causal=True))
+    body = b"\x08\x07" + field * 64
+    message = b"".join(
+        b"\x12" + _wire.varint(len(each)) + each
+        for each in (others.SerializeToString(), body, others.SerializeToString())
+    )
+    pb.AttendStreamRequest.FromString(message)
+    _, read = read_message(message, 3)
+    assert [(call.id, call.error is None) for call in read] == [(1, True), (7, False), (1, True)]
+    assert isinstance(read[1].error, InvalidRequest)
+    assert (read[1].error.field, read[1].error.reason) == ("calls", "LIMIT_EXCEEDED")
+
+
 def test_a_request_in_parts_is_the_merger_of_them() -> None:
     """A field that holds a message and is given twice means both, one behind the other."""
     request = messages.random_attend(0)
