@@ -6,6 +6,7 @@ begin a turn of the event loop later, and take another turn to say that it is do
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any
 
@@ -33,5 +34,7 @@ class Begun:
             raise self._end
 
     def close(self) -> None:
-        """Ends it where it is, if nobody is going to await it."""
+        """Ends it where it is, if nobody is going to await it, nor what it waits for."""
         self._coroutine.close()
+        if asyncio.isfuture(self._waits_for):
+            self._waits_for.cancel()  # otherwise asyncio would tell of an error there that nobody has met

@@ -171,10 +171,8 @@ class CallStream:
             finally:
                 self._engine.hurry()
             del message  # which may be large, and the next one long in coming
-            if (
-                self._outbox and not self._writing
-            ):  # what has its answer by now is on its way, a turn of the loop sooner
-                self._writing = True
+            if self._outbox and not self._writing:
+                self._writing = True  # what has its answer by now is on its way a turn of the loop sooner
                 self._begun = Begun(self._write_message())
             while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()

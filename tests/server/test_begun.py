@@ -83,6 +83,7 @@ async def test_what_nobody_awaits_is_closed() -> None:
     steps = Steps()
     Begun(steps.run()).close()
     assert steps.seen == ["begun", "left"]
+    assert steps.gate.cancelled(), "an error there would be logged, as one that was never retrieved"
 
 
 async def _result(begun: Begun) -> None:
