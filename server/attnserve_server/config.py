@@ -99,7 +99,8 @@ class Config:
         kinds.flops(),
         2 * 10**13,
         "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
-        "device's speed it is the longest wait: lower it where callers wait less.",
+        "device's speed it is the longest wait: lower it where callers wait less. Here and in batches, requests that "
+        "take longer than their operations count for what they take: tiny ones, narrow heads, slow kernels.",
     )
     max_request_flops: int = _setting(
         kinds.flops(0),
