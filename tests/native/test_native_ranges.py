@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -26,6 +30,18 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     if one.finite:
         assert_same_bits(one.output, other.output)
         assert_same_bits(one.lse, other.lse)
+
+
+@contextmanager
+def no_more_memory_than(size: int) -> Iterator[None]:
+    """So many bytes may be had beside those that the process has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @each_instructions
@@ -98,3 +114,33 @@ def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> 
     for call in (window, nothing, sinks, one_key, far):
         (outcome,) = attend(library, [call], 3)
         assert_right(call, outcome)
+
+
+@each_instructions
+def test_what_ranges_keep_is_bounded(instructions: str) -> None:
+    """Beyond that, a thread meets one range after the other, which changes no bits."""
+    numbers, library, heads = np.random.default_rng(2), Library(instructions), 64
+    query = normal(numbers, (heads, 32, 1))
+    key, value = (normal(numbers, (1, 1 << 20, width)).astype(np.float16) for width in (1, 9))
+    # Keys are the same for all heads, so that they are few, and there is much of which the ranges are merged.
+    call = Call(query, *(np.broadcast_to(array, (heads, *array.shape[1:])) for array in (key, value)))
+    with no_more_memory_than(80 << 20):
+        (outcome,) = attend(library, [call])
+    few = (0, heads // 2, heads - 1)
+    expected = attend(library, [Call(query[head : head + 1], key, value) for head in few], 2)
+    for head, alone in zip(few, expected, strict=True):
+        assert_same(Outcome(outcome.output[head : head + 1], outcome.lse[head : head + 1], outcome.finite), alone)
+
+
+@each_instructions
+def test_ranges_that_no_query_reaches_take_no_memory(instructions: str) -> None:
+    """Nor time: as much as a window has keys, however many there are."""
+    numbers, library, length = np.random.default_rng(3), Library(instructions), 1 << 20
+    query = normal(numbers, (1, 32, 1))
+    key, value = (normal(numbers, (1, length, width)).astype(np.float16) for width in (1, 9))
+    call = Call(query, key, value, offset=length - 32, left=100, right=0)
+    near = Call(query, key[:, -132:], value[:, -132:], offset=100, left=100, right=0)
+    with no_more_memory_than(48 << 20):
+        outcomes = attend(library, [call] * 64)
+    for outcome in outcomes:
+        assert_right(near, outcome)

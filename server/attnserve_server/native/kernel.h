@@ -7,10 +7,11 @@
 #include "rows.h"
 
 enum {
-    RANGE_KEYS = 2048,  /* of a unit of few rows: how many ranges there are follows from a call's own keys */
+    RANGE_KEYS = 2048,  /* of a unit of few rows: how many ranges there are follows from what its own call reaches */
     RANGE_ROWS = 32,    /* of a call: more are as many units without that, and would need more memory for what is merged */
     UNIT_ROWS = 126,    /* of a unit of work, about, if its call is in no group: each transposes all keys by itself */
     GROUP_ROWS = 504,   /* calls of a group that together have more of a key head are computed as several groups */
+    MOST_KEPT = 1 << 24 /* floats, of ranges that are units of their own: beyond, a unit meets one after the other */
 };
 
 struct memory {
@@ -18,7 +19,7 @@ struct memory {
     float *outputs;             /* [rows, padded Dv] */
     float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
     float *values;              /* [BLOCK, padded Dv] */
-    float *merged;              /* two times what a row comes to, see `keep` */
+    float *merged;              /* [rows + 1, kept_floats]: what rows come to range by range, and the last of these */
     struct row *rows;
     float scores[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
 };
@@ -96,10 +97,24 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
     }
 }
 
-/* How many ranges of keys the rows of a call meet apart. */
-INLINE int64_t ranges_of(const struct call *call) {
+/* Ranges of RANGE_KEYS keys that rows meet apart, unless there is but one. */
+struct ranges {
+    int64_t first, end;
+};
+
+INLINE int64_t count_of(struct ranges ranges) { return ranges.end - ranges.first; }
+
+/* Those that the rows of a call reach, but for its mask. */
+static struct ranges ranges_of(const struct call *call) {
+    struct ranges one = {0, 1};
     int64_t rows = rows_of_call(call);
-    return rows < 1 || rows > RANGE_ROWS ? 1 : (most(call->kv_length, 1) - 1) / RANGE_KEYS + 1;
+    if (rows < 1 || rows > RANGE_ROWS || call->kv_length <= RANGE_KEYS) return one;
+    struct row first, last;
+    begin_row(&first, call, 0, 0);
+    begin_row(&last, call, 0, call->query_length - 1);
+    int64_t end = least(last.end, call->kv_length);
+    if (first.begin >= end) return one;
+    return (struct ranges){first.begin / RANGE_KEYS, (end - 1) / RANGE_KEYS + 1};
 }
 
 /* Floats of what a row comes to. */
@@ -111,18 +126,20 @@ __attribute__((noinline, cold))
 static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head, int few) {
     struct row *row = memory->rows + place;
     const struct call *call = row->call;
-    int64_t value_width = padded(call->value_dim), head = row->head, query = row->query, ranges = ranges_of(call);
-    float *output = memory->outputs + place * value_width, *merged = memory->merged;
-    for (int64_t range = 0; range < ranges; range++) {
+    int64_t value_width = padded(call->value_dim), head = row->head, query = row->query;
+    float *output = memory->outputs + place * value_width, *behind = memory->merged + kept_floats(call);
+    struct ranges ranges = ranges_of(call);
+    int divided = count_of(ranges) > 1;
+    for (int64_t range = ranges.first; range < ranges.end; range++) {
         begin_row(row, call, head, query);
-        if (ranges > 1) narrow_row(row, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
+        if (divided) narrow_row(row, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
         memset(output, 0, value_width * sizeof(float));
         meet(memory, place, place + 1, kv_head, 0, call->kv_length, few);
-        if (ranges == 1) break;
-        keep(row, output, value_width, range ? merged + value_width + V : merged);
-        if (range) join(merged, merged + value_width + V, value_width);
+        if (!divided) break;
+        keep(row, output, value_width, range > ranges.first ? behind : memory->merged);
+        if (range > ranges.first) join(memory->merged, behind, value_width);
     }
-    if (ranges > 1) recall(row, output, value_width, merged);
+    if (divided) recall(row, output, value_width, memory->merged);
     return end_row(row, output);
 }
 
@@ -138,31 +155,32 @@ static void end_rows(struct memory *memory, struct call *calls, int64_t count, i
     }
 }
 
-/* What the rows of a group and of one key head come to in each range of keys: there is none of it if `ranges` is 1. */
-struct apart {
-    int64_t ranges;     /* of the call that has most */
-    float *kept;        /* [ranges, rows, kept_floats] */
-    int64_t *left;      /* ranges that nobody has computed yet */
-};
-
-/* Computes rows from `first` up to `last`, counted query by query, of one key head of all calls of a group, over the
-   keys of a range. Who computes the last range merges all. */
-static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
-                     int64_t last, struct apart apart, int64_t range) {
-    int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
-    int64_t width = padded(calls->head_dim), value_width = padded(calls->value_dim);
-    int few = rows_of_call(calls) <= FEW_ROWS;
+/* Takes the queries of the rows from `first` up to `last`, counted query by query, of one key head of a group. */
+static void take_queries(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                         int64_t last) {
+    int64_t group = calls->query_heads / calls->kv_heads, width = padded(calls->head_dim);
+    float *to = memory->queries;
     for (int64_t i = 0; i < count; i++) {
         const struct call *call = calls + i;
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t query = (first + r) / group, head = kv_head * group + (first + r) % group, at = i * rows + r;
-            begin_row(memory->rows + at, call, head, query);
-            if (apart.ranges > 1) narrow_row(memory->rows + at, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
-            widen(element(call->query, call->query_dtype, query * call->query_token + head * call->query_head),
-                  call->query_dtype, call->head_dim, memory->queries + at * width);
+        for (int64_t r = first; r < last; r++, to += width)
+            widen(element(call->query, call->query_dtype,
+                          r / group * call->query_token + (kv_head * group + r % group) * call->query_head),
+                  call->query_dtype, call->head_dim, to);
+    }
+}
+
+/* These rows meet the keys from `begin` up to `end`. */
+static void meet_range(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                       int64_t last, int64_t begin, int64_t end, int few) {
+    int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
+    struct row *row = memory->rows;
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t r = first; r < last; r++, row++) {
+            begin_row(row, calls + i, kv_head * group + r % group, r / group);
+            narrow_row(row, begin, end);
         }
     }
-    memset(memory->outputs, 0, count * rows * value_width * sizeof(float));
+    memset(memory->outputs, 0, count * rows * padded(calls->value_dim) * sizeof(float));
     int64_t together = 0;
     if (count > 1) {
         together = calls->kv_length / calls->page_tokens; /* a page that is not full may be fuller in another call */
@@ -173,17 +191,50 @@ static void run_unit(struct memory *memory, struct call *calls, int64_t count, i
     }
     for (int64_t i = 0; i < count; i++)
         meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
-    if (apart.ranges > 1) {
-        int64_t each = kept_floats(calls), all = count * rows;
+}
+
+/* What the rows of a group and of one key head come to in each range of keys that any of its calls reaches. */
+struct apart {
+    struct ranges ranges;
+    float *kept;        /* [ranges, rows, kept_floats], if each range is a unit; otherwise NULL */
+    int64_t *left;      /* ranges that nobody has computed yet */
+};
+
+/* Computes rows from `first` up to `last` of one key head of all calls of a group: over the keys of a range, where each
+   is a unit, of whom the last to be computed merges all; over those of one range after the other otherwise. */
+static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                     int64_t last, struct apart apart, int64_t range) {
+    int64_t rows = last - first, all = count * rows, value_width = padded(calls->value_dim), each = kept_floats(calls);
+    int few = rows_of_call(calls) <= FEW_ROWS;
+    take_queries(memory, calls, count, kv_head, first, last);
+    if (count_of(apart.ranges) == 1) {
+        meet_range(memory, calls, count, kv_head, first, last, 0, INT64_MAX, few);
+    } else if (apart.kept) {
+        meet_range(memory, calls, count, kv_head, first, last, range * RANGE_KEYS, (range + 1) * RANGE_KEYS, few);
         for (int64_t r = 0; r < all; r++)
             keep(memory->rows + r, memory->outputs + r * value_width, value_width,
-                 apart.kept + (range * all + r) * each);
+                 apart.kept + ((range - apart.ranges.first) * all + r) * each);
         if (__atomic_sub_fetch(apart.left, 1, __ATOMIC_ACQ_REL)) return;
         for (int64_t r = 0; r < all; r++) {
-            for (int64_t next = 1; next < ranges_of(calls + r / rows); next++)
-                join(apart.kept + r * each, apart.kept + (next * all + r) * each, value_width);
-            recall(memory->rows + r, memory->outputs + r * value_width, value_width, apart.kept + r * each);
+            struct ranges own = ranges_of(calls + r / rows);
+            float *kept = apart.kept + ((own.first - apart.ranges.first) * all + r) * each;
+            for (int64_t next = 1; next < count_of(own); next++) join(kept, kept + next * all * each, value_width);
+            recall(memory->rows + r, memory->outputs + r * value_width, value_width, kept);
         }
+    } else {
+        float *behind = memory->merged + all * each;
+        for (range = apart.ranges.first; range < apart.ranges.end; range++) {
+            meet_range(memory, calls, count, kv_head, first, last, range * RANGE_KEYS, (range + 1) * RANGE_KEYS, few);
+            for (int64_t r = 0; r < all; r++) {
+                struct ranges own = ranges_of(calls + r / rows);
+                if (range < own.first || range >= own.end) continue;
+                float *kept = memory->merged + r * each, *to = range > own.first ? behind : kept;
+                keep(memory->rows + r, memory->outputs + r * value_width, value_width, to);
+                if (to == behind) join(kept, behind, value_width);
+            }
+        }
+        for (int64_t r = 0; r < all; r++)
+            recall(memory->rows + r, memory->outputs + r * value_width, value_width, memory->merged + r * each);
     }
     end_rows(memory, calls, count, rows, kv_head, few);
 }
@@ -212,21 +263,27 @@ struct work {
     struct call *calls;
     int64_t count;
     int64_t next;           /* the unit that nobody has taken yet */
-    float *kept;            /* of all groups and key heads that are computed by ranges, one behind the other */
+    float *kept;            /* of all groups and key heads whose ranges are units, one behind the other */
     int64_t *left;
     int begun;              /* somebody had the memory to begin, who does all that others do not */
 };
 
-/* The ranges of a group; 1 is that its keys are not divided. */
-static int64_t ranges_of_group(const struct call *calls, int64_t group) {
-    int64_t ranges = 1;
-    for (int64_t i = 0; i < group; i++) ranges = most(ranges, ranges_of(calls + i));
+/* The ranges that any call of a group reaches. */
+static struct ranges ranges_of_group(const struct call *calls, int64_t group) {
+    struct ranges ranges = ranges_of(calls);
+    for (int64_t i = 1; i < group; i++) {
+        struct ranges own = ranges_of(calls + i);
+        ranges.first = least(ranges.first, own.first);
+        ranges.end = most(ranges.end, own.end);
+    }
     return ranges;
 }
 
-/* The floats that one key head of a group keeps. */
-INLINE int64_t kept_of_group(const struct call *calls, int64_t group, int64_t ranges) {
-    return ranges > 1 ? ranges * group * rows_of_call(calls) * kept_floats(calls) : 0;
+/* The floats that a key head of a group keeps, if its ranges are units: they are if all of them have room beside those
+   of the groups before it. */
+static int64_t kept_of_group(const struct call *calls, int64_t group, struct ranges ranges, int64_t before) {
+    int64_t kept = count_of(ranges) * group * rows_of_call(calls) * kept_floats(calls);
+    return count_of(ranges) > 1 && kept <= (MOST_KEPT - before) / calls->kv_heads ? kept : 0;
 }
 
 /* Takes memory for what all threads write to. */
@@ -234,9 +291,10 @@ static int prepare(struct work *work) {
     int64_t kept = 0, heads = 0;
     for (int64_t at = 0; at < work->count;) {
         const struct call *calls = work->calls + at;
-        int64_t group = group_of(calls, work->count - at), ranges = ranges_of_group(calls, group);
-        if (ranges > 1) heads += calls->kv_heads;
-        kept += calls->kv_heads * kept_of_group(calls, group, ranges);
+        int64_t group = group_of(calls, work->count - at);
+        int64_t own = kept_of_group(calls, group, ranges_of_group(calls, group), kept);
+        if (own) heads += calls->kv_heads;
+        kept += calls->kv_heads * own;
         at += group;
     }
     if (!heads) return 1;
@@ -244,18 +302,21 @@ static int prepare(struct work *work) {
     work->left = malloc(heads * sizeof *work->left);
     if (!work->kept || !work->left) return 0;
     int64_t *left = work->left;
+    kept = 0;
     for (int64_t at = 0; at < work->count;) {
         const struct call *calls = work->calls + at;
-        int64_t group = group_of(calls, work->count - at), ranges = ranges_of_group(calls, group);
-        if (ranges > 1)
-            for (int64_t head = 0; head < calls->kv_heads; head++) *left++ = ranges;
+        int64_t group = group_of(calls, work->count - at);
+        struct ranges ranges = ranges_of_group(calls, group);
+        int64_t own = kept_of_group(calls, group, ranges, kept);
+        for (int64_t head = 0; own && head < calls->kv_heads; head++) *left++ = count_of(ranges);
+        kept += calls->kv_heads * own;
         at += group;
     }
     return 1;
 }
 
 static int take_memory(struct memory *memory, const struct call *calls, int64_t count) {
-    int64_t rows = 0, queries = 0, outputs = 0, keys = 0, values = 0;
+    int64_t rows = 0, queries = 0, outputs = 0, keys = 0, values = 0, merged = 0;
     for (int64_t at = 0; at < count;) {
         int64_t group = group_of(calls + at, count - at), own = unit_rows(calls + at, group) * group;
         int64_t width = padded(calls[at].head_dim), value_width = padded(calls[at].value_dim);
@@ -264,13 +325,14 @@ static int take_memory(struct memory *memory, const struct call *calls, int64_t 
         outputs = most(outputs, own * value_width);
         keys = most(keys, width);
         values = most(values, value_width);
+        if (rows_of_call(calls + at) <= RANGE_ROWS) merged = most(merged, (own + 1) * kept_floats(calls + at));
         at += group;
     }
     memory->queries = floats(queries);
     memory->outputs = floats(outputs);
     memory->keys = floats(keys * BLOCK);
     memory->values = floats(values * BLOCK);
-    memory->merged = floats(2 * (values + V));
+    memory->merged = floats(merged);
     memory->rows = malloc(rows * sizeof *memory->rows + 1);
     return memory->queries && memory->outputs && memory->keys && memory->values && memory->merged && memory->rows;
 }
@@ -282,20 +344,20 @@ static void compute(void *all) {
     if (take_memory(&memory, work->calls, work->count)) {
         int64_t unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), before = 0;
         __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
-        struct apart apart = {1, work->kept, work->left};
+        int64_t taken = 0, *left = work->left;
         for (int64_t at = 0; at < work->count;) {
             struct call *calls = work->calls + at;
             int64_t group = group_of(calls, work->count - at), each = unit_rows(calls, group), rows = rows_of_call(calls);
-            apart.ranges = ranges_of_group(calls, group);
-            int64_t kept = kept_of_group(calls, group, apart.ranges), divided = apart.ranges > 1;
-            int64_t parts = divided ? apart.ranges : (rows + each - 1) / each, units = parts * calls->kv_heads;
+            struct ranges ranges = ranges_of_group(calls, group);
+            int64_t kept = kept_of_group(calls, group, ranges, taken);
+            int64_t parts = kept ? count_of(ranges) : (rows + each - 1) / each, units = parts * calls->kv_heads;
             for (; unit < before + units; unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) {
                 int64_t head = (unit - before) / parts, part = (unit - before) % parts;
-                struct apart own = {apart.ranges, apart.kept + head * kept, apart.left + head};
-                int64_t first = divided ? 0 : part * each;
-                run_unit(&memory, calls, group, head, first, least(first + each, rows), own, divided ? part : 0);
+                struct apart apart = {ranges, kept ? work->kept + taken + head * kept : NULL, left + head};
+                int64_t first = kept ? 0 : part * each;
+                run_unit(&memory, calls, group, head, first, least(first + each, rows), apart, ranges.first + part);
             }
-            if (divided) apart.kept += kept * calls->kv_heads, apart.left += calls->kv_heads;
+            if (kept) taken += kept * calls->kv_heads, left += calls->kv_heads;
             before += units;
             at += group;
         }
