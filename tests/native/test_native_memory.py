@@ -15,13 +15,13 @@ from binding import needs_native
 
 from attnserve_server.native import library, sources
 
-SCRIPT = Path(__file__).with_name("guarded.py")
+HERE = Path(__file__).parent
 
 
-def run(built: Path, calls: int, **environment: str) -> None:
-    paths = [*(str(path) for path in (SCRIPT.parent, SCRIPT.parent.parent)), os.environ.get("PYTHONPATH", "")]
+def run(script: str, built: Path, count: int, **environment: str) -> None:
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(built), str(calls)],
+        [sys.executable, str(HERE / script), str(built), str(count)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
         capture_output=True,
         text=True,
@@ -33,7 +33,7 @@ def run(built: Path, calls: int, **environment: str) -> None:
 
 @needs_native
 def test_what_lies_beside_inputs_is_never_read() -> None:
-    run(library.PATH, 300)
+    run("guarded.py", library.PATH, 300)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,15 @@ def runtime(name: str) -> str | None:
     return found if os.path.isabs(found) else None
 
 
-@needs_native
-@pytest.mark.skipif(
+needs_sanitizers = pytest.mark.skipif(
     not (runtime("libasan.so") and runtime("libubsan.so")) and "REQUIRE_NATIVE" not in os.environ,
     reason="gcc is not here, or has no sanitizers",
 )
-def test_sanitizers_find_nothing(sanitized: Path) -> None:
+
+
+@needs_native
+@needs_sanitizers
+@pytest.mark.parametrize(("script", "count"), [("guarded.py", 150), ("dismissed.py", 40)])
+def test_sanitizers_find_nothing(sanitized: Path, script: str, count: int) -> None:
     preloaded = f"{runtime('libasan.so')} {runtime('libubsan.so')}"
-    run(sanitized, 150, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0")
+    run(script, sanitized, count, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0")

@@ -43,17 +43,15 @@ int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *
 int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 
 /* A team that nobody helps yet; NULL if there is no memory. Who calls a patient one waits until all have come who are to
-   help, of whom there must be enough: that is for tests. */
+   help, of whom there must be enough: that is for tests. It is there for ever, since callers may come to it at any time. */
 struct team *attnserve_gather(int64_t patient);
 
 /* Helps a team until it is dismissed. */
 void attnserve_help(struct team *team);
 
-/* Sends all helpers home. Those who work finish that first. */
+/* Sends all helpers home. Those who work finish that first; who calls the team from now on, or does already, computes
+   what they do not. */
 void attnserve_dismiss(struct team *team);
-
-/* Ends a team, when all helpers have gone. */
-void attnserve_disband(struct team *team);
 
 /* The best of them that this processor has the instructions for: 512, 2, or 0 for neither. */
 int64_t attnserve_instructions(void);

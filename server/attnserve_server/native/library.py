@@ -140,12 +140,12 @@ class Team:
         """
         library = ctypes.CDLL(str(PATH))
         gather, help_ = library.attnserve_gather, library.attnserve_help
-        self._dismiss, self._disband = library.attnserve_dismiss, library.attnserve_disband
+        self._dismiss = library.attnserve_dismiss
         gather.argtypes, gather.restype = [ctypes.c_int64], ctypes.c_void_p
-        for function in (help_, self._dismiss, self._disband):
+        for function in (help_, self._dismiss):
             function.argtypes, function.restype = [ctypes.c_void_p], None
-        self.address: int | None = gather(patient)
-        if self.address is None:
+        self.address: int = gather(patient) or 0
+        if not self.address:
             raise MemoryError("no memory for a team of threads")
         self._threads: list[Thread] = []
         with suppress(RuntimeError):  # the limit of threads
@@ -159,14 +159,10 @@ class Team:
         return len(self._threads)
 
     def close(self) -> None:
-        """Ends the threads, when what they compute is done. Nobody may call the kernel with them any more."""
-        if self.address is None:
-            return
+        """Ends the threads, when what they compute is done. Whoever calls the kernel with them computes alone."""
         self._dismiss(self.address)
         for thread in self._threads:
             thread.join()
-        self._disband(self.address)
-        self.address = None
 
 
 class Threads(NamedTuple):

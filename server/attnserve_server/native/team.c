@@ -74,8 +74,6 @@ void attnserve_dismiss(struct team *team) {
     wake(&team->rung, INT_MAX);
 }
 
-void attnserve_disband(struct team *team) { free(team); }
-
 void share(struct team *team, int64_t helpers, task task, void *work) {
     if (!team || helpers < 1 || __atomic_exchange_n(&team->busy, 1, __ATOMIC_SEQ_CST)) {
         task(work);
