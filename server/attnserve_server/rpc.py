@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from attnserve_server.callers import Caller, Callers, Role
-from attnserve_server.errors import Malformed, Overloaded, RequestError, error_for_caller
+from attnserve_server.errors import (
+    LIMIT_EXCEEDED,
+    InvalidRequest,
+    Malformed,
+    Overloaded,
+    RequestError,
+    error_for_caller,
+)
 from attnserve_server.metrics import Metrics
 from attnserve_server.refusals import Refusals, request_id_of
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 M = TypeVar("M", bound=Message)
+
+MAX_PLAIN_BYTES: Final = 4 << 20
+"""The longest message that holds no tensors: 160 000 names of caches. Names without letters take 16 times as much."""
 
 
 class Rpcs:
@@ -69,7 +79,9 @@ class Rpcs:
 
 
 def parsed(message_type: type[M], data: bytes) -> M:
-    """The message that the bytes are. Raises Malformed."""
+    """The message without tensors that the bytes are. Raises Malformed, and InvalidRequest if it is too long."""
+    if len(data) > MAX_PLAIN_BYTES:
+        raise InvalidRequest("", f"a message of at most {MAX_PLAIN_BYTES} bytes", f"{len(data)} bytes", LIMIT_EXCEEDED)
     try:
         return message_type.FromString(data)
     except DecodeError as error:

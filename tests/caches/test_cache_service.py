@@ -103,6 +103,17 @@ def test_what_is_not_there_is_not_found(caller: Caller) -> None:
     assert name not in {cache.name for cache in caller.list().caches}
 
 
+def test_messages_without_tensors_are_short(caller: Caller) -> None:
+    """Read as they are, names without letters would take 16 times their message's memory."""
+    long = "x" * (4 << 20)
+    for ask in (caller.get, caller.fork, caller.delete, lambda name: caller.truncate(name, 0)):
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(long)
+        code, info = failure(caught.value)
+        assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+    caller.delete(long[:-1000])
+
+
 def test_names_cannot_be_guessed(caller: Caller) -> None:
     """24 characters of 64, none of which is much the same in all names."""
     names = [caller.create() for _ in range(200)]
