@@ -169,15 +169,15 @@ static void take_queries(struct memory *memory, const struct call *calls, int64_
     }
 }
 
-/* These rows meet the keys from `begin` up to `end`. */
-static void meet_range(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+/* These rows meet the keys from `begin` up to `end`, which is INT64_MAX if they are all. */
+INLINE void meet_range(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                        int64_t last, int64_t begin, int64_t end, int few) {
     int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
     struct row *row = memory->rows;
     for (int64_t i = 0; i < count; i++) {
         for (int64_t r = first; r < last; r++, row++) {
             begin_row(row, calls + i, kv_head * group + r % group, r / group);
-            narrow_row(row, begin, end);
+            if (end < INT64_MAX) narrow_row(row, begin, end);
         }
     }
     memset(memory->outputs, 0, count * rows * padded(calls->value_dim) * sizeof(float));
