@@ -281,6 +281,37 @@ def test_a_caller_that_does_not_read_is_not_read_from(server: Server, channel: g
     calls.until_nothing_is_in_flight(server.http_address)
 
 
+def test_what_is_answered_while_others_are_written_comes_after_them(server: Server, channel: grpc.Channel) -> None:
+    """A stream takes one message at a time, and 12 MiB wait for their reader when more is answered at once."""
+    before = calls.metric(server.http_address, "attnserve_received_bytes_total")
+
+    def have_been_read(given: list[pb.AttendStreamCall]) -> None:
+        size = sum(len(pb.AttendStreamRequest(calls=[each]).SerializeToString()) for each in given)
+        calls.until(
+            lambda: (
+                calls.metric(server.http_address, "attnserve_received_bytes_total") - before >= size
+                and calls.metric(server.http_address, "attnserve_in_flight_flops") == 0
+            ),
+            "the calls have been read, and computed",
+        )
+
+    large = messages.random_attend(0, 1024, heads=1, width=1, return_scores=pb.SCORE_STAGE_RAW)
+    given = [calls.call(number, large) for number in range(3)]
+    others = [pb.AttendStreamCall(id=number) for number in range(3, 12)]
+    stream = calls.Stream(channel)
+    for each in given:
+        stream.send(each)
+    have_been_read(given)
+    for each in others:
+        stream.send(each)
+    have_been_read(given + others)
+    stream.half_close()
+    replies = stream.rest()
+    assert [reply.id for reply in replies] == list(range(12))
+    assert codes(replies) == dict.fromkeys(range(3), 0) | dict.fromkeys(range(3, 12), code_pb2.INVALID_ARGUMENT)
+    calls.until_nothing_is_in_flight(server.http_address)
+
+
 def test_callers_that_leave_while_they_are_written_to_are_no_fault_of_the_server(
     start_server: Callable[..., Server],
 ) -> None:
