@@ -37,6 +37,10 @@ settings.register_profile("default", max_examples=100, derandomize=True, deadlin
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell has it for what runs in the background. Commands that are interrupted here would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Server:
     """A server in a process of its own, on free ports of this machine, that has said that it is ready."""
