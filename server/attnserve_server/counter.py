@@ -1,7 +1,7 @@
 """A counter that many values a request can afford: Prometheus' own format, an addition without a lock.
 
-In: amounts, from one thread. Out: a metric family whenever the registry is scraped from that thread. An amount takes
-0.04 us, against 0.24 us for `prometheus_client.Counter.inc`.
+In: amounts, from one thread. Out: a metric family whenever the registry is scraped from that thread. What
+`prometheus_client.Counter` has beside that, a lock for other threads, takes several times as long as the addition.
 """
 
 from __future__ import annotations

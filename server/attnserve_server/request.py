@@ -32,7 +32,7 @@ KERNELS, WRITTEN_OUT, NOT_FINITE = "attend, by kernels", "attend, written out", 
 
 NOT_FINITE_COST: Final = 32
 """How many times as long attention takes where NaN or infinities have it written out in float64, as by the native
-kernel, which comes upon them: measured on a CPU, where it is 20 to 50."""
+kernel, which comes upon them: about that for some hundred tokens on a CPU."""
 NOT_FINITE_CALL_COST: Final = 200_000_000
 """What that costs beside, however little it is: about a millisecond."""
 
