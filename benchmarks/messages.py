@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnserve import _wire
+from attnserve import _fields
 from attnserve._operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.meters import Refused
 
 
-def call(operation: Operation, call_id: int, request: bytes) -> list[_wire.Buffer]:
+def call(operation: Operation, call_id: int, request: bytes) -> list[_fields.Buffer]:
     """The pieces of one call, as a field of AttendStreamRequest."""
-    envelope = b"\x08" + _wire.varint(call_id) + _wire.field_prefix(operation.number, len(request))
-    prefix = _wire.field_prefix(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, len(envelope) + len(request))
+    envelope = b"\x08" + _fields.varint(call_id) + _fields.field_prefix(operation.number, len(request))
+    prefix = _fields.field_prefix(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, len(envelope) + len(request))
     return [prefix + envelope, request]
 
 
@@ -21,10 +21,10 @@ def replies(operation: Operation, message: bytes) -> Iterator[tuple[int, memoryv
     """The ids and the encoded replies in an AttendStreamResponse, or what it says instead. RuntimeError if nothing."""
     reply_number = pb.AttendStreamReply.DESCRIPTOR.fields_by_name[operation.field].number
     view = memoryview(message)
-    for _, _, _, content, end in _wire.fields(message, 0, len(message)):
+    for _, _, _, content, end in _fields.fields(message, 0, len(message)):
         call_id: int = 0
         reply: memoryview | Refused | None = None
-        for number, _, start, inner, behind in _wire.fields(message, content, end):
+        for number, _, start, inner, behind in _fields.fields(message, content, end):
             if number == pb.AttendStreamReply.ID_FIELD_NUMBER:
                 call_id = pb.AttendStreamReply.FromString(message[start:behind]).id
             elif number == reply_number:

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from grpc import aio
 
-from attnserve._wire import Buffer
+from attnserve._fields import Buffer
 from benchmarks.arrivals import Arrivals, Due
 from benchmarks.meters import Meter, Refused, Reply
 

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from attnserve import _wire
+from attnserve import _fields, _wire
 from attnserve.v1 import tensor_pb2
 
 
@@ -65,7 +65,7 @@ def codec_parse(message_type: type[Message], buffer: Any, at: int, end: int) -> 
 
 def may_have_many_fields(length: int) -> bool:
     """Whether a message is long enough to have so many fields that the codec leaves it to protobuf."""
-    return length > _wire._MANY_FIELDS  # a group counts by its bytes
+    return length > _fields.MANY_FIELDS  # a group counts by its bytes
 
 
 def assert_same_meaning(message_type: type[Message], data: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"attnserve": ROOT / "client", "attnserve_server": ROOT / "server"}
-OF_THE_SDK = {"attnserve._wire", "attnserve._dtypes", "attnserve._version"}
+OF_THE_SDK = {"attnserve._fields", "attnserve._wire", "attnserve._dtypes", "attnserve._version"}
 """What the server may import of it, beside the generated messages."""
 
 

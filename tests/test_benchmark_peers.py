@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnserve import _wire
+from attnserve import _fields
 from benchmarks import raw
 from benchmarks.__main__ import PEERS
 from benchmarks.arrivals import ClosedLoop
@@ -58,13 +58,13 @@ def test_messages_of_the_peers_hold_what_was_put_in() -> None:
         ).SerializeToString()
         + b"\x1a\x0277"
     )
-    streamed = _wire.field_prefix(triton.RESPONSE_FIELD, len(reply)) + reply
+    streamed = _fields.field_prefix(triton.RESPONSE_FIELD, len(reply)) + reply
     ((call_id, content),) = triton.replies(streamed)
     assert call_id == 77
     output = triton.Triton().output((2, 3), bytes(content))
     assert output.tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(RuntimeError, match="no such model"):
-        list(triton.replies(_wire.field_prefix(triton.ERROR_FIELD, 13) + b"no such model"))
+        list(triton.replies(_fields.field_prefix(triton.ERROR_FIELD, 13) + b"no such model"))
     assert mosec.Mosec().output((2, 3), output.tobytes()).tolist() == output.tolist()
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnserve import _wire
+from attnserve import _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
@@ -86,7 +86,7 @@ def fill(draw: st.DrawFn, message: Message) -> None:
 
 def overlong(value: int, extra: int) -> bytes:
     """A varint with more bytes than it needs; 10 at most, the most that a reader accepts anywhere."""
-    canonical = _wire.varint(value)
+    canonical = _fields.varint(value)
     extra = min(extra, 10 - len(canonical))
     if not extra:
         return canonical
@@ -123,7 +123,7 @@ def encodings(draw: st.DrawFn, descriptor: Any) -> bytes:
                 pieces.append(draw(st.binary(min_size=4, max_size=4)))
             case 3:
                 inner = descriptor if field is None or field.message_type is None else field.message_type
-                pieces += (draw(encodings(inner)), _wire.varint(number << 3 | END_GROUP))
+                pieces += (draw(encodings(inner)), _fields.varint(number << 3 | END_GROUP))
             case 2:
                 is_message = field is not None and field.message_type is not None
                 content = draw(encodings(field.message_type) if is_message else contents)
@@ -312,18 +312,18 @@ def test_fields_are_counted_where_they_are() -> None:
     shape = b"\x10\x01" * (_wire._MOST_FIELDS + 1)
     query = pb.AttendRequest.DESCRIPTOR.fields_by_name["query"].number
     references = pb.AttendRequest(caches=[pb.CacheReference()] * _wire._MOST_FIELDS).SerializeToString()
-    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    begin, end = _fields.varint(20 << 3 | START_GROUP), _fields.varint(20 << 3 | END_GROUP)
     short, long = (begin + b"\x08\x01" * fields + end for fields in (1000, 50_000))
     assert tensor_pb2.Tensor.FromString(shape[:4]).shape == [1, 1]
-    for data in (_wire.field_prefix(query, len(shape)) + shape, short * 200, long + references, references + long):
+    for data in (_fields.field_prefix(query, len(shape)) + shape, short * 200, long + references, references + long):
         assert pb.AttendRequest.FromString(data) is not None
-        with pytest.raises(_wire._ManyFieldsError):
+        with pytest.raises(_fields.ManyFieldsError):
             _wire.split(pb.AttendRequest, data)
     assert _wire.split(pb.AttendRequest, short * 100)[0] == b""  # by protobuf, who knows none
 
 
 def test_a_long_group_is_left_to_protobuf() -> None:
-    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    begin, end = _fields.varint(20 << 3 | START_GROUP), _fields.varint(20 << 3 | END_GROUP)
     data = begin + b"\x08\x01" * 50_000 + end + b"\x7a\x02ab"
     header, payloads = _wire.split(tensor_pb2.Tensor, data)
     assert [bytes(payload) for payload in payloads] == [b"ab"]
@@ -336,7 +336,7 @@ def test_an_endless_varint_is_refused_before_its_end() -> None:
     for begin in (b"\x08", b"", b"\x7a"):
         assert_same_meaning(tensor_pb2.Tensor, begin + b"\x80" * 100_000 + b"\x00")
         with pytest.raises(DecodeError, match="longer than 10 bytes"):
-            list(_wire.fields(begin + b"\x80" * 11, 0, len(begin) + 11))
+            list(_fields.fields(begin + b"\x80" * 11, 0, len(begin) + 11))
 
 
 def test_many_calls_in_one_message() -> None:
@@ -349,9 +349,9 @@ def test_many_calls_in_one_message() -> None:
 
 @pytest.mark.parametrize("depth", [1, 50, 99, 100, 101, 102, 5000])
 def test_nested_groups(depth: int) -> None:
-    begin, end = _wire.varint(20 << 3 | START_GROUP), _wire.varint(20 << 3 | END_GROUP)
+    begin, end = _fields.varint(20 << 3 | START_GROUP), _fields.varint(20 << 3 | END_GROUP)
     assert_same_meaning(tensor_pb2.Tensor, begin * depth + end * depth + b"\x7a\x01x")
-    assert_same_meaning(pb.AttendRequest, b"\x82\x01" + _wire.field_prefix(0, 0)[1:] + begin * depth + end * depth)
+    assert_same_meaning(pb.AttendRequest, b"\x82\x01" + _fields.field_prefix(0, 0)[1:] + begin * depth + end * depth)
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -361,9 +361,9 @@ def test_nested_groups(depth: int) -> None:
 @example(2**63)
 def test_varints_are_those_of_protobuf(value: int) -> None:
     encoded_value = wrappers_pb2.UInt64Value(value=value).SerializeToString()
-    assert _wire.varint(value) == (encoded_value[1:] or b"\0")
-    data = b"\x08" + _wire.varint(value)
-    assert list(_wire.fields(data, 0, len(data))) == [(1, VARINT, 0, 1, len(data))]
+    assert _fields.varint(value) == (encoded_value[1:] or b"\0")
+    data = b"\x08" + _fields.varint(value)
+    assert list(_fields.fields(data, 0, len(data))) == [(1, VARINT, 0, 1, len(data))]
 
 
 @given(st.integers(0, 10**6), st.integers(0, 2**40))
@@ -377,11 +377,11 @@ def test_no_ticket() -> None:
 
 @given(st.integers(1, 2**29 - 1), st.binary(max_size=300))
 def test_fields_of_a_length_delimited_field(number: int, content: bytes) -> None:
-    prefix = _wire.field_prefix(number, len(content))
+    prefix = _fields.field_prefix(number, len(content))
     data = b"\x08\x01" + prefix + content + b"\x10\x02"
     begin = 2 + len(prefix)
     field = (number, LENGTH_DELIMITED, 2, begin, begin + len(content))
-    assert list(_wire.fields(data, 2, begin + len(content))) == [field]
+    assert list(_fields.fields(data, 2, begin + len(content))) == [field]
     for end in range(3, begin + len(content)):
         with pytest.raises(DecodeError):
-            list(_wire.fields(data, 2, end))
+            list(_fields.fields(data, 2, end))

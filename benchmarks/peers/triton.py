@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from attnserve import _wire
+from attnserve import _fields
 from benchmarks import raw
 from benchmarks.arrivals import Arrivals
 from benchmarks.meters import Meter
@@ -93,19 +93,19 @@ def request(problem: Plain) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def call(call_id: int, encoded: bytes) -> list[_wire.Buffer]:
+def call(call_id: int, encoded: bytes) -> list[_fields.Buffer]:
     """The pieces of a message of a stream: a request and its id, which may come last."""
     digits = str(call_id).encode()
-    return [encoded, _wire.field_prefix(ID_FIELD, len(digits)), digits]
+    return [encoded, _fields.field_prefix(ID_FIELD, len(digits)), digits]
 
 
 def replies(message: bytes) -> Iterator[tuple[int, memoryview]]:
     """The id and the encoded ModelInferResponse of a message of a stream. RuntimeError at an error, which has no id."""
-    for number, _, _, content, end in _wire.fields(message, 0, len(message)):
+    for number, _, _, content, end in _fields.fields(message, 0, len(message)):
         if number == ERROR_FIELD:
             raise RuntimeError(message[content:end].decode())
         if number == RESPONSE_FIELD:
-            for inner, _, _, begin, behind in _wire.fields(message, content, end):
+            for inner, _, _, begin, behind in _fields.fields(message, content, end):
                 if inner == ID_FIELD:
                     yield int(message[begin:behind]), memoryview(message)[content:end]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from attnserve import _dtypes
 from attnserve._errors import InvalidRequestError, ProtocolError
-from attnserve._wire import Buffer
+from attnserve._fields import Buffer
 from attnserve.v1 import tensor_pb2 as pb
 
 _INT64: Final = np.dtype("<i8")

@@ -24,8 +24,8 @@ from attnserve._arguments import ArrayLike, Names
 from attnserve._arrays import Array
 from attnserve._call import Tensors
 from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._fields import Buffer
 from attnserve._rpc import Rpc
-from attnserve._wire import Buffer
 from attnserve.v1 import caches_pb2 as pb
 from attnserve.v1 import tensor_pb2
 

@@ -29,9 +29,9 @@ from attnserve._errors import (
     error_from_status,
     no_reply,
 )
+from attnserve._fields import Buffer, field_prefix, varint
 from attnserve._replicas import Replica
 from attnserve._reply import Reply, Response
-from attnserve._wire import Buffer, field_prefix, varint
 
 T = TypeVar("T")
 

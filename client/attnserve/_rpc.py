@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from attnserve._errors import ProtocolError
-from attnserve._wire import Buffer
+from attnserve._fields import Buffer
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 T = TypeVar("T")

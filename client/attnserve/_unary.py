@@ -16,8 +16,8 @@ import grpc
 
 from attnserve._connection import BaseConnection
 from attnserve._errors import AttnServeError, DeadlineExceededError, status_from_rpc_error
+from attnserve._fields import Buffer
 from attnserve._retry import RetryPolicy
-from attnserve._wire import Buffer
 
 C = TypeVar("C", bound=BaseConnection[Any])
 F = TypeVar("F")

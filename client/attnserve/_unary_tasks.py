@@ -16,10 +16,10 @@ import grpc.aio
 
 from attnserve._credentials import Bearer
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
+from attnserve._fields import Buffer
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._tasks import CallFuture
 from attnserve._unary import UnaryCall
-from attnserve._wire import Buffer
 
 if TYPE_CHECKING:
     from attnserve._task_connection import Connection

@@ -16,10 +16,10 @@ import grpc
 
 from attnserve._credentials import Bearer
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
+from attnserve._fields import Buffer
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._threads import CallFuture
 from attnserve._unary import UnaryCall
-from attnserve._wire import Buffer
 
 if TYPE_CHECKING:
     from attnserve._thread_connection import Connection

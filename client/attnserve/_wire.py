@@ -22,21 +22,26 @@ payloads with a few comparisons of bytes instead of a walk through the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeVar, cast, overload
+from collections.abc import Iterator, Sequence
+from typing import Final, cast, overload
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from attnserve._fields import (
+    LENGTH_DELIMITED,
+    MANY_FIELDS,
+    Buffer,
+    ManyFieldsError,
+    cached,
+    field_prefix,
+    fields,
+    read_varint,
+    varint,
+    weight,
+)
 from attnserve.v1 import tensor_pb2
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-F = TypeVar("F", bound=Callable[..., Any])
-
-_LENGTH_DELIMITED: Final = 2
-_GROUP: Final = 3
-_MANY_FIELDS: Final = 4096  # a message with more, or with a group longer than that, is brought into order by protobuf
 _MOST_FIELDS: Final = 1 << 18  # a message with more is refused: each takes protobuf 60 bytes, and a walk 0.3 us
 _REMEMBERED_HEADERS: Final = 4  # of one message type and one length
 _REMEMBERED_LENGTH: Final = 1024  # a longer header is not remembered: bounds the memory that callers can fill
@@ -58,7 +63,7 @@ def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Sch
     schema = _Schema()
     known[descriptor.full_name] = None  # no message type of ours contains itself
     for field in descriptor.fields:
-        tag = varint(field.number << 3 | _LENGTH_DELIMITED)
+        tag = varint(field.number << 3 | LENGTH_DELIMITED)
         if field.containing_type is tensor_pb2.Tensor.DESCRIPTOR and field.name == "data":
             schema.fields[field.number] = tag, None
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
@@ -69,44 +74,9 @@ def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Sch
     return known[descriptor.full_name]
 
 
-def _cached(maxsize: int) -> Callable[[F], F]:
-    """`lru_cache` that keeps a function's type: to mypy, the class of a message is as unhashable as a message."""
-    return cast(Callable[[F], F], lru_cache(maxsize))
-
-
-@_cached(64)
+@cached(64)
 def _schema(message_type: type[Message]) -> _Schema:
     return _schema_of(cast(Descriptor, message_type.DESCRIPTOR), {}) or _Schema()
-
-
-class _ManyFieldsError(DecodeError):
-    """Walking through this message in Python would take long."""
-
-
-def varint(value: int) -> bytes:
-    """The varint of a number that is not negative."""
-    if value < 0x80:
-        return bytes((value,))
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
-    """The varint at a place, modulo 2**64, and the place behind it. IndexError if the buffer ends within it."""
-    value = shift = 0
-    while True:
-        byte = buffer[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, at
-        shift += 7
-        if shift > 63:
-            raise DecodeError("a varint is longer than 10 bytes")
 
 
 def ticket(index: int, length: int) -> bytes:
@@ -122,72 +92,6 @@ def read_ticket(data: bytes) -> tuple[int, int]:
         return data[0], data[1]
     index, at = read_varint(data, 0)
     return index, read_varint(data, at)[0]
-
-
-def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The fields of a message that lies from `at` to `end`: number, wire type, where the field begins, where its
-    content begins and where it ends. Raises DecodeError if the bytes are not a message.
-    """
-    try:
-        while at < end:
-            start = at
-            tag = buffer[at]
-            at += 1
-            if tag >= 0x80:
-                tag, at = read_varint(buffer, start)
-            wire_type = tag & 7
-            content = at
-            if wire_type == _LENGTH_DELIMITED:
-                length = buffer[at]
-                at += 1
-                if length >= 0x80:
-                    length, at = read_varint(buffer, at - 1)
-                content = at
-                at += length
-            elif wire_type == 0:
-                while buffer[at] >= 0x80:
-                    at += 1
-                    if at - content >= 10:
-                        raise DecodeError("a varint is longer than 10 bytes")
-                at += 1
-            elif wire_type == 5:
-                at += 4
-            elif wire_type == 1:
-                at += 8
-            elif wire_type == _GROUP:
-                at = _skip_group(buffer, at, end, tag >> 3)
-            else:
-                raise DecodeError(f"wire type {wire_type} does not exist here")
-            if at > end or tag < 8:
-                raise DecodeError("the message is truncated or malformed")
-            yield tag >> 3, wire_type, start, content, at
-    except IndexError:
-        raise DecodeError("the message is truncated") from None
-
-
-def weight(wire_type: int, start: int, end: int) -> int:
-    """How many fields one counts for that lies there: a group, which has others, for as many as it has bytes."""
-    return end - start if wire_type == _GROUP else 1
-
-
-def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) -> int:
-    """The place behind a group (an ancient encoding that only unknown fields can have) whose start tag was read."""
-    if depth > 100:
-        raise DecodeError("groups are nested too deeply")
-    first = at
-    while at < end:
-        if at - first > _MANY_FIELDS:
-            raise _ManyFieldsError("a group is too long")
-        tag, behind = read_varint(buffer, at)
-        if tag & 7 == 4:
-            if tag >> 3 != number:
-                raise DecodeError("a group ends that has not begun")
-            return behind
-        if tag & 7 == _GROUP:
-            at = _skip_group(buffer, behind, end, tag >> 3, depth + 1)
-        else:
-            at = next(fields(buffer, at, end))[4]
-    raise DecodeError("a group does not end")
 
 
 def split(
@@ -242,10 +146,10 @@ def find(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | No
                 break
         else:
             return layout.header, Payloads(buffer, at, layout.payloads)
-    walk = _Walk(buffer, _MANY_FIELDS)
+    walk = _Walk(buffer, MANY_FIELDS)
     try:
         header = walk.header(_schema(message_type), at, end)
-    except _ManyFieldsError:
+    except ManyFieldsError:
         if _has_too_many_fields(_schema(message_type), buffer, at, end):
             raise
         buffer = _in_order(message_type, buffer[at:end])
@@ -294,7 +198,7 @@ class _Memory:
         self.last: bytes | None = None
 
 
-@_cached(256)
+@cached(256)
 def _memory(message_type: type[Message], length: int) -> _Memory:
     return _Memory()
 
@@ -319,8 +223,8 @@ class _Walk:
         for number, wire_type, start, content, behind in fields(buffer, at, end):
             walked += weight(wire_type, start, behind)
             if walked > self.fields_left:
-                raise _ManyFieldsError("a message has too many fields")
-            if number not in inner or wire_type != _LENGTH_DELIMITED:
+                raise ManyFieldsError("a message has too many fields")
+            if number not in inner or wire_type != LENGTH_DELIMITED:
                 continue
             tag, field_schema = inner[number]
             length = behind - content
@@ -358,7 +262,7 @@ def _has_too_many_fields(schema: _Schema, buffer: Buffer, at: int, end: int) -> 
             count += each
             if count > _MOST_FIELDS:
                 return True
-    except _ManyFieldsError:  # a long group is not looked into: every byte may be a field, in it and behind it
+    except ManyFieldsError:  # a long group is not looked into: every byte may be a field, in it and behind it
         return end - at > _MOST_FIELDS
     return False
 
@@ -368,7 +272,7 @@ def _weights(schema: _Schema, buffer: Buffer, at: int, end: int) -> Iterator[int
     for number, wire_type, start, content, behind in fields(buffer, at, end):
         yield weight(wire_type, start, behind)
         _, inner = schema.fields.get(number, (b"", None))
-        if inner is not None and wire_type == _LENGTH_DELIMITED:
+        if inner is not None and wire_type == LENGTH_DELIMITED:
             yield from _weights(inner, buffer, content, behind)
 
 
@@ -379,7 +283,7 @@ def _in_order(message_type: type[Message], message: Buffer) -> bytes:
     return parsed.SerializeToString()
 
 
-@_cached(1024)
+@cached(1024)
 def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes | int, ...], int]:
     """A header taken apart: bytes to send as they are, and payload numbers; and the length of the whole message."""
     pieces: list[bytes | int] = []
@@ -397,7 +301,7 @@ def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[byte
     """Takes a part of a header apart, with the lengths of the real payloads; returns the length of what it becomes."""
     size = 0
     for number, wire_type, start, content, behind in fields(header, at, end):
-        if number not in schema.fields or wire_type != _LENGTH_DELIMITED:
+        if number not in schema.fields or wire_type != LENGTH_DELIMITED:
             pieces.append(header[start:behind])
             size += behind - start
             continue
@@ -423,9 +327,3 @@ def join(message_type: type[Message], header: bytes, payloads: Sequence[Buffer])
     """
     template, size = _template(message_type, header)
     return [payloads[piece] if isinstance(piece, int) else piece for piece in template], size
-
-
-@_cached(4096)
-def field_prefix(number: int, length: int) -> bytes:
-    """What stands before the content of a length-delimited field."""
-    return varint(number << 3 | _LENGTH_DELIMITED) + varint(length)

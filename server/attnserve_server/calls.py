@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
-from attnserve import _wire
+from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
 from attnserve_server.tracing import TraceParent
@@ -66,7 +66,7 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
             raise _too_many_calls(max_calls)
         calls.append(call)
         at = call.request[2]
-    for number, wire_type, start, content, end in _wire.fields(message, at, whole) if at < whole else ():
+    for number, wire_type, start, content, end in _fields.fields(message, at, whole) if at < whole else ():
         if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
             if len(calls) == max_calls:
                 raise _too_many_calls(max_calls)
@@ -94,7 +94,7 @@ def _too_many_ids(most: int) -> InvalidRequest:
 def _next_call(message: bytes, at: int) -> Call | None:
     """The call whose length is at that place, if it is a plain one that ends within the message."""
     try:
-        length, at = _wire.read_varint(message, at)
+        length, at = _fields.read_varint(message, at)
     except (DecodeError, IndexError):
         return None
     return _plain_call(message, at, at + length) if at + length <= len(message) else None
@@ -107,14 +107,14 @@ def _plain_call(message: bytes, at: int, end: int) -> Call | None:
     try:
         if message[at] != _ID_TAG:
             return None
-        call_id, at = _wire.read_varint(message, at + 1)
+        call_id, at = _fields.read_varint(message, at + 1)
         timeout = None
         if message[at] == _TIMEOUT_TAG:
-            length, begin = _wire.read_varint(message, at + 1)
+            length, begin = _fields.read_varint(message, at + 1)
             at = begin + length
             timeout = _seconds(Duration.FromString(message[begin:at]))
         operation = _OPERATION_TAGS.get(message[at])
-        length, begin = _wire.read_varint(message, at + 1)
+        length, begin = _fields.read_varint(message, at + 1)
     except (DecodeError, IndexError):
         return None
     if operation is None or begin + length != end:
@@ -135,8 +135,8 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     rest: list[bytes] = []
     count = 0
     try:
-        for number, wire_type, start, content, behind in _wire.fields(message, at, end):
-            count += _wire.weight(wire_type, start, behind)
+        for number, wire_type, start, content, behind in _fields.fields(message, at, end):
+            count += _fields.weight(wire_type, start, behind)
             if count > MAX_CALL_FIELDS:
                 error = InvalidRequest("calls", f"at most {MAX_CALL_FIELDS} fields in one", "more", LIMIT_EXCEEDED)
                 return Call(_id_of(rest), None, None, (b"", 0, 0), error)

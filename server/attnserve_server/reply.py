@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from google.protobuf.message import Message
 
-from attnserve import _wire
+from attnserve import _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.work import Phases, RequestResult
@@ -35,7 +35,7 @@ def encode_attend_response(
     phases: Phases,
     batch_size: int,
     cache_lengths: Sequence[int] = (),
-) -> tuple[list[_wire.Buffer], int]:
+) -> tuple[list[_fields.Buffer], int]:
     """The pieces of the reply, and their length together."""
     payloads = payloads_of(result)
     problem = request.problem
@@ -94,9 +94,9 @@ def tensors_header(response_type: type[Message], tensors: Sequence[ReplyTensor],
     return message.SerializeToString()
 
 
-def stream_reply(call_id: int, field: int, pieces: list[_wire.Buffer], size: int) -> tuple[list[_wire.Buffer], int]:
+def stream_reply(call_id: int, field: int, pieces: list[_fields.Buffer], size: int) -> tuple[list[_fields.Buffer], int]:
     """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their length together."""
-    envelope = b"\x08" + _wire.varint(call_id) if call_id else b""
-    envelope += _wire.field_prefix(field, size)
-    prefix = _wire.field_prefix(REPLIES_FIELD, len(envelope) + size) + envelope
+    envelope = b"\x08" + _fields.varint(call_id) if call_id else b""
+    envelope += _fields.field_prefix(field, size)
+    prefix = _fields.field_prefix(REPLIES_FIELD, len(envelope) + size) + envelope
     return [prefix, *pieces], len(prefix) + size

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from attnserve import _dtypes, _wire
+from attnserve import _dtypes, _fields
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
@@ -168,7 +168,7 @@ class Request(Independent):
         """Computes a batch of attentions."""
         return device.run(batch)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded reply, and their length together."""
         return encode_attend_response(self, result, phases, batch_size)
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from attnserve import _wire
+from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.begun import Begun
 from attnserve_server.callers import Caller, Callers
@@ -53,7 +53,7 @@ CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
 class Unsent(NamedTuple):
     """A reply that is ready, and the entry whose admission ends when it has been sent."""
 
-    pieces: list[_wire.Buffer]
+    pieces: list[_fields.Buffer]
     size: int
     entry: Entry | None
 

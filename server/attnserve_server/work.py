@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
-from attnserve._wire import Buffer
+from attnserve._fields import Buffer
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device

@@ -28,7 +28,7 @@ ROUND = 2000
 
 def codec() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     """Message types; seeds; what is done with an input."""
-    with atheris.instrument_imports(include=["attnserve._wire"]):
+    with atheris.instrument_imports(include=["attnserve._fields", "attnserve._wire"]):
         from attnserve import _wire  # noqa: F401 (the one that is watched)
     from random_codec import MESSAGE_TYPES, SEEDS, check
 
@@ -37,7 +37,7 @@ def codec() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
 
 def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     """RPCs; seeds; what is done with an input."""
-    with atheris.instrument_imports(include=["attnserve_server", "attnserve._wire"]):
+    with atheris.instrument_imports(include=["attnserve_server", "attnserve._fields", "attnserve._wire"]):
         from attnserve_server.server import Server
     import checkpoints
     import grpc

@@ -12,7 +12,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from attnserve import _wire
+from attnserve import _fields
 
 MAX_BYTES: Final = 1 << 16
 """Mutations of mutations do not grow beyond this."""
@@ -187,8 +187,8 @@ def _splice(random: Random, data: bytes, other: bytes) -> bytes:
 def _field(random: Random, data: bytes, other: bytes) -> bytes:
     """One more field, of any number, wire type and length."""
     number = random.choice((1, 2, 3, 12, 15, 16, 17, 18, 25, 300, 2**29 - 1))
-    tag = _wire.varint(number << 3 | random.randrange(8))
-    length = random.choice((b"", _wire.varint(random.choice(WHOLE_NUMBERS))))
+    tag = _fields.varint(number << 3 | random.randrange(8))
+    length = random.choice((b"", _fields.varint(random.choice(WHOLE_NUMBERS))))
     place = random.choice((0, len(data), random.randrange(len(data) + 1)))
     return data[:place] + tag + length + random_bytes(random) + data[place:]
 

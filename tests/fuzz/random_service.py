@@ -23,7 +23,7 @@ from google.rpc import status_pb2
 from mutation import is_message, mutated, random_bytes
 from sound import DECODER_CACHE, HK, METHODS, PLAIN_CACHE, Caches, D, S, requests, tensor
 
-from attnserve import _wire
+from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 
 PATIENCE_S: Final = 120.0
@@ -260,4 +260,4 @@ def ask(channel: grpc.Channel, method: str, **fields: Any) -> Any:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    return _wire.field_prefix(number, len(content)) + content
+    return _fields.field_prefix(number, len(content)) + content

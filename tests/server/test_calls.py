@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import _wire
+from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.calls import read_message
 from attnserve_server.errors import InvalidRequest
@@ -59,7 +59,7 @@ def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pyte
     def read() -> list[tuple[object, ...]]:
         found = []
         for each in bodies:
-            message = (b"\x12" + _wire.varint(len(each)) + each) + (b"\x12" + _wire.varint(len(body)) + body)
+            message = (b"\x12" + _fields.varint(len(each)) + each) + (b"\x12" + _fields.varint(len(body)) + body)
             for call in read_message(message, 2)[1]:
                 buffer, at, end = call.request
                 found.append((call.id, call.timeout, call.operation, buffer[at:end], type(call.error)))
@@ -77,7 +77,7 @@ def test_of_two_operations_the_last_counts() -> None:
     again = pb.AttendStreamCall(apply=pb.ApplyRequest(causal=True))
     body = first.SerializeToString() + last.SerializeToString() + again.SerializeToString()
     expected = pb.AttendStreamCall.FromString(body)
-    _, (call,) = read_message(b"\x12" + _wire.varint(len(body)) + body, 1)
+    _, (call,) = read_message(b"\x12" + _fields.varint(len(body)) + body, 1)
     assert (call.id, call.operation) == (3, expected.WhichOneof("operation"))
     buffer, at, end = call.request
     assert pb.ApplyRequest.FromString(buffer[at:end]) == expected.apply
@@ -100,7 +100,7 @@ def test_ids_to_cancel_are_counted_however_they_are_given(packed: bool) -> None:
         longest = 2**64 - 1
         if packed:
             return pb.AttendStreamRequest(cancel=[longest] * count).SerializeToString()
-        return (b"\x08" + _wire.varint(longest)) * count
+        return (b"\x08" + _fields.varint(longest)) * count
 
     assert read_message(message(1024), 1024)[0] == [2**64 - 1] * 1024
     packs = pb.AttendStreamRequest(cancel=[1] * 600).SerializeToString()
@@ -116,7 +116,7 @@ def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
     others = pb.AttendStreamCall(id=1, attend=pb.AttendRequest(causal=True))
     body = b"\x08\x07" + field * 64
     message = b"".join(
-        b"\x12" + _wire.varint(len(each)) + each
+        b"\x12" + _fields.varint(len(each)) + each
         for each in (others.SerializeToString(), body, others.SerializeToString())
     )
     pb.AttendStreamRequest.FromString(message)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from google.protobuf.message import DecodeError, Message
 
-from attnserve import _dtypes, _wire
+from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Change, Cut
@@ -72,7 +72,7 @@ class Append(_Operation):
         for placement in self.placements:
             self.host.pages.write(self.uses[0].cache.shape, placement, key, value)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceAppendResponse."""
         return _encoded(pb.CacheServiceAppendResponse(length=self.lengths[0]))
 
@@ -101,7 +101,7 @@ class Fork(_Operation):
         ttl = cache.ttl if self.ttl is None else self.ttl
         self.forked = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._place)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceForkResponse."""
         assert self.forked is not None
         return _encoded(pb.CacheServiceForkResponse(cache=describe(self.host, self.forked)))
@@ -135,7 +135,7 @@ class Truncate(_Operation):
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
         self.host.store.truncate(use.cache, self.length, self._place)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""
         return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.host, self.uses[0].cache)))
 
@@ -196,6 +196,6 @@ def describe(host: Host, cache: Cache) -> pb.Cache:
     return message
 
 
-def _encoded(message: Message) -> tuple[list[_wire.Buffer], int]:
+def _encoded(message: Message) -> tuple[list[_fields.Buffer], int]:
     data = message.SerializeToString()
     return [data], len(data)

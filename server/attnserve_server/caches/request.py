@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from attnserve import _wire
+from attnserve import _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.axes import KeyShape
@@ -122,12 +122,12 @@ class CachedRequest(CacheWork):
 
         return run_batch(self.host.pages, device, batch)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded reply, and their length together."""
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-_CACHES_TAG: Final = _wire.field_prefix(pb.AttendRequest.CACHES_FIELD_NUMBER, 0)[:-1]
+_CACHES_TAG: Final = _fields.field_prefix(pb.AttendRequest.CACHES_FIELD_NUMBER, 0)[:-1]
 
 
 class Reference(NamedTuple):
@@ -166,7 +166,7 @@ def _apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...],
 def _take_apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
     found: list[bytes] = []
     rest: list[bytes] = []
-    for number, wire_type, start, _, end in _wire.fields(header, 0, len(header)):
+    for number, wire_type, start, _, end in _fields.fields(header, 0, len(header)):
         is_reference = number == pb.AttendRequest.CACHES_FIELD_NUMBER and wire_type == 2
         (found if is_reference else rest).append(header[start:end])
         limits.check_sequences("caches", len(found))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from attnserve import _wire
+from attnserve import _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
@@ -159,7 +159,7 @@ class CachedLayerRequest(CacheWork):
             )
         return residents
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_wire.Buffer], int]:
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded ApplyResponse, and their length together."""
         return self.applied.encode(result, phases, batch_size, self.lengths[:: self._layers])
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from google.protobuf.message import DecodeError
 
-from attnserve import _dtypes, _wire
+from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.staging import TORCH
@@ -117,7 +117,7 @@ class LayerRequest(Independent):
 
     def encode(
         self, result: RequestResult, phases: Phases, batch_size: int, cache_lengths: Sequence[int] = ()
-    ) -> tuple[list[_wire.Buffer], int]:
+    ) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded ApplyResponse, and their length together."""
         application, specification = self.application, self.loaded.specification
         dtype = application.tensors["input"].dtype
