@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """What an operation means to do to one layer; this: to share all its pages with that of a fork."""
+    """What an operation means to do to one layer."""
+
+
+@dataclass(slots=True, eq=False)
+class Share(Change):
+    """To share all its pages with that of a fork."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +62,9 @@ def foresee(changes: Iterable[Change], length: int, shared: int, per_page: int) 
             before, pages = pages, -(-length // per_page)
             taken += pages - before
             most = max(most, taken)
-        elif not isinstance(change, Cut):
+        elif isinstance(change, Share):
             shared = pages
-        elif change.length < length:
+        elif isinstance(change, Cut) and change.length < length:
             length = change.length
             before, pages = pages, -(-length // per_page)
             taken -= before - max(pages, shared)

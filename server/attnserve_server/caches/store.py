@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Append, Change, Cut
+from attnserve_server.caches.changes import Append, Change, Cut, Share
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import CacheLayer, Placement
 from attnserve_server.caches.pool import PageAllocator
@@ -171,10 +171,10 @@ class CacheStore(Register):
             reservation.wait()
         return reservation
 
-    def wait_to_fork(self, cache: Cache) -> Reservation[Change]:
+    def wait_to_fork(self, cache: Cache) -> Reservation[Share]:
         """Has a fork wait for its turn. Raises NotFound if the cache is gone."""
         self._require(cache)
-        reservation = self._open({cache}, [(layer, Change()) for layer in cache.layers])
+        reservation = self._open({cache}, [(layer, Share()) for layer in cache.layers])
         reservation.wait()
         return reservation
 
