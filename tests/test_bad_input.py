@@ -234,6 +234,12 @@ def test_what_is_beside_the_contents_of_tensors_is_bounded(channel: grpc.Channel
     status = calls.status_of(caught.value)
     assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "LIMIT_EXCEEDED"
     assert "bytes beside the contents of tensors" in status.message
+    many = METHODS[method].request(**{field: tensor_pb2.Tensor()}).SerializeToString() * ((1 << 18) + 1)
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(METHODS[method].path)(many, timeout=calls.PATIENCE_S)
+    status = calls.status_of(caught.value)
+    assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "LIMIT_EXCEEDED"
+    assert f"more than {1 << 18} fields" in status.message
     assert ask(channel, ATTEND, sound(ATTEND, "dot", caches)) is not None
 
 

@@ -300,7 +300,7 @@ def test_thousands_of_fields_are_left_to_protobuf() -> None:
 
 def test_more_fields_than_any_message_needs_are_refused() -> None:
     """Whatever order they are in: to walk through as many as fit into a message would take seconds."""
-    data = pb.AttendRequest(caches=[pb.CacheReference()] * (_wire._MOST_FIELDS + 1)).SerializeToString()
+    data = pb.AttendRequest(caches=[pb.CacheReference()] * (_wire.MOST_FIELDS + 1)).SerializeToString()
     with pytest.raises(DecodeError):
         _wire.split(pb.AttendRequest, data)
     header, _ = _wire.split(pb.AttendRequest, data[: 2 * 50_000])
@@ -309,15 +309,15 @@ def test_more_fields_than_any_message_needs_are_refused() -> None:
 
 def test_fields_are_counted_where_they_are() -> None:
     """In tensors: a shape that is not packed takes protobuf 8 bytes for 2. In groups, and behind them."""
-    shape = b"\x10\x01" * (_wire._MOST_FIELDS + 1)
+    shape = b"\x10\x01" * (_wire.MOST_FIELDS + 1)
     query = pb.AttendRequest.DESCRIPTOR.fields_by_name["query"].number
-    references = pb.AttendRequest(caches=[pb.CacheReference()] * _wire._MOST_FIELDS).SerializeToString()
+    references = pb.AttendRequest(caches=[pb.CacheReference()] * _wire.MOST_FIELDS).SerializeToString()
     begin, end = _fields.varint(20 << 3 | START_GROUP), _fields.varint(20 << 3 | END_GROUP)
     short, long = (begin + b"\x08\x01" * fields + end for fields in (1000, 50_000))
     assert tensor_pb2.Tensor.FromString(shape[:4]).shape == [1, 1]
     for data in (_fields.field_prefix(query, len(shape)) + shape, short * 200, long + references, references + long):
         assert pb.AttendRequest.FromString(data) is not None
-        with pytest.raises(_fields.ManyFieldsError):
+        with pytest.raises(_fields.ManyFieldsError, match=f"more than {_wire.MOST_FIELDS} fields"):
             _wire.split(pb.AttendRequest, data)
     assert _wire.split(pb.AttendRequest, short * 100)[0] == b""  # by protobuf, who knows none
 

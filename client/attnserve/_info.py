@@ -45,6 +45,16 @@ class Limits:
     """The most layers loaded."""
     max_caller_streams: int
     """The most streams that one caller may have open."""
+    max_header_bytes: int
+    """What a request may have beside the contents of its tensors, in bytes. No setting, as those below."""
+    max_request_fields: int
+    """The most fields of a request, those of its tensors and the numbers of their shapes included."""
+    max_call_fields: int
+    """The most fields of a call on a stream, those of its request apart."""
+    max_plain_message_bytes: int
+    """The longest message without tensors, such as one of names, in bytes."""
+    max_axis_length: int
+    """The longest axis of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

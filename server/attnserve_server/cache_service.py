@@ -18,6 +18,7 @@ from attnserve_server.caches.work import Host, Use, cache_named
 from attnserve_server.callers import Caller
 from attnserve_server.durations import seconds_of
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
+from attnserve_server.limits import RequestLimits
 from attnserve_server.rpc import Rpcs, parsed
 from attnserve_server.service import AttentionService, Read
 
@@ -31,11 +32,14 @@ class CacheService:
     """The service on one host of caches; what waits for its turn goes through the attention service's engine.
 
     A cache belongs to who created it: for others there is none of that name. `default_ttl`, in seconds, is that of a
-    cache whose caller does not say; 0 for none.
+    cache whose caller does not say; 0 for none. `limits` are those of what is appended.
     """
 
-    def __init__(self, host: Host, rpcs: Rpcs, attention: AttentionService, default_ttl: float) -> None:
+    def __init__(
+        self, host: Host, rpcs: Rpcs, attention: AttentionService, default_ttl: float, limits: RequestLimits
+    ) -> None:
         self._host = host
+        self._limits = limits
         self._default_ttl = default_ttl or None
         self._rpcs = rpcs
         self._attention = attention
@@ -43,7 +47,7 @@ class CacheService:
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
         at_its_turn: dict[str, Read] = {
-            "Append": lambda caller, message, at, end: read_append(self._host, caller.name, message),
+            "Append": lambda caller, message, at, end: read_append(self._host, caller.name, message, self._limits),
             "Fork": self._fork,
             "Truncate": self._truncate,
         }

@@ -34,6 +34,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from attnserve._fields import ManyFieldsError
+
 logger = logging.getLogger(__name__)
 
 DOMAIN = "attnserve"
@@ -115,10 +117,11 @@ class InvalidRequest(RequestError):
 
 
 class Malformed(InvalidRequest):
-    """Bytes that are not the message they should be."""
+    """Bytes that are not the message they should be, or one of more fields than any message needs."""
 
     def __init__(self, field: str, what: object) -> None:
-        super().__init__(field, "a serialised message", what, reason="MALFORMED_MESSAGE")
+        reason = LIMIT_EXCEEDED if isinstance(what, ManyFieldsError) else "MALFORMED_MESSAGE"
+        super().__init__(field, "a serialised message", what, reason)
 
 
 class Unauthenticated(RequestError):

@@ -9,12 +9,17 @@ from typing import Final
 import grpc
 import torch
 
+from attnserve._wire import MOST_FIELDS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
+from attnserve_server.calls import MAX_CALL_FIELDS
 from attnserve_server.config import Config, Source
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device
+from attnserve_server.limits import RequestLimits
+from attnserve_server.rpc import MAX_PLAIN_BYTES
+from attnserve_server.tensors import MAX_LENGTH
 
 _SOURCES: Final[Mapping[Source, pb.SettingSource]] = {
     "default": pb.SETTING_SOURCE_DEFAULT,
@@ -31,7 +36,7 @@ _DTYPES: Final = (
 )
 
 
-def server_info(config: Config, device: Device, max_request_flops: int, cache_pool_bytes: int) -> pb.ServerInfoResponse:
+def server_info(config: Config, device: Device, limits: RequestLimits, cache_pool_bytes: int) -> pb.ServerInfoResponse:
     """The reply to the RPC `ServerInfo`. The last two are those in force, where the configuration leaves them open."""
     return pb.ServerInfoResponse(
         version=__version__,
@@ -48,14 +53,19 @@ def server_info(config: Config, device: Device, max_request_flops: int, cache_po
             max_batch_flops=config.max_batch_flops,
             max_batch_requests=config.max_batch_requests,
             max_message_calls=config.max_message_calls,
-            max_rank=config.max_rank,
-            max_elements=config.max_elements,
-            max_sequences=config.max_sequences,
-            max_request_flops=max_request_flops,
+            max_rank=limits.max_rank,
+            max_elements=limits.max_elements,
+            max_sequences=limits.max_sequences,
+            max_request_flops=limits.max_request_flops,
             max_caches=config.max_caches,
             max_cache_layers=config.max_cache_layers,
             max_layers=config.max_layers,
             max_caller_streams=config.max_caller_streams,
+            max_header_bytes=limits.max_header_bytes,
+            max_request_fields=MOST_FIELDS,
+            max_call_fields=MAX_CALL_FIELDS,
+            max_plain_message_bytes=MAX_PLAIN_BYTES,
+            max_axis_length=MAX_LENGTH,
         ),
         kernels=[pb.Kernel(name=name, description=description) for name, description in device.kernels()],
         features=["reflection"] if config.reflection else [],

@@ -32,13 +32,17 @@ class RequestLimits:
     """Each costs microseconds of the event loop."""
     max_request_flops: int = 2 * 10**13
 
+    @property
+    def max_header_bytes(self) -> int:
+        """What a request may have beside the contents of its tensors."""
+        return HEADER_BYTES + REFERENCE_BYTES * self.max_sequences
+
     def check_header(self, header: bytes) -> None:
         """Raises InvalidRequest if there is too much of a request beside the contents of its tensors: to parse it takes
         the event loop, and 16 times the memory where it is all one shape.
         """
-        most = HEADER_BYTES + REFERENCE_BYTES * self.max_sequences
-        if len(header) > most:
-            expected = f"at most {most} bytes beside the contents of tensors"
+        if len(header) > self.max_header_bytes:
+            expected = f"at most {self.max_header_bytes} bytes beside the contents of tensors"
             raise InvalidRequest("", expected, f"{len(header)} bytes", LIMIT_EXCEEDED)
 
     def check_tensors(self, tensors: Mapping[str, TensorSpec]) -> None:

@@ -144,13 +144,13 @@ class Server:
             readers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
-            partial(server_info, config, self.device, limits.max_request_flops, self.caches.store.pool_bytes),
+            partial(server_info, config, self.device, limits, self.caches.store.pool_bytes),
             self.tracing,
             config.max_caller_streams,
             stream_life,
         )
         self._layer_service = LayerService(self.registry, rpcs, administration=config.layer_administration)
-        self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl)
+        self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, limits)
         self._http = HttpServer(
             config.http_listen,
             self.metrics.registry,

@@ -95,6 +95,7 @@ def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
     with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
         info = client.server_info()
         assert {name: getattr(info.limits, name) for name in limits} == limits
+        assert info.limits.max_header_bytes == (1 << 16) + 64 * 10
         for message, field in (
             (ATTEND, "query.shape"),
             (messages.attend(*[np.zeros((1, 126, 8), np.float32)] * 3), "query.shape"),
@@ -109,3 +110,9 @@ def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
             assert "at most " in status.message
         with pytest.raises(InvalidRequestError, match="at most 3, found 4"):
             client.create_cache(1, 8, layers=4)
+        with client.create_cache(1, 8) as cache:
+            tokens = np.zeros((1, 125, 8), np.float32)
+            assert cache.append(tokens, tokens) == 125
+            with pytest.raises(InvalidRequestError, match="at most 1000 elements, found 1008") as refused:
+                cache.append(*[np.zeros((1, 126, 8), np.float32)] * 2)
+            assert refused.value.field == "key.shape"

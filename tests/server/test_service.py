@@ -109,11 +109,17 @@ def test_server_info(channel: grpc.Channel) -> None:
     floating = ("FLOAT32", "FLOAT16", "BFLOAT16", "FLOAT64")
     assert sorted(info.dtypes) == sorted(tensor_pb2.DataType.Value(f"DATA_TYPE_{name}") for name in floating)
     config = Config()
+    no_settings = {
+        "max_request_flops": default_request_flops(info.threads, config.max_flops),  # which depends on the device
+        "max_header_bytes": (1 << 16) + 64 * config.max_sequences,
+        "max_request_fields": 1 << 18,
+        "max_call_fields": 64,
+        "max_plain_message_bytes": 4 << 20,
+        "max_axis_length": 2**31 - 1,
+    }
     for field, limit in info.limits.ListFields():
-        if field.name == "max_request_flops":  # whose default depends on the device
-            assert limit == default_request_flops(info.threads, config.max_flops)
-        else:
-            assert limit == getattr(config, field.name)
+        expected = no_settings[field.name] if field.name in no_settings else getattr(config, field.name)
+        assert limit == expected, field.name
     assert len(info.limits.ListFields()) == len(info.limits.DESCRIPTOR.fields)
     assert all(kernel.name and kernel.description for kernel in info.kernels)
     assert "reflection" in info.features

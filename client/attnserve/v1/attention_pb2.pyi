@@ -323,7 +323,7 @@ class Setting(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[_Union[SettingSource, str]] = ..., hidden: bool = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls", "max_rank", "max_elements", "max_sequences", "max_request_flops", "max_caches", "max_cache_layers", "max_layers", "max_caller_streams")
+    __slots__ = ("max_message_bytes", "max_requests", "max_bytes", "max_flops", "max_batch_flops", "max_batch_requests", "max_message_calls", "max_rank", "max_elements", "max_sequences", "max_request_flops", "max_caches", "max_cache_layers", "max_layers", "max_caller_streams", "max_header_bytes", "max_request_fields", "max_call_fields", "max_plain_message_bytes", "max_axis_length")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +339,11 @@ class Limits(_message.Message):
     MAX_CACHE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     MAX_LAYERS_FIELD_NUMBER: _ClassVar[int]
     MAX_CALLER_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CALL_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PLAIN_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_AXIS_LENGTH_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_requests: int
     max_bytes: int
@@ -354,7 +359,12 @@ class Limits(_message.Message):
     max_cache_layers: int
     max_layers: int
     max_caller_streams: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_message_calls: _Optional[int] = ..., max_rank: _Optional[int] = ..., max_elements: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_request_flops: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_cache_layers: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_caller_streams: _Optional[int] = ...) -> None: ...
+    max_header_bytes: int
+    max_request_fields: int
+    max_call_fields: int
+    max_plain_message_bytes: int
+    max_axis_length: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_flops: _Optional[int] = ..., max_batch_flops: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_message_calls: _Optional[int] = ..., max_rank: _Optional[int] = ..., max_elements: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_request_flops: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_cache_layers: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_caller_streams: _Optional[int] = ..., max_header_bytes: _Optional[int] = ..., max_request_fields: _Optional[int] = ..., max_call_fields: _Optional[int] = ..., max_plain_message_bytes: _Optional[int] = ..., max_axis_length: _Optional[int] = ...) -> None: ...
 
 class Kernel(_message.Message):
     __slots__ = ("name", "description")

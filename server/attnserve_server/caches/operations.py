@@ -16,7 +16,7 @@ from attnserve_server.caches.changes import Change, Cut
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.limits import DEFAULT_LIMITS
+from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.tensors import TensorSpec, float_tensor, shown
 from attnserve_server.work import BatchResult, Phases, RequestResult
 
@@ -140,11 +140,11 @@ class Truncate(_Operation):
         return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.host, self.uses[0].cache)))
 
 
-def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
+def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Append:
     """The append that a serialised CacheServiceAppendRequest asks for. Raises RequestError."""
     try:
         header, payloads = _wire.split(pb.CacheServiceAppendRequest, buffer)
-        DEFAULT_LIMITS.check_header(header)
+        limits.check_header(header)
         message = pb.CacheServiceAppendRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
@@ -153,6 +153,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes) -> Append:
     if message.layer >= shape.layers:
         raise InvalidRequest("layer", f"below {shape.layers}, the layers that the cache has", message.layer)
     tensors = {name: float_tensor(message, name) for name in ("key", "value")}
+    limits.check_tensors(tensors)
     key, value = tensors["key"], tensors["value"]
     if value.dtype != key.dtype:
         raise InvalidRequest("value.dtype", f"{_dtypes.name(key.dtype)} as in key", _dtypes.name(value.dtype))
