@@ -25,14 +25,15 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES: dict[str, Any] = yaml.safe_load((MONITORING / "rules.yaml").read_text("utf-8"))
 PATIENCE_S = 60.0
 
-_LISTENS = re.compile(r'msg="Listening on" address=(\S+)')
+# Between the two, Prometheus 3 names a component, and 2 names none.
+_LISTENS = re.compile(r'msg="Listening on" (?:.* )?address=(\S+)')
 
 
 def program(name: str) -> str:
     """The path of `prometheus` or `promtool`. Skips the test where there is none."""
     path = shutil.which(name)
     if path is None:
-        reason = f"there is no {name} (on Debian and Ubuntu: apt-get install prometheus)"
+        reason = f"there is no {name} (on Debian and Ubuntu: the package prometheus, of later ones promtool as well)"
         if os.environ.get("REQUIRE_PROMETHEUS"):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -98,7 +99,7 @@ class Prometheus:
 
     def __enter__(self) -> Self:
         try:
-            assert self._listens.wait(PATIENCE_S), "Prometheus does not start"
+            assert self._listens.wait(PATIENCE_S), "".join(self._said)
             assert hasattr(self, "_address"), "".join(self._said)
             self.wait_for("up == 1")
         except BaseException:
