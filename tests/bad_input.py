@@ -290,6 +290,9 @@ def of_caches() -> Iterator[Case]:
     yield Case(TRUNCATE, "", "length", 2**64 - 1)
     yield Case("CacheService/Delete", "", "names", [])
     yield Case("CacheService/Delete", "", "names", ["x"] * 20_000, None, INVALID, "LIMIT_EXCEEDED")
+    yield Case("CacheService/Delete", "", "request_ids", [b"x"] * 20_000, None, INVALID, "LIMIT_EXCEEDED")
+    yield Case("CacheService/Delete", "", "request_ids", [b""], "request_ids[0]")
+    yield Case("CacheService/Delete", "", "request_ids", [bytes(65)], "request_ids[0]", INVALID, "LIMIT_EXCEEDED")
 
 
 def of_layers() -> Iterator[Case]:

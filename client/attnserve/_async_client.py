@@ -21,6 +21,7 @@ from attnserve._errors import UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
+from attnserve._making import Making
 from attnserve._plans import CacheState, CacheStates
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._targets import Address
@@ -157,13 +158,18 @@ class AsyncClient:
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._calls.servers.each_once(await self._calls.servers.find_soon(checked_timeout(timeout))):
-            try:
-                info = await self._calls.ask(rpc, timeout, replica.address)
-            except UnavailableError as error:
-                failure = error
-            else:
-                return AsyncCache(self, info, self._calls.servers.home_of(replica, info))
+        left = await self._calls.servers.find_soon(checked_timeout(timeout))
+        with Making(rpc, self._calls.tell) as making:
+            for replica in self._calls.servers.each_once(left):
+                making.at(replica.address)
+                try:
+                    info = await self._calls.ask(rpc, timeout, replica.address)
+                except UnavailableError as error:
+                    failure = error
+                else:
+                    cache = AsyncCache(self, info, self._calls.servers.home_of(replica, info))
+                    making.done()
+                    return cache
         raise failure
 
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:

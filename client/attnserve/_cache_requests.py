@@ -4,7 +4,8 @@ In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for e
 `CacheInfo`, a `CachePool`, a length or nothing.
 
 All may be sent again when nobody knows whether the server has taken it: an append and a truncation say what length they
-expect, a create and a fork have an id by which the server knows them again, and the rest asks or deletes.
+expect, a create and a fork have an id by which the server knows them again and can be told that nobody waits for what
+they make, and the rest asks or deletes.
 """
 
 from __future__ import annotations
@@ -180,6 +181,12 @@ def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
 def delete(names: Names) -> Rpc[pb.CacheServiceDeleteResponse, None]:
     """Deletes caches."""
     request = pb.CacheServiceDeleteRequest(names=_arguments.names("names", names))
+    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+
+
+def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
+    """Deletes the cache that a creation or a fork has made, and has it make none if it arrives only now."""
+    request = pb.CacheServiceDeleteRequest(request_ids=[made.request.request_id])  # type: ignore[attr-defined]
     return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
 
 

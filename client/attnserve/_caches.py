@@ -15,6 +15,7 @@ from attnserve._arguments import ArrayLike, ArrayT, Names
 from attnserve._attend import AttendOptions
 from attnserve._cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
+from attnserve._making import Making
 from attnserve._plans import CacheState
 from attnserve._result import AttentionResult
 from attnserve._rpc import Ask, AskLater
@@ -94,7 +95,12 @@ class Cache(CacheState):
         """Another cache with the same content, in constant time: what is there is shared, what either appends is its
         own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
-        return Cache(self._client, self._client._calls.perform(_plans.fork(self, ttl, timeout)), self.home)
+        calls, rpc = self._client._calls, _cache_requests.fork(self.name, ttl)
+        with Making(rpc, calls.tell) as making:
+            making.at(self.home)
+            cache = Cache(self._client, calls.perform(_plans.fork(self, rpc, timeout)), self.home)
+            making.done()
+        return cache
 
     def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as if it had never been appended. Layers that are shorter stay as they are;
@@ -156,7 +162,12 @@ class AsyncCache(CacheState):
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
         """Another cache with the same content, in constant time, as `Cache.fork` makes it."""
-        return AsyncCache(self._client, await self._client._calls.perform(_plans.fork(self, ttl, timeout)), self.home)
+        calls, rpc = self._client._calls, _cache_requests.fork(self.name, ttl)
+        with Making(rpc, calls.tell) as making:
+            making.at(self.home)
+            cache = AsyncCache(self._client, await calls.perform(_plans.fork(self, rpc, timeout)), self.home)
+            making.done()
+        return cache
 
     async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
         """Cuts off what is behind a length, as `Cache.truncate` does."""

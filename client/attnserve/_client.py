@@ -21,6 +21,7 @@ from attnserve._errors import UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
+from attnserve._making import Making
 from attnserve._plans import CacheState, CacheStates
 from attnserve._result import AttentionResult, LayerResult
 from attnserve._targets import Address
@@ -251,18 +252,23 @@ class Client:
           Default: until it is deleted, or as the server is configured.
         - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        What is sent again makes one cache, and where a server is unavailable, another is asked: a cache that the first
-        one has made all the same is there until its `ttl` ends, and `caches` lists it.
+        What is sent again makes one cache, and where a server is unavailable, another is asked. A cache whose making
+        was given up, or failed without an answer, is deleted as soon as its server hears of that; if it never does, the
+        cache is there until its `ttl` ends, and `caches` lists it.
         """
         rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
-        for replica in self._calls.servers.each_once(checked_timeout(timeout)):
-            try:
-                info = self._calls.ask(rpc, timeout, replica.address)
-            except UnavailableError as error:
-                failure = error
-            else:
-                return Cache(self, info, self._calls.servers.home_of(replica, info))
+        with Making(rpc, self._calls.tell) as making:
+            for replica in self._calls.servers.each_once(checked_timeout(timeout)):
+                making.at(replica.address)
+                try:
+                    info = self._calls.ask(rpc, timeout, replica.address)
+                except UnavailableError as error:
+                    failure = error
+                else:
+                    cache = Cache(self, info, self._calls.servers.home_of(replica, info))
+                    making.done()
+                    return cache
         raise failure
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:

@@ -114,6 +114,12 @@ class Settings:
 MAX_TIMEOUT: Final = 1e9
 """Seconds, some thirty years."""
 
+TELLING_SECONDS: Final = 30.0
+"""For how long it is tried to tell a server what nobody waits for."""
+
+LAST_WORDS_SECONDS: Final = 1.0
+"""How long closing a client waits for that."""
+
 
 def checked_timeout(timeout: Any) -> float | None:
     """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError.

@@ -140,9 +140,9 @@ def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None
     return Plan(steps(), (cache,), True, checked_timeout(timeout))
 
 
-def fork(cache: CacheState, ttl: float | None, timeout: float | None) -> Plan[CacheInfo]:
-    """Makes another cache with the same content."""
-    return Plan(_one(_cache_requests.fork(cache.name, ttl)), (cache,), False, checked_timeout(timeout))
+def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> Plan[CacheInfo]:
+    """Makes another cache with the same content, by a request to fork it."""
+    return Plan(_one(rpc), (cache,), False, checked_timeout(timeout))
 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:

@@ -13,9 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attnserve._call import EncodedCall
-from attnserve._config import Settings, checked_timeout
+from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._credentials import Bearer, Identity
-from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from attnserve._multiplexer import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
@@ -57,6 +63,7 @@ class Calls:
         """The order of operations on caches."""
         self._unary = UnaryTransport(RetryPolicy(settings.retries), self._bearer)
         self._looking: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Future[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> None:
@@ -67,6 +74,8 @@ class Calls:
 
     async def close(self) -> None:
         """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        if self._telling:
+            await asyncio.wait(tuple(self._telling), timeout=LAST_WORDS_SECONDS)
         connections = self.servers.close()
         await self._unary.close()
         for connection in connections:
@@ -131,6 +140,20 @@ class Calls:
         route, find, timeout = partial(self.servers.connection, home), self._find_for(home), checked_timeout(timeout)
         self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, find=find)
         return future
+
+    def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
+        """Tells a server something. Nobody waits for the answer, but for `close`, a moment."""
+        try:
+            future = self.ask(rpc, TELLING_SECONDS, home)
+        except ClientClosedError:
+            return
+        self._telling.add(future)
+        future.add_done_callback(self._answered)
+
+    def _answered(self, told: asyncio.Future[Any]) -> None:
+        self._telling.discard(told)
+        if not told.cancelled():
+            told.exception()  # or asyncio would say that nobody has looked
 
     def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         """Begins an operation on caches."""

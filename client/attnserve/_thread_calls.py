@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attnserve._call import EncodedCall
-from attnserve._config import Settings, checked_timeout
+from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._credentials import Bearer, Identity
-from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._errors import (
+    AttnServeError,
+    ClientClosedError,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from attnserve._multiplexer import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
@@ -49,6 +56,7 @@ class Calls:
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
         self._unary = UnaryTransport(RetryPolicy(settings.retries), bearer)
+        self._telling: set[Future[Any]] = set()
         self._streaming = settings.transport == "stream"
         self._tracing = tracing
         # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
@@ -58,6 +66,7 @@ class Calls:
 
     def close(self) -> None:
         """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
         self._forgotten.detach()
         _close(self._unary, self.servers)
 
@@ -90,6 +99,15 @@ class Calls:
     def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
         """The answer to a plain RPC, within some seconds."""
         return wait(self._send_rpc(rpc, timeout, None, home))
+
+    def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
+        """Tells a server something. Nobody waits for the answer, but for `close`, a moment."""
+        try:
+            future = self._send_rpc(rpc, TELLING_SECONDS, None, home)
+        except ClientClosedError:
+            return
+        self._telling.add(future)
+        future.add_done_callback(self._telling.discard)
 
     def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
         future = CallFuture(rpc.decode)

@@ -72,7 +72,9 @@ class CacheService:
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
         )
         ttl = _ttl(request.ttl) if request.HasField("ttl") else self._default_ttl
-        cache = self._host.store.create(shape, ttl, monotonic(), caller.name, _request_id(request.request_id))
+        cache = self._host.store.create(
+            shape, ttl, monotonic(), caller.name, _checked_id("request_id", request.request_id)
+        )
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     def _get(self, caller: Caller, request: pb.CacheServiceGetRequest) -> pb.CacheServiceGetResponse:
@@ -88,24 +90,33 @@ class CacheService:
         )
 
     def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
-        if not request.names:
+        store, now = self._host.store, monotonic()
+        if not request.names and not request.request_ids:
             raise InvalidRequest("names", "at least one name", "none")
-        if len(request.names) > self._host.store.max_caches:
-            expected = f"at most {self._host.store.max_caches} names"
-            raise InvalidRequest("names", expected, len(request.names), LIMIT_EXCEEDED)
+        for field, given in (("names", request.names), ("request_ids", request.request_ids)):
+            if len(given) > store.max_caches:
+                raise InvalidRequest(field, f"at most {store.max_caches}", len(given), LIMIT_EXCEEDED)
+        for place, request_id in enumerate(request.request_ids):
+            if not request_id:
+                raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
+            _checked_id(f"request_ids[{place}]", request_id)
         for name in request.names:
             try:
-                cache = self._host.store.get(name, monotonic(), caller.name)
+                cache = store.get(name, now, caller.name)
             except NotFound:
                 continue
-            self._host.store.delete(cache)
+            store.delete(cache)
+        for request_id in request.request_ids:
+            store.give_up(caller.name, request_id, now)
         return pb.CacheServiceDeleteResponse()
 
     def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork:
         request = parsed(pb.CacheServiceForkRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
-        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, _request_id(request.request_id))
+        return Fork(
+            self._host, (Use(cache, 0, 0, None),), len(data), ttl, _checked_id("request_id", request.request_id)
+        )
 
     def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
@@ -114,9 +125,9 @@ class CacheService:
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
 
 
-def _request_id(given: bytes) -> bytes:
+def _checked_id(field: str, given: bytes) -> bytes:
     if len(given) > MAX_REQUEST_ID:
-        raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID} bytes", len(given), LIMIT_EXCEEDED)
+        raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given), LIMIT_EXCEEDED)
     return given
 
 

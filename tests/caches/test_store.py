@@ -12,9 +12,10 @@ import pytest
 from stores import PAGE_BYTES, SHAPE, append, store_of
 
 from attnserve_server.caches.errors import CacheFull
+from attnserve_server.caches.register import GIVEN_UP_SECONDS, MAX_GIVEN_UP
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
+from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
 
 
 def test_pages_must_be_aligned() -> None:
@@ -251,3 +252,35 @@ def test_caches_of_too_many_layers() -> None:
         limited.create(CacheShape(1, 8, 8, 4, "float32"), None, 0.0)
     assert (error.value.field, error.value.reason) == ("layers", "LIMIT_EXCEEDED")
     assert len(limited) == 1
+
+
+def test_a_request_that_was_given_up_makes_nothing() -> None:
+    """What it has made is deleted; if it comes in only now, or again, it makes nothing; others are as they were."""
+    store = store_of(4)
+    made = store.create(SHAPE, None, 0.0, "me", b"1")
+    yours = store.create(SHAPE, None, 0.0, "you", b"1")
+    fork = store.fork(made, None, 0.0, b"2")
+    for request_id in (b"1", b"2", b"3"):
+        store.give_up("me", request_id, 1.0)
+    assert (made.gone, fork.gone, yours.gone) == (True, True, False)
+    other = store.create(SHAPE, None, 1.0, "me", b"4")
+    for request_id in (b"1", b"3"):
+        with pytest.raises(Cancelled):
+            store.create(SHAPE, None, GIVEN_UP_SECONDS, "me", request_id)
+        with pytest.raises(Cancelled):
+            store.fork(other, None, GIVEN_UP_SECONDS, request_id)
+    assert store.create(SHAPE, None, 2.0, "you", b"1") is yours
+    assert store.list("me", 2.0) == [other]
+    assert store.create(SHAPE, None, 1.0 + GIVEN_UP_SECONDS, "me", b"3") is not other
+
+
+def test_requests_that_were_given_up_are_forgotten() -> None:
+    """The first of more than are remembered, and those that are old."""
+    store = store_of(4, max_caches=10)
+    for number in range(MAX_GIVEN_UP + 1):
+        store.give_up(None, b"%d" % number, 0.0)
+    assert store.create(SHAPE, None, 1.0, None, b"0") is not None
+    with pytest.raises(Cancelled):
+        store.create(SHAPE, None, 1.0, None, b"1")
+    store.give_up(None, b"last", GIVEN_UP_SECONDS)
+    assert len(store._given_up) == 1

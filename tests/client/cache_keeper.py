@@ -214,6 +214,9 @@ class Keeper:
     def _delete(self, request: caches_pb2.CacheServiceDeleteRequest) -> Message:
         for name in request.names:
             self.caches.pop(name, None)
+        for request_id in request.request_ids:
+            if (made := self._made.pop(request_id, None)) is not None:
+                self.caches.pop(made.info.name, None)
         return caches_pb2.CacheServiceDeleteResponse()
 
     def _attend(self, request: pb.AttendRequest) -> Message:

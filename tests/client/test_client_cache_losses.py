@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from cache_keeper import Keeper, attention
 from cached import KEYS, QUERY, VALUES, D, H, Transport, address, client, keeper, normal, part, reference, transport
-from calls import PATIENCE_S
+from calls import PATIENCE_S, until
 
-from attnserve import Client, DeadlineExceededError, FailedPreconditionError
+from attnserve import Client, DeadlineExceededError, FailedPreconditionError, UnavailableError
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -169,3 +169,29 @@ def test_a_server_that_is_killed_between_append_and_reply(keeper: Keeper, transp
                     np.testing.assert_allclose(result.output, reference(4), atol=1e-6)
                 assert cache.append(*part(4, 6)) == 6
                 np.testing.assert_allclose(cache.attend(QUERY).output, reference(6), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["Create", "Fork"])
+def test_a_cache_whose_making_takes_too_long_is_not_left_behind(client: Any, keeper: Keeper, method: str) -> None:
+    """The caller's time ran out. Nobody knows the name of what is made then."""
+    first = client.create_cache(H, D)
+    released, given_up = threading.Event(), threading.Event()
+    keeper.after[method] = lambda answer, context: released.wait(PATIENCE_S)
+    keeper.after["Delete"] = lambda answer, context: given_up.set()
+    with pytest.raises(DeadlineExceededError):
+        first.fork(timeout=1.0) if method == "Fork" else client.create_cache(H, D, timeout=1.0)
+    # The loop of a client for tasks runs only while it is asked for something.
+    until(lambda: client.caches.list() and given_up.is_set(), "the server is told")
+    released.set()
+    assert {info.name for info in client.caches.list()} == {first.name}
+
+
+def test_a_cache_that_was_made_in_vain_is_not_left_behind(client: Any, keeper: Keeper) -> None:
+    """Every reply is lost, of all attempts."""
+    given_up = threading.Event()
+    keeper.after["Delete"] = lambda answer, context: given_up.set()
+    keeper.lose = ["Create"] * 10
+    with pytest.raises(UnavailableError):
+        client.create_cache(H, D)
+    until(lambda: client.caches.list() is not None and given_up.is_set(), "the server is told")
+    assert not keeper.caches

@@ -143,10 +143,12 @@ class CacheServiceListResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ..., pool_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class CacheServiceDeleteRequest(_message.Message):
-    __slots__ = ("names",)
+    __slots__ = ("names", "request_ids")
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., request_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CacheServiceDeleteResponse(_message.Message):
     __slots__ = ()

@@ -7,6 +7,7 @@ waiting. What is in a cache is the store's affair (`store.py`); here its pages a
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,12 +16,16 @@ from attnserve_server.caches.counts import Counts, EvictionReason
 from attnserve_server.caches.layer import CacheLayer
 from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
+from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
 
 MIN_RETRY_DELAY: Final = 0.05
 MAX_RETRY_DELAY: Final = 10.0
 NAME_BYTES: Final = 18
 """Random bytes in a name: more than anybody can guess, and 24 characters."""
+GIVEN_UP_SECONDS: Final = 300.0
+"""For how long a request that was given up makes no cache: longer than one is on its way."""
+MAX_GIVEN_UP: Final = 1 << 14
+"""How many of those are remembered, the latest."""
 
 
 class Register:
@@ -37,6 +42,8 @@ class Register:
         self._caches: dict[str, Cache] = {}
         self._made: dict[tuple[str | None, bytes], Cache] = {}
         """By their owners and the ids of the requests that made them."""
+        self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
+        """Requests that must make no cache any more, and until when that is remembered; in the order of their times."""
         self._leases = Leases()
 
     def __len__(self) -> int:
@@ -69,6 +76,18 @@ class Register:
             self.counts.deletions += 1
             self._remove(cache)
 
+    def give_up(self, owner: str | None, request_id: bytes, now: float) -> None:
+        """Nobody waits for the cache that an owner's request makes, or has made: it is deleted, and a request of that
+        id that comes yet, having been sent before or sent again, makes none.
+        """
+        key = owner, request_id
+        if (made := self._made.get(key)) is not None:
+            self.delete(made)
+        self._given_up[key] = now + GIVEN_UP_SECONDS
+        self._given_up.move_to_end(key)
+        while len(self._given_up) > MAX_GIVEN_UP or next(iter(self._given_up.values())) <= now:
+            self._given_up.popitem(last=False)
+
     def hold(self, cache: Cache, now: float) -> None:
         """An operation in flight uses the cache, until it releases it. Raises NotFound if the cache is gone."""
         self._require(cache)
@@ -86,7 +105,11 @@ class Register:
                 raise Overloaded("caches", self.max_caches, self._retry_delay(now))
 
     def _made_by(self, owner: str | None, request_id: bytes, shape: CacheShape, now: float) -> Cache | None:
-        """The cache that an owner's request has made, if it is there and of that shape."""
+        """The cache that an owner's request has made, if it is there and of that shape. Raises Cancelled if the request
+        was given up.
+        """
+        if self._given_up.get((owner, request_id), now) > now:
+            raise Cancelled
         made = self._made.get((owner, request_id))
         if made is None or made.expired(now):
             return None

@@ -71,8 +71,8 @@ class CacheStore(Register):
         self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
     ) -> Cache:
         """An empty cache, or the one that a request of this id has made before. Raises Overloaded if there are as many
-        as there may be, and InvalidRequest if a page cannot hold a token, it would have too many layers, or the id is
-        another request's.
+        as there may be, Cancelled if the request was given up, and InvalidRequest if a page cannot hold a token, it
+        would have too many layers, or the id is another request's.
         """
         if (made := self._made_by(owner, request_id, shape, now)) is not None:
             return made
@@ -94,8 +94,8 @@ class CacheStore(Register):
         waited: Reservation[Change] | None = None,
     ) -> Cache:
         """Another cache of the same owner with the same content, which they share, or the one that a request of this id
-        has made before. `waited` is that of `wait_to_fork`. Raises Overloaded and InvalidRequest as `create` does, and
-        NotFound if the cache is gone.
+        has made before. `waited` is that of `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
+        does, and NotFound if the cache is gone.
         """
         if (made := self._made_by(cache.owner, request_id, cache.shape, now)) is not None:
             return made

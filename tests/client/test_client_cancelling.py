@@ -1,0 +1,194 @@
+"""Cancelled at every turn of the event loop: nothing hangs, nothing is left behind, and what follows is right.
+
+The server is a real one. The loop counts its turns, and cancels the operation in one of them, from the first to that in
+which it would have been done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from calls import PATIENCE_S
+from conftest import Models, Server
+
+from attnserve import AsyncClient, CacheInfo, Client
+
+T = TypeVar("T")
+
+
+class Turns(selectors.DefaultSelector):
+    """What a loop asks once a turn: here it cancels a task in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+        self.task: asyncio.Task[Any] | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        if self.task is not None:
+            self.left -= 1
+            if not self.left:
+                self.task.cancel()
+        return ready
+
+    async def cancelled_in(self, turn: int, operation: Callable[[], Awaitable[T]]) -> T | None:
+        """What comes of an operation that is cancelled in one of its turns; None if it was."""
+
+        async def run() -> T:
+            return await operation()
+
+        self.left, self.task = turn, asyncio.create_task(run())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.task
+        except asyncio.CancelledError:
+            return None
+        finally:
+            self.task = None
+
+    async def each(self, operation: Callable[[], Awaitable[T]]) -> list[T | None]:
+        """The same for every turn, up to the first that the operation does not need."""
+        outcomes: list[T | None] = []
+        for turn in itertools.count(1):
+            outcomes.append(await self.cancelled_in(turn, operation))
+            if self.left > 0:
+                return outcomes
+        raise AssertionError
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+@pytest.fixture
+def runner(turns: Turns) -> Iterator[asyncio.Runner]:
+    """A loop, in which nothing runs any more when a test is over."""
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        yield runner
+        assert not asyncio.all_tasks(runner.get_loop())
+
+
+@pytest.fixture
+def observer(paged_server: Server) -> Iterator[Client]:
+    """A client of its own, which sees what there is."""
+    with Client(paged_server.address) as client:
+        yield client
+
+
+def _names(infos: tuple[CacheInfo, ...]) -> set[str]:
+    return {info.name for info in infos}
+
+
+def tokens(seed: int, count: int) -> tuple[Any, Any]:
+    normal = np.random.default_rng(seed).standard_normal((2, 2, count, 8)).astype(np.float32)
+    return normal[0], normal[1]
+
+
+def test_the_creation_of_a_cache(paged_server: Server, observer: Client, turns: Turns, runner: asyncio.Runner) -> None:
+    """Who has no cache in his hand has none on the server, when the client is closed."""
+    before = _names(observer.caches.list())
+
+    async def make(turn: int) -> bool:
+        """Whether the cache was there before that turn of a new client's."""
+        async with AsyncClient(paged_server.address) as client:
+            cache = await turns.cancelled_in(turn, lambda: client.create_cache(2, 8))
+        made = _names(observer.caches.list()) - before
+        assert made == (set() if cache is None else {cache.name})
+        observer.caches.delete(made)
+        return turns.left > 0
+
+    turn = next(turn for turn in itertools.count(1) if runner.run(make(turn)))
+    assert turn > 3
+
+
+def test_creations_and_forks_of_one_client(
+    paged_server: Server, observer: Client, turns: Turns, runner: asyncio.Runner
+) -> None:
+    before = _names(observer.caches.list())
+
+    async def run() -> set[str]:
+        async with AsyncClient(paged_server.address) as client:
+            first = await client.create_cache(2, 8)
+            await first.append(*tokens(0, 40))
+            caches = [first, *await turns.each(lambda: client.create_cache(2, 8)), *await turns.each(first.fork)]
+            assert await first.append(*tokens(1, 1)) == 41, "nobody is in line before it"
+            return {cache.name for cache in caches if cache is not None}
+
+    made = runner.run(run())
+    assert len(made) >= 3
+    assert _names(observer.caches.list()) - before == made
+    observer.caches.delete(made)
+
+
+def test_appends(paged_server: Server, turns: Turns, runner: asyncio.Runner) -> None:
+    """Each is done or not, once; the SDK can find out which, and goes on."""
+
+    async def run() -> None:
+        async with AsyncClient(paged_server.address) as client, await client.create_cache(2, 8) as cache:
+            key, value = tokens(0, 100)
+            query = tokens(1, 1)[0]
+
+            async def append() -> int:
+                at = cache.length
+                return await cache.append(key[:, at : at + 1], value[:, at : at + 1])
+
+            async def appended(operation: Callable[[], Awaitable[Any]]) -> None:
+                for turn in itertools.count(1):
+                    length = cache.length
+                    outcome = await turns.cancelled_in(turn, operation)
+                    info = await cache.refresh()
+                    assert info.lengths[0] in ((length, length + 1) if outcome is None else (length + 1,))
+                    if turns.left > 0:
+                        break
+
+            async def attend() -> Any:
+                at = cache.length
+                return await cache.attend(query, key[:, at : at + 1], value[:, at : at + 1])
+
+            await appended(append)
+            await appended(attend)
+            length = cache.length
+            expected = await client.attend(query, key[:, :length], value[:, :length])
+            np.testing.assert_allclose((await cache.attend(query)).output, expected.output, atol=1e-5)
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_calls(layer_server: Server, models: Models, turns: Turns, runner: asyncio.Runner, transport: Any) -> None:
+    layer, width = _a_layer(layer_server)
+
+    async def run() -> None:
+        query = tokens(0, 3)[0]
+        rows = np.random.default_rng(1).standard_normal((4, width)).astype(np.float32)
+        async with AsyncClient(layer_server.address, transport=transport) as client:
+            expected = (await client.attend(query, query, query)).output, (await client.apply(layer, rows)).output
+            operations = (lambda: client.attend(query, query, query), lambda: client.apply(layer, rows))
+            for operation, output in zip(operations, expected, strict=True):
+                outcomes = await turns.each(operation)
+                assert outcomes[0] is None
+                assert outcomes[-1] is not None
+                for outcome in outcomes:
+                    if outcome is not None:
+                        np.testing.assert_array_equal(outcome.output, output)
+                np.testing.assert_array_equal((await operation()).output, output)
+
+    runner.run(run())
+
+
+def _a_layer(server: Server) -> tuple[str, int]:
+    """The name of a layer that takes activations and no context, and how wide they are."""
+    with Client(server.address) as client:
+        return next(
+            (each.name, each.input_width)
+            for each in client.layers.list()
+            if not each.vocabulary and not each.context_width
+        )
