@@ -45,6 +45,8 @@ MAX_JOINED_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left so many bytes of replies unread."""
 
+MAX_TURN_SECONDS: Final = 0.005
+"""For about so long the calls of one message are read before the loop goes round, to others' messages and replies."""
 
 CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
 """What asks a caller to close a stream."""
@@ -96,6 +98,7 @@ class CallStream:
         self._ready = asyncio.Event()
         self._progress = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+        self._receiving = False
         self._ended = False
         self._gone = False
         self._closing = False
@@ -143,9 +146,9 @@ class CallStream:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
     def end(self) -> None:
-        """Stops reading, as if the caller had no more calls to make."""
+        """Stops reading, as if the caller had no more calls to make. Those of a message that is there are answered."""
         self._ended = True
-        if self._reader is not None:
+        if self._reader is not None and not self._receiving:
             self._reader.cancel()
 
     async def _read_and_drain(self, reader: asyncio.Task[None]) -> None:
@@ -166,10 +169,14 @@ class CallStream:
             self._metrics.received(len(message))
             if self._callers.edition is not self._edition:
                 self._look_again()
+            self._receiving = True
             try:
-                self._receive(message, arrival)
+                await self._receive(message, arrival)
             finally:
+                self._receiving = False
                 self._engine.hurry()
+            if self._ended:
+                return
             del message  # which may be large, and the next one long in coming
             if self._outbox and not self._writing:
                 self._writing = True  # what has its answer by now is on its way a turn of the loop sooner
@@ -189,14 +196,15 @@ class CallStream:
         if caller.name != self._caller.name:
             raise CallerChanged
 
-    def _receive(self, message: bytes, arrival: float) -> None:
+    async def _receive(self, message: bytes, arrival: float) -> None:
+        """Starts the calls of a message. The loop goes round between them: thousands of tiny ones fit into one."""
         try:
             cancelled, calls = read_message(message, self._max_message_calls)
         except DecodeError as error:
             raise Malformed("", error) from None
         if cancelled:
             self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
-        begin = arrival
+        begin = turn = arrival
         for call in calls:
             trace = None
             if self._tracing is not None:
@@ -206,6 +214,9 @@ class CallStream:
             except Exception as error:
                 self._answer_error(call.id, call.label, error_for_caller(error), arrival, None, trace)
             begin = perf_counter()
+            if begin - turn > MAX_TURN_SECONDS:
+                await asyncio.sleep(0)
+                begin = turn = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> None:
         """Submits a call whose decoding began at `begin`. Raises RequestError."""

@@ -1,0 +1,151 @@
+"""Messages of many calls: others have their turns while one is read.
+
+The stream is a real one, whose caller is a list of messages; it is seen in which order calls are read and others run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import calls
+import messages
+import pytest
+from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
+from google.protobuf.message import Message
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server import stream
+from attnserve_server.callers import Caller, Callers, anybody
+from attnserve_server.stream import CallStream
+from attnserve_server.work import Work
+
+__all__ = ["torch_threads"]
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
+CALLS = 50
+
+
+class ListedContext:
+    """What gRPC gives the server of a stream whose caller sends some messages, and no end of them."""
+
+    def __init__(self, *requests: Message) -> None:
+        self._messages = [request.SerializeToString() for request in requests]
+        self.replies: list[int] = []
+        self.answered = asyncio.Event()
+        """Set when there is a reply to each call."""
+
+    async def read(self) -> object:
+        if self._messages:
+            return self._messages.pop(0)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def write(self, message: bytes) -> None:
+        self.replies += [reply.id for reply in pb.AttendStreamResponse.FromString(message).replies]
+        if len(self.replies) == CALLS:
+            self.answered.set()
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+class Reading:
+    """A stream that is served one message of many calls, and what happens meanwhile."""
+
+    def __init__(self, then: Callable[[int], object] = bool) -> None:
+        """`then` is told the number of each call that has been read."""
+        self.bench = Bench(HeldDevice(BESIDE))
+        self.events: list[str] = []
+        self.then = then
+        request = messages.random_attend(0)
+        many = [calls.call(number, request) for number in range(CALLS)]
+        self.context: Any = ListedContext(pb.AttendStreamRequest(calls=many))
+        self.stream = CallStream(
+            self.bench.engine,
+            self.bench.metrics,
+            {"attend": self._read},
+            Callers(),
+            anybody("here"),
+            self.context,
+            CALLS,
+            10 * CALLS,
+        )
+
+    def _read(self, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
+        self.then(self.events.count("call"))
+        self.events.append("call")
+        return messages.read_request(buffer, at, end)
+
+    async def other(self) -> None:
+        """Somebody else, who has something to do in every turn of the loop."""
+        while self.events.count("call") < CALLS:
+            self.events.append("other")
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call is as much as is read in one turn."""
+    monkeypatch.setattr(stream, "MAX_TURN_SECONDS", 0.0)
+
+
+async def test_others_have_their_turns_between_calls(no_patience: None) -> None:
+    reading = Reading()
+    serving = asyncio.create_task(reading.stream.serve())
+    await asyncio.create_task(reading.other())
+    first = reading.events.index("call")
+    assert reading.events[first : first + 2 * CALLS - 1] == ["call", "other"] * (CALLS - 1) + ["call"]
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.context.answered.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert await reading.bench.engine.drain(0)
+
+
+async def test_few_calls_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_TURN_SECONDS", calls.PATIENCE_S)
+    reading = Reading()
+    serving = asyncio.create_task(reading.stream.serve())
+    await asyncio.create_task(reading.other())
+    first = reading.events.index("call")
+    assert reading.events[first:] == ["call"] * CALLS
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
+async def test_a_stream_that_is_ended_meanwhile_answers_the_whole_message(no_patience: None) -> None:
+    """As when the server drains: whose call was received is not left without an answer."""
+    reading = Reading(lambda number: reading.stream.end() if number == 3 else None)
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.stream.serve()
+    assert sorted(reading.context.replies) == list(range(CALLS))
+    assert await reading.bench.engine.drain(0)
+
+
+async def test_who_leaves_meanwhile_has_no_more_of_the_message_read(no_patience: None) -> None:
+    reading = Reading(lambda number: serving.cancel() if number == 3 else None)
+    serving = asyncio.create_task(reading.stream.serve())
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert len(reading.events) == 4
+    assert await reading.bench.engine.drain(calls.PATIENCE_S)
+    assert reading.bench.admission.requests == 0
+
+
+async def test_what_fails_in_a_turn_is_one_calls_error(no_patience: None) -> None:
+    def fail(number: int) -> None:
+        if number == 3:
+            raise OSError("a bug")
+
+    reading = Reading(fail)
+    serving = asyncio.create_task(reading.stream.serve())
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.context.answered.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
