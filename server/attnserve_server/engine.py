@@ -361,9 +361,12 @@ class Engine:
                 self._loop.call_soon(self._learn)  # when replies are on their way
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
-                for entry in entries:
-                    entry.request.end(isinstance(outcome, RequestError))
-                    self._leave(entry)
+                failed = isinstance(outcome, RequestError)
+                again = () if isinstance(outcome, RequestError) else outcome.again
+                for place, entry in enumerate(entries):
+                    if place not in again:  # it has its turn until it is whole
+                        entry.request.end(failed)
+                        self._leave(entry)
         whole = [self._whole(entries, outcome) for entries, outcome in parts]
         self._schedule()
         for entries, outcome in whole:

@@ -125,8 +125,7 @@ class Request(Independent):
         its kernel calls cost besides.
         """
         if self.unfinished is not None:
-            share = len(self.unfinished.sequences) / self.problem.batch
-            return NOT_FINITE_CALL_COST + round(share * NOT_FINITE_COST * self.extent.effort)
+            return not_finite_cost(self.extent.effort, len(self.unfinished.sequences), self.problem.batch)
         return self.extent.cost
 
     @property
@@ -256,6 +255,11 @@ def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLim
         cost=effort * problem.weight + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
     )
+
+
+def not_finite_cost(effort: int, missing: int, sequences: int) -> int:
+    """What it costs, in FLOPs, to write out some of the sequences of a request of so much effort."""
+    return NOT_FINITE_CALL_COST + round(missing / sequences * NOT_FINITE_COST * effort)
 
 
 def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:

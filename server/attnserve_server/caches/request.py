@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from attnserve import _fields, _wire
+from attnserve import _dtypes, _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.axes import KeyShape
@@ -21,7 +21,15 @@ from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.options import check_offset
 from attnserve_server.problem import Problem, problem_of
 from attnserve_server.reply import encode_attend_response
-from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER, reply_bytes, request_of
+from attnserve_server.request import (
+    CALL_COST,
+    MAX_KNOWN_HEADER,
+    NOT_FINITE,
+    Unfinished,
+    not_finite_cost,
+    reply_bytes,
+    request_of,
+)
 from attnserve_server.tensors import check_broadcast, read_integers
 from attnserve_server.work import BatchResult, Phases, RequestResult, Work
 
@@ -48,15 +56,20 @@ class CachedRequest(CacheWork):
     _counted: list[int] = field(default_factory=list, init=False)
     kv_lengths: list[int] = field(default_factory=list, init=False)
     offsets: list[int] = field(default_factory=list, init=False)
+    unfinished: Unfinished | None = field(default=None, init=False)
+    """What has come of it, if it is to run once more."""
 
     @property
     def group(self) -> Hashable:
         """Equal for requests that one batch can hold."""
-        return self.uses[0].cache.shape, self.problem.group
+        group = self.uses[0].cache.shape, self.problem.group
+        return group if self.unfinished is None else (NOT_FINITE, *group)
 
     @property
     def kind(self) -> str:
         """Those with caches read them by pages, and are another kind."""
+        if self.unfinished is not None:
+            return f"attend {_dtypes.name(self.problem.dtype)}, with caches, not finite"
         return f"{self.problem.kind}, with caches"
 
     @property
@@ -115,6 +128,28 @@ class CachedRequest(CacheWork):
             self.offsets = [length - problem.query_length for length in self.kv_lengths]
         else:
             self.offsets = [0] * problem.batch
+
+    def but_for(self, sequences: Sequence[int], result: RequestResult) -> CachedRequest:
+        """It is to run once more, at the same turn, with a result that lacks some sequences."""
+        self.unfinished = Unfinished(sequences, result)
+        self.cost = not_finite_cost(self.effort, len(sequences), self.problem.batch)
+        return self
+
+    def begin(self) -> None:
+        """Its turn has come. What has run already has placed what it appends."""
+        if self.unfinished is None:
+            CacheWork.begin(self)
+
+    def end(self, failed: bool) -> None:
+        """Has run, and is whole or has failed."""
+        self.unfinished = None
+        CacheWork.end(self, failed)
+
+    def leave(self) -> None:
+        """Lets go of everything. What was to run once more, and does not, has not run."""
+        if self.unfinished is not None:
+            self.end(failed=True)
+        CacheWork.leave(self)
 
     def run_batch(self, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
         """Writes what is appended, then attends."""

@@ -23,7 +23,7 @@ from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.tensors import TensorSpec
-from attnserve_server.work import BatchResult, RequestResult
+from attnserve_server.work import BatchResult, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -53,40 +53,47 @@ def _heads_first(name: str, request: CachedRequest, device: Device) -> torch.Ten
 def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
     """Computes requests of one group."""
     begin = perf_counter()
+    if batch[0].unfinished is not None:
+        return _finish(pool, device, batch)
     for request in batch:
         _append(pool, device, request)
     after_appends = perf_counter()
     if device.attend_packed is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
     found, broken = attend_requests(batch, pool, device.attend_packed)
+    again: dict[int, Work] = {}
     for place, sequences in broken.items():
-        found[place] = _mended(pool, device, batch[place], sequences, found[place])
+        result = found[place]
+        assert result is not None
+        again[place] = batch[place].but_for(sequences, result)
     compute = perf_counter() - after_appends
     rest = [request for request, result in zip(batch, found, strict=True) if result is None]
     if not rest:
         done = [result for result in found if result is not None]
-        return BatchResult(done, after_appends - begin, compute, 0.0, kernel_calls=device.take_kernel_calls())
+        calls = device.take_kernel_calls()
+        return BatchResult(done, after_appends - begin, compute, 0.0, kernel_calls=calls, again=again)
     others = _run_on_tensors(pool, device, rest, after_appends - begin)
     results = iter(others.results)
     return replace(
         others,
         results=[next(results) if result is None else result for result in found],
         compute=others.compute + compute,
+        again=again,
     )
 
 
-def _mended(
-    pool: PagePool, device: Device, request: CachedRequest, sequences: Sequence[int], result: RequestResult | None
-) -> RequestResult | None:
-    """A result whose sequences at some places have been computed anew, by kernels on torch tensors; None if those are
-    all that it has.
-    """
-    if result is None or len(sequences) == len(request.uses):
-        return None
-    queries = _queries(device, request, sequences)
-    for place, anew in zip(sequences, attend_tensors(queries, pool, device), strict=True):
-        put(result, request.problem, (slice(place, place + 1), slice(None), slice(None)), anew)
-    return result
+def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
+    """Computes what the results of some requests lack, by kernels on torch tensors."""
+    begin = perf_counter()
+    results = []
+    for request in batch:
+        assert request.unfinished is not None
+        sequences, result = request.unfinished
+        queries = _queries(device, request, sequences)
+        for place, anew in zip(sequences, attend_tensors(queries, pool, device), strict=True):
+            put(result, request.problem, (slice(place, place + 1), slice(None), slice(None)), anew)
+        results.append(result)
+    return BatchResult(results, 0.0, perf_counter() - begin, 0.0, kernel_calls=device.take_kernel_calls())
 
 
 def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedRequest], staged: float) -> BatchResult:
