@@ -1,8 +1,9 @@
 """One batch on a device, and who is to blame where that fails: only the guilty get an error.
 
 In: a device and entries of one group. Out: results, or the error, each with the entries that it is for. A batch that
-fails is computed once more, each request alone; what a request appends to caches has its place already, so that writing
-it twice is writing it once. A device that is lost fails the batch as a whole.
+fails is computed once more, each request by itself, and what then finds no memory beside another batch (`company.py`)
+without that; what a request appends to caches has its place already, so that writing it twice is writing it once. A
+device that is lost fails the batch as a whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
+from attnserve_server.company import Company
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
 from attnserve_server.work import BatchResult, Work
 
@@ -34,18 +36,39 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
-def compute(device: Device, entries: list[E]) -> list[tuple[list[E], BatchResult | RequestError]]:
-    """Computes a batch. All entries are in what is returned, in their order; a `DeviceFailed` is for all of them."""
-    whole = _attempt(device, entries)
+def compute(
+    device: Device, entries: list[E], company: Company | None = None
+) -> list[tuple[list[E], BatchResult | RequestError]]:
+    """Computes a batch. All entries are in what is returned, in their order; a `DeviceFailed` is for all of them.
+
+    `company` is there if the device may compute another batch meanwhile.
+    """
+    if company is None:
+        whole = _attempt(device, entries)
+    elif len(entries) == 1:
+        whole = _attempt_with_room(device, entries, company)
+    else:
+        with company.together():
+            whole = _attempt(device, entries)
     if len(entries) == 1 or isinstance(whole, BatchResult | DeviceFailed):
         return [(entries, whole)]
     parts: list[tuple[list[E], BatchResult | RequestError]] = []
     for entry in entries:
-        part = _attempt(device, [entry])
+        part = _attempt(device, [entry]) if company is None else _attempt_with_room(device, [entry], company)
         if isinstance(part, DeviceFailed):
             return [(entries, part)]
         parts.append(([entry], part))
     return parts
+
+
+def _attempt_with_room(device: Device, entries: Sequence[Entry], company: Company) -> BatchResult | RequestError:
+    """Computes one request, beside another batch or, if there is no memory for both, without it."""
+    with company.together():
+        found = _attempt(device, entries)
+    if not isinstance(found, OutOfMemory):
+        return found
+    with company.alone():
+        return _attempt(device, entries)
 
 
 def _attempt(device: Device, entries: Sequence[Entry]) -> BatchResult | RequestError:

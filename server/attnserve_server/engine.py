@@ -1,7 +1,8 @@
 """The life of a request between its decoding and its reply: admit, queue, batch, run, complete.
 
 The engine lives on the event loop. A batch forms while the device is busy, and an idle device starts at once: there is
-no timer. The device itself is the worker's (`worker.py`), one batch at a time.
+no timer. The device itself is the worker's (`worker.py`). One that takes several batches at a time has the next beside
+the first, once that is worth no less.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -28,26 +29,17 @@ from attnserve_server.errors import (
     Starting,
     error_for_caller,
 )
+from attnserve_server.laps import Laps
 from attnserve_server.metrics import Metrics
-from attnserve_server.pace import Amount
 from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult
-from attnserve_server.worker import Part, Worker
+from attnserve_server.worker import Part, Run, Worker
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
     from attnserve_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Ran:
-    """A batch that has run: what it was, when it began, and when it ended, if another did not begin at once."""
-
-    work: Amount
-    begin: float
-    end: float | None
 
 
 class Engine:
@@ -70,7 +62,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._turns: Turns[Entry] = Turns()
         self._deadlines = Deadlines(queue, admission.pace)
-        self._last: Ran | None = None
+        self._laps = Laps(admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
         self._cancelled: list[Entry] = []
         self._next_step: asyncio.Handle | None = None
@@ -78,8 +70,8 @@ class Engine:
         self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
         self._idle = asyncio.Event()
         self._idle.set()
-        self.worker = Worker(device, self._complete, lambda: self.fail("the thread that computes is dead"))
-        """What computes, a batch at a time."""
+        self.worker = Worker(device, self._complete, lambda: self.fail("a thread that computes is dead"))
+        """What computes."""
         self.failure: str | None = None
         """Why the device was given up, for good; None while it works."""
         self.failed = asyncio.Event()
@@ -184,7 +176,7 @@ class Engine:
     @property
     def stuck(self) -> bool:
         """Whether something is being computed, which nothing can interrupt."""
-        return self.worker.batch is not None
+        return bool(self.worker.runs)
 
     def open(self) -> None:
         """Lets requests in: the device is ready."""
@@ -201,7 +193,7 @@ class Engine:
             return
         self.failure, self._closed = why, DeviceFailed
         logger.critical("%s; requests are told to go elsewhere", why)
-        batches = [] if self.worker.batch is None else [self.worker.batch]
+        batches = [run.batch for run in self.worker.runs]
         try:
             while self._queue.requests:
                 batches.append(self._queue.pop(perf_counter()))
@@ -214,10 +206,10 @@ class Engine:
         self.failed.set()
 
     def _schedule(self) -> None:
-        """Has the next batch run, if there is one and the device is idle."""
+        """Has the next batch run, if there is one and the device takes it."""
         if (
             not self._queue.requests
-            or self.worker.batch is not None
+            or (self.worker.runs and not self._has_room())
             or (self._next_step is not None and not self._waits)
         ):
             return
@@ -229,6 +221,11 @@ class Engine:
         self._waits = wait > 0
         # Not at once, but when the loop has handed over what it has already received: that is a batch.
         self._next_step = self._loop.call_later(wait, self._step) if wait > 0 else self._loop.call_soon(self._step)
+
+    def _has_room(self) -> bool:
+        """Whether a device that computes takes what waits."""
+        worker = self.worker
+        return worker.depth > 1 and worker.has_room_beside(self._queue.cost, self._queue.is_full)
 
     def _remaining_wait(self) -> float:
         """How long the oldest entry still waits for company."""
@@ -252,18 +249,20 @@ class Engine:
         if self.failure is not None:
             return
         begin = perf_counter()
-        self._learn(begin)
+        self._laps.learn(begin)
         batch = self._queue.pop(begin)
-        self.worker.take(batch, begin)
+        run = self.worker.take(batch, begin)
         self._drop(batch.cancelled, "cancelled", Cancelled)
         self._drop(batch.expired, "deadline", DeadlineExceeded)
         if batch.entries and batch.entries[0].request.needs:
             self._begin(batch)
         if not batch.entries:
-            self.worker.free(perf_counter())
+            self.worker.give_back(run)
             self._schedule()
             return
-        self.worker.run(self._admission.pace.least_seconds(batch.work))
+        self.worker.run(run, self._admission.pace.least_seconds(batch.work))
+        if self.worker.depth > 1:  # there may be enough for another
+            self._schedule()
 
     def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
         """Replies to what will not run, because nobody waits for it."""
@@ -285,14 +284,6 @@ class Engine:
         except Exception as bug:
             self._fail_by(bug)
         self._schedule()  # those whose turn has come
-
-    def _learn(self, now: float | None = None) -> None:
-        """Takes notice of how long the last batch took: if the next one begins now, with what the loop did before."""
-        last = self._last
-        if last is not None and (end := last.end or now) is not None:
-            self._last = None
-            self._admission.pace.learn(last.work, end - last.begin)
-            self._deadlines.computed(end, end - last.begin)
 
     def _begin(self, batch: Batch[Entry]) -> None:
         """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""
@@ -336,29 +327,31 @@ class Engine:
         for ready in self._turns.leave(entry):
             self._queue.push(ready)
 
-    def _complete(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
+    def _complete(self, run: Run, parts: list[Part]) -> None:
         """Hands results to their callers, and has the next batch run."""
         if self.failure is not None:  # everybody has been told
             return
         try:
-            self._hand_over(batch, begin, parts)
+            self._hand_over(run, parts)
         except Exception as bug:
-            self.worker.take(batch, begin)
+            if run not in self.worker.runs:  # who is in it is among those to be told
+                self.worker.take(run.batch, run.begin)
             self._fail_by(bug)
 
-    def _hand_over(self, batch: Batch[Entry], begin: float, parts: list[Part]) -> None:
+    def _hand_over(self, run: Run, parts: list[Part]) -> None:
         if isinstance(parts[0][1], DeviceFailed):
             self.fail("the device is lost")
             return
-        now = perf_counter()
-        self.worker.free(now)
+        batch, begin, now = run.batch, run.begin, perf_counter()
+        since = self.worker.free(run, now)
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.cost, entry.kind)
         if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of what failed says nothing
-            waits = self._max_wait > 0 or not self._queue.requests  # the next one does not begin as soon as it can
-            self._last = Ran(batch.work, begin, now if waits else None)
-            if waits:
-                self._loop.call_soon(self._learn)  # when replies are on their way
+            # The next one has begun, or does not begin as soon as it can.
+            apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
+            self._laps.end(batch.work, since, now if apart else None)
+            if apart:
+                self._loop.call_soon(self._laps.learn)  # when replies are on their way
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 failed = isinstance(outcome, RequestError)

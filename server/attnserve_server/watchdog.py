@@ -46,7 +46,7 @@ class Watchdog:
         self._end = end
         self._beat_s = min(patience / BEATS, LONGEST_BEAT_S)
         self._loop = asyncio.get_running_loop()
-        self._batch: object | None = None
+        self._oldest: object | None = None
         self._batch_beats = 0
         self._unanswered = 0
         self._stop = threading.Event()
@@ -74,12 +74,12 @@ class Watchdog:
                 return  # the loop is closed
 
     def _beat(self) -> None:
-        """On the loop: it turns, and the batch that runs is looked at."""
+        """On the loop: it turns, and the oldest batch that runs is looked at."""
         self._unanswered = 0
         worker = self._engine.worker
-        batch = worker.batch
-        self._batch_beats = self._batch_beats + 1 if batch is self._batch else 0
-        self._batch = batch
-        allowed = self._patience + worker.cost / SLOWEST_FLOPS
-        if batch is not None and self._batch_beats * self._beat_s > allowed:
+        oldest = worker.runs[0] if worker.runs else None
+        self._batch_beats = self._batch_beats + 1 if oldest is self._oldest else 0
+        self._oldest = oldest
+        allowed = self._patience + worker.cost / SLOWEST_FLOPS  # what it has beside that may be computed first
+        if oldest is not None and self._batch_beats * self._beat_s > allowed:
             self._engine.fail(f"a batch has been computed for more than {allowed:.3g} s, and counts as stuck")

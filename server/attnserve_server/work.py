@@ -119,7 +119,7 @@ class Work(Protocol):
         """The memory that computing it takes beside that, where that is worth counting."""
 
     def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
-        """Computes a batch of requests of this one's group, alone on the device. No result depends on the others."""
+        """Computes a batch of requests of this one's group. No result depends on the others."""
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
         """The pieces of the encoded reply, and their length together."""

@@ -125,7 +125,7 @@ async def test_what_has_company_or_costs_much_waits_for_the_turn_of_the_loop() -
     for large in (Bench(HeldDevice(BESIDE)), Bench(HeldDevice(INLINE), max_wait=1e-3)):
         entry = large.submit(messages.random_attend(1))
         large.engine.hurry()
-        assert large.engine.worker.batch is None
+        assert large.engine.worker.runs == []
         assert large.queue.requests == 1
         await large.outcomes([entry])
 

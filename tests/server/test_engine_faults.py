@@ -257,7 +257,7 @@ async def test_a_batch_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFi
     assert "counts as stuck" in caplog.text
     watchdog.stop()
     device.may_run.set()
-    await asyncio.get_running_loop().run_in_executor(bench.engine.worker._thread, bool)
+    await asyncio.get_running_loop().run_in_executor(bench.engine.worker._threads, bool)
     await asyncio.sleep(0)
     assert all(len(replies) == 1 for replies in bench.replies.values()), "what comes of it after all is dropped"
 

@@ -39,7 +39,7 @@ finite, and have no meaning.
 
 
 class Compute(Protocol):
-    """A device, as layers see it; used by one thread at a time."""
+    """A device, as layers see it; used by as many threads at a time as it takes batches."""
 
     torch_device: torch.device
     """Where tensors are."""

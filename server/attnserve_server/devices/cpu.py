@@ -56,6 +56,8 @@ class CpuDevice:
     """A CPU with a number of threads."""
 
     name = "cpu"
+    depth = 1
+    """One batch: whoever staged another would take its processors."""
 
     def __init__(self, threads: int, inline_flops: int, native: Library | None = None) -> None:
         torch.set_num_threads(1)

@@ -48,6 +48,8 @@ class CudaDevice:
     inline_flops = -1
     """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
 
+    depth = 1
+
     attend_packed: AttendPacked | None = None
 
     def __init__(self, index: int) -> None:

@@ -36,11 +36,16 @@ class Device(Compute, Protocol):
     inline_flops: int
     """Batches below so many FLOPs are run faster on the caller's thread than on another."""
 
+    depth: int
+    """How many batches it takes at a time, each on a thread of its own: 1 where staging is computing, more where one
+    batch can be staged while another computes. In a batch of whatever work, all is called on the batch's thread.
+    """
+
     def run(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes a batch of attentions of one group, alone on the device. No result depends on the other requests."""
+        """Computes a batch of attentions of one group. No result depends on the other requests."""
 
     def take_kernel_calls(self) -> Counter[str]:
-        """The calls of kernels, by name, that `attend` has made since it was last asked."""
+        """The calls of kernels, by name, that this thread's batch has made since it was last asked."""
 
     def blame(self, error: Exception) -> Blame:
         """What a computation failed for, by the exception that it raised; looks whether the device still works."""

@@ -1,0 +1,199 @@
+"""A device that takes two batches at a time, each of which ends when a test says so, and what it is asked to compute.
+
+Its batches wait on the worker's threads for events, never for time: at each moment a test knows what is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from engine_bench import PATIENCE_S
+
+from attnserve_server.admission import Admission
+from attnserve_server.batching import BatchQueue
+from attnserve_server.computation import Blame
+from attnserve_server.engine import Engine
+from attnserve_server.entry import Entry, Outcome
+from attnserve_server.errors import RequestError
+from attnserve_server.metrics import Metrics
+from attnserve_server.work import BatchResult, RequestResult
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request: what it costs, what it can share a batch with, and what it needs for itself."""
+
+    cost: int = 1
+    kin: str = "one"
+    needs: Sequence[Hashable] = ()
+    failure: Callable[[], BaseException] | None = None
+    shares: bool = False
+    layer: None = None
+    kind: str = "asked"
+    priority: int = 0
+    query_tokens: int = 1
+    received_bytes: int = 1
+    reply_bytes: int = 1
+    scratch_bytes: int = 0
+    said: list[str] = field(default_factory=list)
+    """What the engine has told it of its life."""
+
+    @property
+    def group(self) -> Hashable:
+        """What needs something is in no batch with what needs nothing."""
+        return self.kin, bool(self.needs)
+
+    @property
+    def flops(self) -> int:
+        return self.cost
+
+    def enter(self) -> None:
+        self.said.append("enter")
+
+    def begin(self) -> None:
+        self.said.append("begin")
+
+    def end(self, failed: bool) -> None:
+        self.said.append("failed" if failed else "end")
+
+    def leave(self) -> None:
+        self.said.append("leave")
+
+    def run_batch(self, device: PairDevice, batch: Sequence[Asked]) -> BatchResult:
+        return device.compute(batch)
+
+
+class Batch:
+    """A batch that the device has, until it is let go."""
+
+    def __init__(self, requests: Sequence[Asked]) -> None:
+        self.requests = list(requests)
+        self.may_end = threading.Event()
+
+
+class PairDevice:
+    """A device for two batches at a time, which fails for requests as these say."""
+
+    inline_flops = -1
+    depth = 2
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        """All that it was ever given, in that order."""
+        self.held = True
+        """Whether batches wait until they are let go."""
+        self.holds_again = True
+        """Whether it holds what it has been given before, too, such as what has failed."""
+        self.lost = False
+        self._entered = threading.Semaphore(0)
+
+    def compute(self, requests: Sequence[Asked]) -> BatchResult:
+        batch = Batch(requests)
+        known = not self.holds_again and any(requests[0] in before.requests for before in list(self.batches))
+        if known:
+            batch.may_end.set()
+        self.batches.append(batch)
+        if not self.held:  # looked at only now, lest it be let go in between, and not be among those that are
+            batch.may_end.set()
+        if not known:
+            self._entered.release()
+        assert batch.may_end.wait(PATIENCE_S)
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure()
+        results = [RequestResult(memoryview(b"%d" % id(request)), None, None) for request in requests]
+        return BatchResult(results, 0.0, 0.0, 0.0)
+
+    def blame(self, error: Exception) -> Blame:
+        return "device" if self.lost else "memory" if isinstance(error, MemoryError) else "request"
+
+    def take_kernel_calls(self) -> Counter[str]:
+        return Counter()
+
+    async def until_entered(self, batches: int = 1) -> None:
+        """Waits until so many batches more have come."""
+        for _ in range(batches):
+            entered = asyncio.get_running_loop().run_in_executor(
+                None, lambda: self._entered.acquire(timeout=PATIENCE_S)
+            )
+            assert await entered
+
+    def costs(self) -> list[list[int]]:
+        """What the requests of each batch cost."""
+        return [[request.cost for request in batch.requests] for batch in self.batches]
+
+    def end(self, *places: int) -> None:
+        """Lets batches go, by their places among all."""
+        for place in places:
+            self.batches[place].may_end.set()
+
+    def end_all(self) -> None:
+        """Lets go what there is, and what will be."""
+        self.held = False
+        for batch in list(self.batches):
+            batch.may_end.set()
+
+
+class PairBench:
+    """An engine on such a device, and the callers' side of it."""
+
+    def __init__(self, max_batch_requests: int = 64, max_batch_flops: int = 10**12) -> None:
+        self.device: Any = PairDevice()
+        self.admission = Admission(10**6, 10**12, 10**15)
+        self.metrics = Metrics("0", "0", "cpu")
+        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
+        self.engine = Engine(self.device, self.queue, self.admission, self.metrics)
+        self.engine.open()
+        self.replies: dict[Entry, list[Outcome | RequestError]] = {}
+        self._answered = asyncio.Event()
+
+    def submit(self, *requests: Asked, deadline: float = float("inf")) -> list[Entry]:
+        """Requests that come in one turn of the loop."""
+        entries = []
+        for request in requests:
+            entry = Entry(request, self._reply, perf_counter(), deadline, 0.0, "me")  # type: ignore[arg-type]
+            self.engine.submit(entry)
+            self.replies[entry] = []
+            entries.append(entry)
+        return entries
+
+    async def given(self, *requests: Asked) -> list[Entry]:
+        """Requests that come in one turn of the loop, once the device has a batch of them."""
+        entries = self.submit(*requests)
+        await self.device.until_entered()
+        return entries
+
+    async def answers(self, entries: Sequence[Entry]) -> list[Outcome | RequestError]:
+        """What came of some entries, once all have been answered: each once, and nobody with another's result."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(self.replies[entry] for entry in entries):
+                self._answered.clear()
+                await self._answered.wait()
+        found = []
+        for entry in entries:
+            (reply,) = self.replies[entry]
+            if isinstance(reply, Outcome):
+                assert bytes(reply.result.output) == b"%d" % id(entry.request)
+            found.append(reply)
+        return found
+
+    async def finish(self) -> None:
+        """Lets everything go; nothing may be left anywhere."""
+        self.device.end_all()
+        await self.answers(list(self.replies))
+        assert await self.engine.drain(PATIENCE_S)
+        assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
+        assert (self.queue.requests, self.queue.cost, self.engine.waiting_for_turns) == (0, 0, 0)
+        assert self.engine.failure is not None or not self.engine.stuck
+        self.engine.close()
+
+    def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        self.replies[entry].append(outcome)
+        self.engine.release(entry)
+        self._answered.set()
