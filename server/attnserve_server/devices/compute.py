@@ -21,7 +21,8 @@ ROWS = 16
 On a CPU, torch multiplies matrices in another order for some numbers of rows, and computes what is left of an array
 behind its last whole vector by other instructions than the vectors. With multiples of 16 rows, at most MAX_ROWS of them
 and packed, a row's bits depend neither on its place nor on the other rows; but matrices have to be multiplied, and
-functions like exp and tanh applied, at widths that are multiples of 16 too.
+functions like exp and tanh applied, at widths that are multiples of 16 too. Products of some dtypes divide them further
+(`layers/product.py`).
 """
 MAX_ROWS = 512
 

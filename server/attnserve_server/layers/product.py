@@ -3,6 +3,8 @@
 torch multiplies float32 by MKL, which takes its AVX2 path on processors that are not Intel's. oneDNN, which torch
 brings too, uses all that they have: on a Zen 5 it takes 40 % of the time. It wants the weight in an order of its own,
 which that is put into when a layer is loaded; it is not kept besides. `packs` says for which dtypes that is done.
+
+What torch multiplies by itself adds up in another order where rows are many: they are not so many at once, `MOST_ROWS`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ from attnserve_server.devices.compute import MAX_ROWS, ROWS
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype."""
 
+MOST_ROWS: Final = {torch.bfloat16: 2 * ROWS, torch.float64: 4 * ROWS}
+"""So many rows torch multiplies at once on a CPU: with more, a row's bits depend on how many. On an Intel Xeon oneDNN,
+by AMX, adds up bfloat16 in another order from 48 rows on, of 512 inputs and more, and MKL float64 from 192 rows on, of
+1,536 inputs; float32 was in one order up to 8,192 inputs.
+"""
+
 GENERATION_FLOPS: Final = 200_000_000
 """A product that costs more takes as long as generating the code for it, about a millisecond: the first may wait."""
 
@@ -33,7 +41,17 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     if weight.device.type == "cpu" and weight.dtype == torch.float16:
         # Without instructions for float16 (AVX512-FP16), torch's product takes four times as long as float32's.
         return lambda rows: linear(rows.float(), weight.float(), None if bias is None else bias.float()).half()
+    if weight.device.type == "cpu" and weight.dtype in MOST_ROWS:
+        most = MOST_ROWS[weight.dtype]
+        return lambda rows: _few_at_once(rows, weight, bias, most)
     return lambda rows: linear(rows, weight, bias)
+
+
+def _few_at_once(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
+    """The product by torch, of at most so many rows at a time."""
+    if len(rows) <= most:
+        return linear(rows, weight, bias)
+    return torch.cat([linear(part, weight, bias) for part in rows.split(most)])
 
 
 @cache
