@@ -24,7 +24,7 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     yield "grpc.max_receive_message_length", config.max_message_bytes
     yield "grpc.max_send_message_length", -1
     yield "grpc.keepalive_permit_without_calls", 1
-    yield "grpc.http2.min_recv_ping_interval_without_data_ms", 10_000
+    yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
     yield from _for_unbegun_calls(config)
 
 
