@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +89,14 @@ def test_a_rows_bits_do_not_depend_on_other_rows(
         everything, some, moved = multiply(rows), multiply(rows[own]), multiply(rows[own].flip(0))
     np.testing.assert_array_equal(make.bits_of(some), make.bits_of(everything[own]))
     np.testing.assert_array_equal(make.bits_of(moved.flip(0)), make.bits_of(some))
+
+
+def test_nor_do_they_with_avx2_alone() -> None:
+    """As on older processors, or as far as MKL and oneDNN can be told to compute as there."""
+    fewer = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    program = [sys.executable, str(Path(__file__).with_name("product_bits.py"))]
+    found = subprocess.run(program, env={**os.environ, **fewer}, stdout=subprocess.PIPE, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 @EVERY_PATH

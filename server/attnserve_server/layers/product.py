@@ -4,7 +4,7 @@ torch multiplies float32 by MKL, which takes its AVX2 path on processors that ar
 brings too, uses all that they have: on a Zen 5 it takes 40 % of the time. It wants the weight in an order of its own,
 which that is put into when a layer is loaded; it is not kept besides. `packs` says for which dtypes that is done.
 
-What torch multiplies by itself adds up in another order where rows are many: they are not so many at once, `MOST_ROWS`.
+What torch multiplies by itself adds up in another order where rows are many: they are not so many at once, `most_rows`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ from attnserve_server.devices.compute import MAX_ROWS, ROWS
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype."""
 
-MOST_ROWS: Final = {torch.bfloat16: 2 * ROWS, torch.float64: 4 * ROWS}
-"""So many rows torch multiplies at once on a CPU: with more, a row's bits depend on how many. On an Intel Xeon oneDNN,
-by AMX, adds up bfloat16 in another order from 48 rows on, of 512 inputs and more, and MKL float64 from 192 rows on, of
-1,536 inputs; float32 was in one order up to 8,192 inputs.
-"""
-
 GENERATION_FLOPS: Final = 200_000_000
 """A product that costs more takes as long as generating the code for it, about a millisecond: the first may wait."""
 
@@ -38,20 +32,35 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """
     if weight.device.type == "cpu" and packs(weight.dtype):
         return _packed(weight, bias)
-    if weight.device.type == "cpu" and weight.dtype == torch.float16:
+    if weight.device.type != "cpu":
+        return lambda rows: linear(rows, weight, bias)
+    most = most_rows(weight.dtype)
+    if weight.dtype == torch.float16:
         # Without instructions for float16 (AVX512-FP16), torch's product takes four times as long as float32's.
-        return lambda rows: linear(rows.float(), weight.float(), None if bias is None else bias.float()).half()
-    if weight.device.type == "cpu" and weight.dtype in MOST_ROWS:
-        most = MOST_ROWS[weight.dtype]
-        return lambda rows: _few_at_once(rows, weight, bias, most)
-    return lambda rows: linear(rows, weight, bias)
+        wide = None if bias is None else bias.float()
+        return lambda rows: _few_at_once(rows.float(), weight.float(), wide, most).half()
+    return lambda rows: _few_at_once(rows, weight, bias, most)
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """How many rows torch multiplies at once on this CPU: with more, a row's bits would depend on how many there are.
+
+    On an Intel Xeon oneDNN, with AMX, adds up bfloat16 in another order from 48 rows on, of 512 inputs and more, and
+    MKL float64 from 192 rows on, of 1,536 inputs; float32 was in one order up to 8,192 inputs. With AVX2 alone MKL has
+    another order for 32 rows than for 16, and within them for some rows.
+    """
+    if dtype == torch.bfloat16:
+        return 2 * ROWS
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return ROWS
+    return 4 * ROWS if dtype == torch.float64 else MAX_ROWS
 
 
 def _few_at_once(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
     """The product by torch, of at most so many rows at a time."""
     if len(rows) <= most:
         return linear(rows, weight, bias)
-    return torch.cat([linear(part, weight, bias) for part in rows.split(most)])
+    return torch.cat([linear(part, weight, bias) for part in torch.split(rows, most)])
 
 
 @cache
