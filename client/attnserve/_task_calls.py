@@ -64,6 +64,7 @@ class Calls:
         self._unary = UnaryTransport(RetryPolicy(settings.retries), self._bearer)
         self._looking: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Future[Any]] = set()
+        self._end: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> None:
@@ -73,7 +74,14 @@ class Calls:
                 await self.servers.find_soon(self._settings.timeout)
 
     async def close(self) -> None:
-        """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        """Ends the connections. Calls in flight fail with `ClientClosedError`. Once begun, it goes on to its end, even
+        if who waits for that is cancelled.
+        """
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._end)
+
+    async def _close(self) -> None:
         if self._telling:
             await asyncio.wait(tuple(self._telling), timeout=LAST_WORDS_SECONDS)
         connections = self.servers.close()

@@ -12,12 +12,13 @@ import selectors
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import pytest
 from calls import PATIENCE_S
 from conftest import Models, Server
 
-from attnserve import AsyncClient, CacheInfo, Client
+from attnserve import AsyncClient, CacheInfo, Client, ClientClosedError
 
 T = TypeVar("T")
 
@@ -192,3 +193,32 @@ def _a_layer(server: Server) -> tuple[str, int]:
             for each in client.layers.list()
             if not each.vocabulary and not each.context_width
         )
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_closing(paged_server: Server, turns: Turns, runner: asyncio.Runner, transport: Any) -> None:
+    """What was begun goes on to its end."""
+    query = tokens(0, 3)[0]
+
+    async def run() -> int:
+        for turn in itertools.count(1):
+            client = AsyncClient(paged_server.address, transport=transport)
+            await client.attend(query, query, query)
+            connection = client._calls.servers.connection()
+            in_flight = client.submit(query, query, query)
+            await turns.cancelled_in(turn, client.close)
+            if turn == 1:  # it had not begun
+                await client.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others, timeout=PATIENCE_S)
+            assert all(task.done() for task in others)
+            assert connection._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+            with pytest.raises(ClientClosedError):
+                await in_flight
+            await client.close()
+            if turns.left > 0:
+                return turn
+        raise AssertionError
+
+    assert runner.run(run()) > 2
