@@ -201,6 +201,28 @@ def test_a_fork_copies_one_page_when_either_goes_on() -> None:
     assert (store.free_pages, fork.shared_bytes, store.shared_bytes_saved) == (4, 0, 0)
 
 
+def test_what_is_known_of_pages_is_known_until_they_change() -> None:
+    """By a fork, too; what an append has taken and gives back changes them twice."""
+    store = store_of(8)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, 5)
+    first = cache.table(0)
+    append(store, cache, 2)
+    fork = store.fork(cache, None, 0.0)
+    assert cache.table(0) is fork.table(0) is first
+    reservation = store.reserve([(fork, 0, 1)], 0.0)
+    store.place(reservation, 0.0)
+    assert fork.table(0).numbers == fork.pages(0) != first.numbers, "it has a copy of the last page"
+    store.undo(reservation)
+    store.cancel(reservation)
+    assert fork.table(0).numbers == fork.pages(0) == first.numbers
+    append(store, cache, 2)
+    assert cache.table(0).numbers == cache.pages(0) != first.numbers, "another page has come"
+    store.truncate(cache, 4)
+    assert cache.table(0).numbers == cache.pages(0) == first.numbers[:1]
+    assert list(first.numbers) == [0, 1], "whoever has it may still read it"
+
+
 def test_a_page_is_held_until_its_copy_has_been_made() -> None:
     """Two forks copy the same last page: neither may write to it while the other's copy may be under way."""
     store = store_of(6)

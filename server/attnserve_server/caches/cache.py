@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from attnserve_server.caches.layer import CacheLayer
+from attnserve_server.caches.layer import CacheLayer, PageTable
 from attnserve_server.caches.shape import CacheShape
 
 
@@ -73,6 +73,10 @@ class Cache:
     def pages(self, layer: int) -> array[int]:
         """The pages of a layer, in the order of its tokens, as they are now: the caller's to keep."""
         return self.layers[layer].pages
+
+    def table(self, layer: int) -> PageTable:
+        """The same, as what does not change."""
+        return self.layers[layer].table
 
     @property
     def bytes(self) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
@@ -19,7 +18,16 @@ from attnserve_server.caches.pages import PageLayout, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import AttendPacked
 from attnserve_server.native.broken import Broken, broken_of
-from attnserve_server.native.payloads import address, aligned, applies, broadcast_strides, floats, shape_of
+from attnserve_server.native.payloads import (
+    address,
+    address_of,
+    aligned,
+    applies,
+    broadcast_strides,
+    floats,
+    memory_of,
+    shape_of,
+)
 from attnserve_server.problem import Problem
 from attnserve_server.work import RequestResult
 
@@ -28,12 +36,15 @@ if TYPE_CHECKING:
 
 
 class _Plan(NamedTuple):
-    """The calls of a problem: their shape, the bytes from sequence to sequence, and those of a reply."""
+    """The calls of a problem: their shape, the bytes from sequence to sequence, and those of a reply. `has_more` says
+    that there are masks, biases or the like.
+    """
 
     shape: PagedShape
     steps: Own
     output_bytes: int
     lse_bytes: int
+    has_more: bool
 
 
 def attend_requests(
@@ -47,14 +58,16 @@ def attend_requests(
     results: list[RequestResult | None] = [None] * len(requests)
     calls: list[PagedCall] = []
     owners: list[int] = []
-    inputs = []  # which live until the kernel has read them
+    alive = []  # until the kernel has read them
     for place, request in enumerate(requests):
         plan = _plan(request.problem, shape, layout)
         if plan is not None:
-            given = _Inputs.of(request)
-            results[place] = _add(calls, request, plan, given)
+            inputs = _NOTHING_MORE
+            if plan.has_more:
+                inputs = _Inputs.of(request)
+                alive.append(inputs)
+            results[place] = _add(calls, request, plan, inputs)
             owners += [place] * len(request.uses)
-            inputs.append(given)
     effort = sum(request.effort for request in requests)
     return results, broken_of(attend_paged(calls, pool, attend, effort) if calls else [], owners)
 
@@ -78,14 +91,19 @@ class _Inputs(NamedTuple):
         )
 
 
+_NOTHING_MORE: Final = _Inputs(0, None, None, None)
+
+
 def _add(calls: list[PagedCall], request: CachedRequest, plan: _Plan, inputs: _Inputs) -> RequestResult:
     """Adds a call for each sequence of a request. Returns where the results will be."""
     lse_at = aligned(plan.output_bytes)
-    memory = np.empty(lse_at + plan.lse_bytes, np.uint8)
-    query, output = address(request.payloads, request.problem.tensors["query"].payload), memory.ctypes.data
+    reply, output = memory_of(lse_at + plan.lse_bytes)
+    query = address(request.payloads, request.problem.tensors["query"].payload)
     lse = output + lse_at if plan.lse_bytes else 0
     mask = inputs.mask
-    bias, slopes, sinks = (0 if each is None else each.ctypes.data for each in inputs[1:])
+    bias, slopes, sinks = (
+        (0 if each is None else address_of(each) for each in inputs[1:]) if plan.has_more else (0, 0, 0)
+    )
     steps, shape = plan.steps, plan.shape
     for b, use in enumerate(request.uses):
         own = Own(
@@ -97,8 +115,7 @@ def _add(calls: list[PagedCall], request: CachedRequest, plan: _Plan, inputs: _I
             slopes,
             sinks,
         )
-        calls.append(PagedCall(own, shape, use.cache.pages(use.layer), request.kv_lengths[b], request.offsets[b]))
-    reply = memoryview(memory)  # type: ignore[arg-type]
+        calls.append(PagedCall(own, shape, use.cache.table(use.layer), request.kv_lengths[b], request.offsets[b]))
     return RequestResult(reply[: plan.output_bytes], reply[lse_at:] if request.problem.return_lse else None, None)
 
 
@@ -117,4 +134,5 @@ def _plan(problem: Problem, shape: CacheShape, layout: PageLayout) -> _Plan | No
         steps=Own(rows * shape.head_dim * item, output, lse, mask[0], 4 * bias[0]),
         output_bytes=problem.batch * output,
         lse_bytes=problem.batch * lse,
+        has_more=not problem.tensors.keys().isdisjoint(("mask", "bias", "alibi_slopes", "sinks")),
     )

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
 from attnserve_server.caches.pool import PageAllocator
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.pages import PageAddresses
 
 
 class Write(NamedTuple):
@@ -30,10 +33,26 @@ class Placement(NamedTuple):
     writes: list[Write]
 
 
+class PageTable:
+    """The pages of a layer at some time, which nothing changes. Steps meet the same ones again and again: where these
+    are in memory is found out once.
+    """
+
+    __slots__ = ("addresses", "numbers")
+
+    def __init__(self, numbers: array[int]) -> None:
+        """These pages, in the order of the tokens."""
+        self.numbers = numbers
+        self.addresses: PageAddresses | None = None
+        """The pool's to remember."""
+
+
 class CacheLayer:
     """The tokens and pages of one layer."""
 
-    __slots__ = ("_allocator", "_line", "_others", "_pages", "_to_append", "_tokens_per_page", "length", "promised")
+    __slots__ = (
+        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "length", "promised",
+    )  # fmt: skip
 
     def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
         """An empty layer."""
@@ -41,6 +60,7 @@ class CacheLayer:
         self._tokens_per_page = tokens_per_page
         # C's int, the allocator's int32: NumPy reads it in place.
         self._pages = array("i")
+        self._table: PageTable | None = None
         self.length = 0
         self.promised = 0
         """Free pages that those who wait for their turn have been promised."""
@@ -57,6 +77,13 @@ class CacheLayer:
     def pages(self) -> array[int]:
         """Its pages, in the order of its tokens, as they are now: the caller's to keep."""
         return self._pages[:]
+
+    @property
+    def table(self) -> PageTable:
+        """The same, as they are until they change."""
+        if self._table is None:
+            self._table = PageTable(self._pages[:])
+        return self._table
 
     @property
     def shared(self) -> int:
@@ -126,7 +153,9 @@ class CacheLayer:
         behind = self._pages[-1] if self._pages else None
         pages = self._allocator.allocate(self._pages_of(end) - len(self._pages), behind)
         self.promised -= len(pages)
-        self._pages.extend(pages)
+        if pages:  # a page that is copied has another in its place
+            self._table = None
+            self._pages.extend(pages)
         self.length = end
         first = start // per_page
         writes = []
@@ -143,18 +172,21 @@ class CacheLayer:
         if copied is not None:
             self._allocator.release(self._pages[-1:])
             self._pages[-1] = copied
+            self._table = None
 
     def truncate(self, length: int) -> None:
         """Lets go of all behind the first `length` tokens, which are at most as many as there are."""
         dropped = self._pages[self._pages_of(length) :]
-        del self._pages[self._pages_of(length) :]
-        self._allocator.release(dropped)
+        if dropped:
+            self._table = None
+            del self._pages[self._pages_of(length) :]
+            self._allocator.release(dropped)
         self.length = length
 
     def fork(self) -> CacheLayer:
         """Another layer with the same tokens in the same pages."""
         layer = CacheLayer(self._allocator, self._tokens_per_page)
-        layer._pages = self._pages[:]
+        layer._pages, layer._table = self._pages[:], self._table
         layer.length = self.length
         self._allocator.share(layer._pages)
         return layer

@@ -5,10 +5,12 @@ In: queries and the pages that they attend to. Out: a result each, or none where
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 
+from attnserve_server.caches.layer import PageTable
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
@@ -74,7 +76,7 @@ def _call(
     return PagedCall(
         own=Own(*(0 if part is None else part.data_ptr() for part in parts)),
         shape=PagedShape(packed, layout.tokens_per_page, rows),
-        pages=query.pages,
+        table=PageTable(array("i", query.pages)),
         length=query.length if query.kv_length is None else query.kv_length,
         offset=query.offset,
     )

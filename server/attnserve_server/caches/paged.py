@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from attnserve_server.caches.layer import PageTable
 from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
@@ -49,7 +49,7 @@ class PagedCall(NamedTuple):
 
     own: Own
     shape: PagedShape
-    pages: Sequence[int]
+    table: PageTable
     length: int
     offset: int
 
@@ -62,25 +62,34 @@ def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
 
 def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:
     """Computes calls. Returns the places of those whose results are not finite, and have no meaning."""
-    pages = [np.asarray(call.pages, np.int32)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
-    arranged = _grouped(calls, pages, pool) if len(calls) > 1 else [Group([0], 0)]
-    order = [place for group in arranged for place in group.members]
-    addresses = pool.addresses(pages[0] if len(order) == 1 else np.concatenate([pages[place] for place in order]))
-    key, values = addresses.ctypes.data, addresses.strides[0]
+    if len(calls) == 1:
+        return attend(bytearray(_packed(calls[0], pool, 0)), flops)
+    arranged = _grouped(calls, pool)
     packed = bytearray()
     for members, shared in arranged:
         before = 0
         for place in members:
-            (query, output, lse, mask, bias, slopes, sinks), shape, _, length, offset = calls[place]
-            own = query, key, key + values, output, lse, mask, bias, slopes, sinks
-            packed += pack(own, with_keys(shape.packed, length, offset), before)
+            packed += _packed(calls[place], pool, before)
             before = shared
-            key += addresses.itemsize * len(pages[place])
-    return [order[place] for place in attend(packed, flops)]
+    broken = attend(packed, flops)
+    if not broken:
+        return broken
+    order = [place for group in arranged for place in group.members]
+    return [order[place] for place in broken]
 
 
-def _grouped(calls: Sequence[PagedCall], pages: Sequence[NDArray[np.int32]], pool: PagePool) -> list[Group]:
+def _packed(call: PagedCall, pool: PagePool, shared: int) -> bytes:
+    """A call, of which so many first pages are also those of the call before it."""
+    (query, output, lse, mask, bias, slopes, sinks), shape, table, length, offset = call
+    key, value, _ = pool.addresses(table)
+    return pack(
+        (query, key, value, output, lse, mask, bias, slopes, sinks), with_keys(shape.packed, length, offset), shared
+    )
+
+
+def _grouped(calls: Sequence[PagedCall], pool: PagePool) -> list[Group]:
     """All calls, by their places; in one group those that read the same first pages together."""
+    pages = [np.asarray(call.table.numbers)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
     alike: dict[tuple[PagedShape, int], list[int]] = {}
     found = []
     for place, call in enumerate(calls):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve_server.caches.layer import Placement, Write
+from attnserve_server.caches.layer import PageTable, Placement, Write
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape, half_page
 
 STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
@@ -52,6 +52,14 @@ class PageLayout(NamedTuple):
     tokens_per_page: int
     key: tuple[int, int]
     value: tuple[int, int]
+
+
+class PageAddresses(NamedTuple):
+    """Where the addresses of keys and those of values are, one for each page of a table; and what holds them."""
+
+    key: int
+    value: int
+    array: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +165,13 @@ class PagePool:
             own = finite or bool(np.isfinite(key[n]).all() and np.isfinite(value[n]).all())
             self._finite[page] = own and (not slot or self._finite[page])
 
-    def addresses(self, pages: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Where in memory the keys of pages begin, and where their values do: [2, n]. On a CPU only."""
-        found: NDArray[np.int64] = np.multiply(pages, self._page_stride, dtype=np.int64) + self._halves
+    def addresses(self, table: PageTable) -> PageAddresses:
+        """Where in memory the keys of pages begin, and where their values do. On a CPU only."""
+        found = table.addresses
+        if found is None:
+            pages = np.asarray(table.numbers, np.int32)
+            array: NDArray[np.int64] = np.multiply(pages, self._page_stride, dtype=np.int64) + self._halves
+            found = table.addresses = PageAddresses(array.ctypes.data, array.ctypes.data + array.strides[0], array)
         return found
 
     def finite_pages(self, pages: NDArray[np.int32]) -> int:
