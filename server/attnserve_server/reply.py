@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from google.protobuf.message import Message
 
@@ -41,10 +41,9 @@ def encode_attend_response(
     problem = request.problem
     scores_length = 0 if problem.return_scores is None else request.longest[1]
     header = _tensors_header(problem, scores_length, tuple(map(len, payloads)))
-    fields = pb.AttendResponse(timings=timings_of(phases), batch_size=batch_size)
+    timings = _TIMED.encode(phases, batch_size)
     if cache_lengths:
-        fields.cache_lengths.extend(cache_lengths)
-    timings = fields.SerializeToString()
+        timings += pb.AttendResponse(cache_lengths=cache_lengths).SerializeToString()
     pieces, size = _wire.join(pb.AttendResponse, header, payloads)
     return [timings, *pieces], len(timings) + size
 
@@ -54,17 +53,28 @@ def payloads_of(result: RequestResult) -> list[memoryview]:
     return [payload for payload in (result.output, result.lse, result.scores) if payload is not None]
 
 
-def timings_of(phases: Phases) -> dict[str, int]:
-    """The phases, as a reply has them: the fields of `Timings`. A message made of a mapping costs half of one that is
-    made of another message.
+class Timed:
+    """What replies of a type say of how they were computed. One message is written again for each reply: to set its
+    fields takes half as long as to make another. On the event loop alone.
     """
-    return {
-        "decode_ns": round(phases.decode * 1e9),
-        "queue_ns": round(phases.queue * 1e9),
-        "staging_ns": round(phases.staging * 1e9),
-        "compute_ns": round(phases.compute * 1e9),
-        "encode_ns": round(phases.encode * 1e9),
-    }
+
+    def __init__(self, response_type: type[pb.AttendResponse] | type[pb.ApplyResponse]) -> None:
+        self._message = response_type()
+        self._timings = self._message.timings
+
+    def encode(self, phases: Phases, batch_size: int) -> bytes:
+        """The fields `timings` and `batch_size` of a reply."""
+        timings = self._timings
+        timings.decode_ns = round(phases.decode * 1e9)
+        timings.queue_ns = round(phases.queue * 1e9)
+        timings.staging_ns = round(phases.staging * 1e9)
+        timings.compute_ns = round(phases.compute * 1e9)
+        timings.encode_ns = round(phases.encode * 1e9)
+        self._message.batch_size = batch_size
+        return self._message.SerializeToString()
+
+
+_TIMED: Final = Timed(pb.AttendResponse)
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import read_layer_request
+from attnserve_server.reply import Timed
 from attnserve_server.work import Phases, Work
 
 DEFINITION = """
@@ -73,3 +74,14 @@ def test_replies_of_equal_shapes_are_taken_apart_once(work: Work, device: CpuDev
         assert response.scores.data == bytes(result.scores or b"")
         misses.append(_wire._template.cache_info().misses)  # type: ignore[attr-defined]
     assert misses[0] == misses[1] == misses[2]
+
+
+@pytest.mark.parametrize("response_type", [pb.AttendResponse, pb.ApplyResponse])
+def test_a_reply_says_nothing_of_the_one_before(
+    response_type: type[pb.AttendResponse] | type[pb.ApplyResponse],
+) -> None:
+    timed = Timed(response_type)
+    for phases, size in ((Phases(1e-6, 2e-6, 3e-6, 4e-6, 5e-6), 300), (Phases(0.0, 0.0, 0.0, 1e-9, 0.0), 1)):
+        names = ("decode_ns", "queue_ns", "staging_ns", "compute_ns", "encode_ns")
+        timings = {name: round(seconds * 1e9) for name, seconds in zip(names, phases, strict=True)}
+        assert response_type.FromString(timed.encode(phases, size)) == response_type(timings=timings, batch_size=size)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from google.protobuf.message import DecodeError
@@ -26,7 +26,7 @@ from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.reply import ReplyTensor, payloads_of, tensors_header, timings_of
+from attnserve_server.reply import ReplyTensor, Timed, payloads_of, tensors_header
 from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
 from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
 
@@ -135,16 +135,15 @@ class LayerRequest(Independent):
             rows = (*batch, application.length) if application.options.average_scores else per_head
             tensors.append(("scores", dtype, (*rows, keys)))
         # Apart, because they differ each time: the rest is the same for all replies of these shapes.
-        timings = pb.ApplyResponse(
-            timings=timings_of(phases),
-            batch_size=batch_size,
-            layer_version=self.loaded.version,
-            cache_lengths=cache_lengths,
-        ).SerializeToString()
+        own = pb.ApplyResponse(layer_version=self.loaded.version, cache_lengths=cache_lengths)
+        timings = _TIMED.encode(phases, batch_size) + own.SerializeToString()
         payloads = payloads_of(result)
         header = _tensors_header(tuple(tensors), tuple(map(len, payloads)))
         pieces, size = _wire.join(pb.ApplyResponse, header, payloads)
         return [timings, *pieces], len(timings) + size
+
+
+_TIMED: Final = Timed(pb.ApplyResponse)
 
 
 @lru_cache(maxsize=1024)
