@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Append
@@ -33,8 +33,7 @@ class Host:
     """Where this very server can be reached; empty where that is not configured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A layer of a cache that an operation reads, and appends so many tokens to."""
 
     cache: Cache
@@ -68,7 +67,8 @@ class CacheWork:
 
     def __post_init__(self) -> None:
         """Names the caches, each once, however many of its layers are used."""
-        self.needs = list(dict.fromkeys(use.cache.name for use in self.uses))
+        uses = self.uses
+        self.needs = [uses[0].cache.name] if len(uses) == 1 else list(dict.fromkeys(use.cache.name for use in uses))
 
     @property
     def shares(self) -> bool:
@@ -114,9 +114,10 @@ class CacheWork:
         there is less room than could be foreseen, and what `count` and `check` do.
         """
         self._before = [use.cache.length(use.layer) for use in self.uses]
+        lengths = []
         for use, before in zip(self.uses, self._before, strict=True):
             use.check_length(before)
-        lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
+            lengths.append(before + use.tokens)
         self.check(max(lengths, default=0))
         self.count(lengths)
         if self._appends is not None:
