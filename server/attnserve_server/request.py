@@ -70,6 +70,7 @@ class Extent:
     effort: int
     cost: int
     reply_bytes: int
+    scratch_bytes: int
 
 
 class Unfinished(NamedTuple):
@@ -161,7 +162,7 @@ class Request(Independent):
     @property
     def scratch_bytes(self) -> int:
         """The memory that the projections of an additive score take."""
-        return self.problem.scratch_bytes(self.extent.longest[1])
+        return self.extent.scratch_bytes
 
     def run_batch(self, device: Device, batch: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions."""
@@ -254,6 +255,7 @@ def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLim
         effort=effort,
         cost=effort * problem.weight + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
+        scratch_bytes=problem.scratch_bytes(longest[1]),
     )
 
 
