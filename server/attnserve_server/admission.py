@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
 from attnserve_server.pace import Amount, Pace
@@ -43,6 +43,17 @@ class Usage:
 
 NOTHING: Final = Usage()
 
+MOST_TOLD: Final = 1024
+"""Callers of whom it is remembered what they were told: more than there are connections of between two batches."""
+
+
+class Told(NamedTuple):
+    """Why a caller's last request was refused, of how many bytes it was, and after how many batches."""
+
+    error: Overloaded
+    size: int
+    batches: int
+
 
 class Admission:
     """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound; the last two say what
@@ -69,6 +80,8 @@ class Admission:
         self._everybody = Usage()
         self._stands = False
         self._callers: dict[Hashable, Usage] = {}
+        self._told: dict[Hashable, Told] = {}
+        """The callers that have been refused since anything was counted: until then, nothing else can be said."""
         self.pace = Pace()
         """How fast requests are computed: whoever computes them tells it."""
 
@@ -96,6 +109,18 @@ class Admission:
         """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
         before more work is put into it than refusing it takes.
         """
+        told = self._told.get(caller)
+        if told is not None and size >= told.size and told.batches == self.pace.batches:
+            raise told.error.again()
+        try:
+            self._check_room(caller, size)
+        except Overloaded as error:
+            if len(self._told) >= MOST_TOLD:
+                self._told.clear()
+            self._told[caller] = Told(error.again(), size, self.pace.batches)
+            raise
+
+    def _check_room(self, caller: Hashable, size: int) -> None:
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         if everybody.requests >= self._max_requests:
             raise self._full("requests", self._max_requests)
@@ -145,6 +170,7 @@ class Admission:
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = Usage()
+        self._told.clear()
         for usage in (self._everybody, own):
             usage.requests += 1
             usage.bytes += size
@@ -164,6 +190,7 @@ class Admission:
             raise self._full("bytes", self._max_bytes)
         if flops > 0 and self._everybody.flops + flops > self._max_flops:
             raise self._full("flops", self._max_flops)
+        self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.bytes += size
             usage.flops += flops
@@ -172,6 +199,7 @@ class Admission:
 
     def computed(self, caller: Hashable, flops: int, kind: str = "") -> None:
         """Counts the FLOPs of a request out, which has been computed, or will not be."""
+        self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting -= 1
             usage.flops -= flops
@@ -179,6 +207,7 @@ class Admission:
 
     def again(self, caller: Hashable, flops: int, kind: str) -> None:
         """Counts the FLOPs of a request in that has been computed, and is to be once more: it has been admitted."""
+        self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting += 1
             usage.flops += flops
@@ -187,6 +216,7 @@ class Admission:
     def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
         """Counts requests of a caller's out, of so many bytes together, whose replies have left."""
         own = self._callers[caller]
+        self._told.clear()
         for usage in (self._everybody, own):
             usage.requests -= requests
             usage.bytes -= size

@@ -169,6 +169,12 @@ class Overloaded(RequestError):
         """The bound that it would have passed."""
         return self.bound
 
+    def again(self) -> Overloaded:
+        """The same for another request. One that is raised twice would keep what it met the first time: messages."""
+        other = type(self).__new__(type(self), *self.args)
+        other.__dict__ = self.__dict__
+        return other
+
     def details(self) -> list[Message]:
         """ErrorInfo, and RetryInfo with the delay after which there should be room."""
         return _overload_details(self.reason, self.metadata, self.retry_delay)

@@ -144,7 +144,8 @@ class Pace:
     ) -> None:
         self._all = Rate(flop_seconds, request_seconds)
         self._rates: dict[str, Rate] = {}
-        self._batches = 0
+        self.batches = 0
+        """Of how many batches something has been learnt."""
         self.request_flops = 0.0
         """The FLOPs of a request, as requests are at the moment."""
         self.request_seconds = request_seconds
@@ -193,8 +194,8 @@ class Pace:
             rate.learn(part, rate.seconds(part.flops, part.requests) / expected, error)
         in_all = self._all.seconds(whole.flops, whole.requests)
         self._all.learn(whole, 1.0, log(max(seconds, LEAST_SECONDS) / in_all))
-        self._batches += 1
-        gain = max(LEARNING, 1 / self._batches)
+        self.batches += 1
+        gain = max(LEARNING, 1 / self.batches)
         self.request_flops += gain * (whole.flops / whole.requests - self.request_flops)
         self.request_seconds += gain * (self.seconds(batch) / whole.requests - self.request_seconds)
 
