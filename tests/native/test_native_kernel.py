@@ -161,6 +161,22 @@ def test_numbers_next_to_nothing_stay_numbers(instructions: str) -> None:
 
 
 @each_instructions
+@pytest.mark.parametrize("length", [1, 9])  # by few rows at once, and by many
+def test_no_weight_is_subnormal(instructions: str, length: int) -> None:
+    """What would be is 0: some processors take many times as long to compute with it."""
+    call = call_of(1, length, 70)
+    call = replace(call, query=np.zeros_like(call.query))
+    for exponent in range(1, 105):
+        bias = np.full((1, length, 70), -exponent, np.float32)
+        bias[:, :, 0] = 0
+        value = np.full_like(call.value, 2.0**100)
+        value[:, 0] = 0
+        (outcome,) = attend(Library(instructions), [replace(call, bias=bias, value=value)])
+        weight = np.exp(-exponent) if exponent <= 87 else 0
+        np.testing.assert_allclose(outcome.output / 2.0**100, 69 * weight / (1 + 69 * weight), rtol=1e-4, atol=0)
+
+
+@each_instructions
 def test_excluded_by_a_bias_is_not_excluded_by_a_mask(instructions: str) -> None:
     """Of -inf alone no weights can be made: the kernel says so. Beside anything else it weighs nothing."""
     call, library = call_of(1, 2, 70), Library(instructions)

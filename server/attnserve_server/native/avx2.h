@@ -13,17 +13,9 @@ INLINE void vstore(float *p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm256_max_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-INLINE vec vround(vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-INLINE vec vscale(vec a, vec exponent) { /* in two steps, since 2^exponent alone may be subnormal: exponent >= -252 */
-    __m256i whole = _mm256_cvtps_epi32(exponent), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-    __m256i rest = _mm256_sub_epi32(whole, half);
-    vec first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-    return a * first * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
-}
-INLINE float vgreatest(vec a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+INLINE vec vscale(vec a, vec exponent) {
+    __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
+    return a * _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
 INLINE float vsum(vec a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -85,3 +77,17 @@ INLINE vec vsums(vec x[8]) {
     vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
     return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
+
+#define ADD(a, b) ((a) + (b))
+#define EACH_OF_EIGHT(name, op) \
+    INLINE vec name(const vec x[8]) { \
+        vec t[4], u[2]; \
+        for (int i = 0; i < 4; i++) \
+            t[i] = op(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1])); \
+        for (int i = 0; i < 2; i++) \
+            u[i] = op(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), \
+                      _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee)); \
+        return op(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31)); \
+    }
+EACH_OF_EIGHT(vtotals, ADD)
+EACH_OF_EIGHT(vtops, vmax)

@@ -13,9 +13,7 @@ INLINE void vstore(float *p, vec x) { _mm512_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm512_max_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm512_abs_ps(a); }
-INLINE vec vround(vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec vscale(vec a, vec exponent) { return _mm512_scalef_ps(a, exponent); }
-INLINE float vgreatest(vec a) { return _mm512_reduce_max_ps(a); }
 INLINE float vsum(vec a) { return _mm512_reduce_add_ps(a); }
 INLINE vec viota(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
@@ -81,3 +79,18 @@ INLINE vec vsums(vec x[16]) {
     vec b = _mm512_shuffle_f32x4(u[2], u[3], 0x44) + _mm512_shuffle_f32x4(u[2], u[3], 0xee);
     return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
 }
+
+#define ADD(a, b) ((a) + (b))
+#define EACH_OF_EIGHT(name, op) \
+    INLINE vec name(const vec x[8]) { \
+        vec t[4], u[2]; \
+        for (int i = 0; i < 4; i++) \
+            t[i] = op(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1])); \
+        for (int i = 0; i < 2; i++) \
+            u[i] = op(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), \
+                      _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee)); \
+        vec a = op(_mm512_shuffle_f32x4(u[0], u[1], 0x44), _mm512_shuffle_f32x4(u[0], u[1], 0xee)); \
+        return op(_mm512_shuffle_f32x4(a, a, 0x88), _mm512_shuffle_f32x4(a, a, 0xdd)); \
+    }
+EACH_OF_EIGHT(vtotals, ADD)
+EACH_OF_EIGHT(vtops, vmax)

@@ -2,7 +2,8 @@
 
    vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow a comparison; vselect(mask, a, b) is a where the mask is
    set, else b; vrange sets places begin <= i < end; vbytes those whose byte is not 0; vtranspose turns V vectors of
-   rows into those of columns; vsums gives the sum of each of V vectors. */
+   rows into those of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops the greatest number
+   in each, all in the same order; vscale(a, n) is a * 2^n, -126 <= n <= 127. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -23,11 +24,15 @@ INLINE float float_at(const float *base, int64_t index) {
 }
 INLINE int64_t padded(int64_t width) { return (width + V - 1) / V * V; }
 
-/* exp(x) for x <= 0, 0 for what is too small: Cephes' polynomial, within 2 units in the last place. NaN stays NaN. */
+/* exp(x) for x <= 0, 0 for what is below LEAST: Cephes' polynomial, within 2 units in the last place. NaN stays NaN.
+   Nothing subnormal is computed on the way, be it of -inf: there are processors that take 20 times
+   as long for a vector of such. */
+#define LEAST -87.0f
 INLINE vec vexp(vec x) {
-    x = vmax(vset(-104.0f), x);
-    vec n = vround(x * vset(1.44269504088896341f));
-    vec r = vfma(n, vset(-0.693359375f), x);
+    vec bounded = vmax(vset(LEAST), x);
+    vec whole = vset(12582912.0f);  /* 1.5 * 2^23: what is added to it comes out as a whole number */
+    vec n = vfma(bounded, vset(1.44269504088896341f), whole) - whole;
+    vec r = vfma(n, vset(-0.693359375f), bounded);
     r = vfma(n, vset(2.12194440e-4f), r);
     vec p = vset(1.9875691500e-4f);
     p = vfma(p, r, vset(1.3981999507e-3f));
@@ -36,7 +41,7 @@ INLINE vec vexp(vec x) {
     p = vfma(p, r, vset(1.6666665459e-1f));
     p = vfma(p, r, vset(5.0000001201e-1f));
     p = vfma(p, r * r, r + vset(1.0f));
-    return vscale(p, n);
+    return vselect(vbelow(x, vset(LEAST)), vzero(), vscale(p, n));
 }
 
 /* tanh(x), as Cephes has it: a polynomial near 0, exponentials elsewhere. */

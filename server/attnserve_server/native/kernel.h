@@ -78,7 +78,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
             if (from >= to) continue;
             int64_t vectors = (to + V - 1) / V;
             const float *queries = memory->queries + r * width;
-            float fades[TILE_ROWS];
+            float fades[V];
             if (few) {
                 switch (count) {
                 case 1: few_scores(1, queries, width, keys, to, memory->scores); break;
@@ -88,8 +88,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
             } else {
                 many_scores(count, vectors, queries, width, call->head_dim, keys, memory->scores);
             }
-            for (int i = 0; i < count; i++)
-                fades[i] = weigh(rows + i, memory->scores + i * BLOCK, block, to, vectors);
+            weigh_tile(count, rows, memory->scores, block, to, vectors, fades);
             add_outputs(few, count, memory->scores, fades, values, from, to, value_width,
                         memory->outputs + r * value_width);
         }

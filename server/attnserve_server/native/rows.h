@@ -82,57 +82,90 @@ static void finish_scores(struct row *row, float *scores, int64_t first, int64_t
     }
 }
 
-/* Scores of a row become weights, 0 up to `vectors`; returns what all that has been added up so far fades by. */
-static float weigh(struct row *row, float *scores, int64_t first, int64_t n, int64_t vectors) {
-    const struct call *call = row->call;
-    int64_t begin = most(row->begin - first, 0), end = least(row->end - first, n);
-    float top = -INFINITY;
-    if (begin < end) {
-        vec greatest = vset(-INFINITY);
-        if (begin || row->mask || row->bias || call->slopes || call->softcap > 0) {
-            finish_scores(row, scores, first, begin, end);
-            for (int64_t c = 0; c < end; c += V) greatest = vmax(vload(scores + c), greatest);
-        } else {
-            vec scale = vset((float)call->scale);
-            int64_t c = 0;
-            row->reached += end;
-            for (; c + V <= end; c += V) {
-                vec x = vload(scores + c) * scale;
-                vstore(scores + c, x);
-                greatest = vmax(x, greatest);
-            }
-            if (c < end) {
-                vec x = vselect(vrange(0, end - c), vload(scores + c) * scale, vset(-INFINITY));
-                vstore(scores + c, x);
-                greatest = vmax(x, greatest);
-            }
+/* Whether scores of a row take more than scaling, and leaving out what is not in its range of keys. */
+INLINE int has_options(const struct row *row) {
+    return row->mask || row->bias || row->call->slopes || row->call->softcap > 0;
+}
+
+/* Scores of the rows of a tile, up to `vectors`, with all options: -inf where a row does not reach. */
+static __attribute__((noinline))
+void finish_tile(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors) {
+    for (int r = 0; r < count; r++, scores += BLOCK) {
+        int64_t begin = most(rows[r].begin - first, 0), end = least(rows[r].end - first, n), c = 0;
+        if (begin < end) {
+            finish_scores(rows + r, scores, first, begin, end);
+            c = (end + V - 1) / V * V;
         }
-        top = vgreatest(greatest);
+        for (; c < vectors * V; c += V) vstore(scores + c, vset(-INFINITY));
     }
-    float before = row->top;
-    top = top > before ? top : before;
-    int64_t c = 0;
-    float fade = 1;
-    if (begin < end && top != -INFINITY) {
-        vec shift = vset(top), total = vzero();
-        for (; c < end; c += V) {
-            vec x = vload(scores + c) - shift;
-            vec weights = vselect(vbelow(x, vset(-103.0f)), vzero(), vexp(x));
-            vstore(scores + c, weights);
-            total = total + weights;
-        }
-        if (top != before) {
-            fade = before == -INFINITY ? 0 : expf(before - top);
-            row->top = top;
-        }
-        row->total = row->total * fade + vsum(total);
+}
+
+#define OF_ROW(r, field) (r < count ? rows[r < count ? r : 0].field : 0)
+#define OF_ROWS(field) \
+    {OF_ROW(0, field), OF_ROW(1, field), OF_ROW(2, field), OF_ROW(3, field), OF_ROW(4, field), OF_ROW(5, field), 0, 0}
+
+/* Scores of the rows of a tile become weights, up to `vectors`: 0 where a row does not reach. `fades` is what all that
+   has been added up so far fades by. Rows go side by side, since each by itself would wait for itself; no row's bits
+   depend on how many there are. */
+INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors, float *fades) {
+    vec greatest[EIGHT], totals[EIGHT];
+    float tops[V], sums[V], shifts[V];
+    UNROLL for (int r = 0; r < EIGHT; r++) greatest[r] = vset(-INFINITY), totals[r] = vzero();
+    /* Not by way of memory: what has just been stored number by number is slow to load as a vector. */
+    vec before = OF_ROWS(top), sum = OF_ROWS(total);
+    int options = 0;
+    UNROLL for (int r = 0; r < count; r++) options |= has_options(rows + r);
+    if (options) {
+        finish_tile(count, rows, scores, first, n, vectors);
+        for (int64_t c = 0; c < vectors * V; c += V)
+            UNROLL for (int r = 0; r < count; r++) greatest[r] = vmax(vload(scores + r * BLOCK + c), greatest[r]);
     } else {
-        /* Of all that it reaches nothing weighs anything so far: NaN would not have shown. */
-        for (int64_t i = most(begin, 0); i < end; i++)
-            if (scores[i] != -INFINITY) row->total = NAN;
+        int64_t begins[EIGHT], ends[EIGHT], begin = 0, end = n;
+        UNROLL for (int r = 0; r < count; r++) {
+            begins[r] = most(rows[r].begin - first, 0);
+            ends[r] = most(least(rows[r].end - first, n), begins[r]);
+            rows[r].reached += ends[r] - begins[r];
+            begin = most(begin, begins[r]), end = least(end, ends[r]);
+        }
+        vec scale = vset((float)rows->call->scale);
+        for (int64_t c = 0; c < vectors * V; c += V) {
+            int whole = begin <= c && c + V <= end;
+            UNROLL for (int r = 0; r < count; r++) {
+                vec x = vload(scores + r * BLOCK + c) * scale;
+                if (!whole) x = vselect(vrange(begins[r] - c, ends[r] - c), x, vset(-INFINITY));
+                vstore(scores + r * BLOCK + c, x);
+                greatest[r] = vmax(x, greatest[r]);
+            }
+        }
     }
-    for (; c < vectors * V; c += V) vstore(scores + c, vzero());
-    return fade;
+    vec top = vmax(vtops(greatest), before);
+    /* Of what a row reaches nothing may weigh anything so far; NaN shows nevertheless. */
+    vec shift = vselect(vbelow(vset(-INFINITY), top), top, vzero());
+    vstore(shifts, shift);
+    for (int64_t c = 0; c < vectors * V; c += V) {
+        UNROLL for (int r = 0; r < count; r++) {
+            vec weights = vexp(vload(scores + r * BLOCK + c) - vset(shifts[r]));
+            vstore(scores + r * BLOCK + c, weights);
+            totals[r] = totals[r] + weights;
+        }
+    }
+    vec fade = vexp(before - shift);
+    vstore(fades, fade);
+    vstore(tops, top);
+    vstore(sums, sum * fade + vtotals(totals));
+    UNROLL for (int r = 0; r < count; r++) rows[r].top = tops[r], rows[r].total = sums[r];
+}
+
+static void weigh_tile(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors,
+                       float *fades) {
+    switch (count) {
+    case 1: weigh(1, rows, scores, first, n, vectors, fades); break;
+    case 2: weigh(2, rows, scores, first, n, vectors, fades); break;
+    case 3: weigh(3, rows, scores, first, n, vectors, fades); break;
+    case 4: weigh(4, rows, scores, first, n, vectors, fades); break;
+    case 5: weigh(5, rows, scores, first, n, vectors, fades); break;
+    default: weigh(TILE_ROWS, rows, scores, first, n, vectors, fades);
+    }
 }
 
 /* What a row has come to over a part of its keys, so that the parts can be merged: its output, `width` floats, and

@@ -8,6 +8,7 @@
 enum {
     BLOCK = 64,         /* keys */
     TILE_ROWS = 6,
+    EIGHT = 8,          /* no less than TILE_ROWS: so many vectors vtops and vtotals take */
     FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
 };
 
@@ -19,16 +20,15 @@ static void transpose_keys(const struct call *call, const void *from, int64_t n,
         for (int64_t d = 0; d < width; d += V) {
             int64_t columns = least(V, width - d);
             vec square[V];
-            for (int64_t i = 0; i < V; i++) {
-                const void *part = element(from, call->kv_dtype, (j + i) * call->key_token + d);
-                if (i >= rows) {
-                    square[i] = vzero();
-                } else if (columns == V && call->kv_dtype == FLOAT32) {
-                    square[i] = vload(part);
-                } else {
+            if (rows == V && columns == V && call->kv_dtype == FLOAT32) {
+                const float *part = (const float *)from + j * call->key_token + d;
+                UNROLL for (int64_t i = 0; i < V; i++) square[i] = vload(part + i * call->key_token);
+            } else {
+                for (int64_t i = 0; i < V; i++) {
                     float whole[V];
-                    widen(part, call->kv_dtype, columns, whole);
-                    square[i] = vload(whole);
+                    const void *part = element(from, call->kv_dtype, (j + i) * call->key_token + d);
+                    if (i < rows) widen(part, call->kv_dtype, columns, whole);
+                    square[i] = i < rows ? vload(whole) : vzero();
                 }
             }
             vtranspose(square);
