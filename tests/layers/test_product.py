@@ -164,3 +164,27 @@ def test_no_thread_computes_but_the_one_that_asks() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(started).result() <= 0
+
+
+def test_queries_keys_and_values_of_the_same_rows_are_one_product(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights are not packed; and the weight is there once for these and for rows that have other keys."""
+    monkeypatch.setattr(product, "packs", lambda dtype: False)
+    multiplied: list[torch.Tensor] = []
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        multiplied.append(weight)
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    monkeypatch.setattr(product, "linear", linear)
+    architecture = make.attention(48, 3, kv_heads=1, causal=True, query_bias=False)
+    layer = make.layer_of(architecture, make.random_parameters(architecture), device)
+    own = make.packed(make.random_rows(12, 48, 0))
+    crossed = make.packed(make.random_rows(12, 48, 0), context=own.input, context_lengths=[12])
+    (one,) = make.run(layer, own)
+    assert [len(weight) for weight in multiplied] == [48 + 16 + 16, 48]
+    (other,) = make.run(layer, crossed)
+    assert [len(weight) for weight in multiplied[2:]] == [48, 16 + 16, 48]
+    assert len({weight.untyped_storage().data_ptr() for weight in multiplied}) == 2
+    torch.testing.assert_close(one.output, other.output, rtol=0, atol=1e-5)

@@ -122,6 +122,8 @@ def replies(
 ) -> list[LayerOutput]:
     """What each request gets: its rows of the output, and what it asked for beside them."""
     outputs = [LayerOutput(rows) for rows in batch.unpack(output)]
+    if not any(each.options.return_lse or each.options.return_scores for each in requests):
+        return outputs
     lses = [None if each.lse is None else each.lse[n] for each in attended.results for n in range(len(each.output))]
     scores = [
         None if each.scores is None else each.scores[n] for each in attended.results for n in range(len(each.output))

@@ -1,6 +1,7 @@
 """Multi-head attention with its weights: from rows to the heads' queries, keys and values, and from heads to rows.
 
-Where keys are always of the same rows as queries, all three are one product of matrices; keys and values always are.
+Where all three are of the same rows they are one product of matrices, and keys and values always are. Where weights are
+packed, each for one product, and there may be other keys, queries are a product of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.positions import Rotation
+from attnserve_server.layers.product import is_packed
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention
@@ -24,7 +26,8 @@ class MultiHead:
     """Attention's projections, whose parameters are taken out of all. `project`, `project_apart`, `project_queries`,
     `project_contexts` and `finish` are functions of rows.
 
-    `own`: keys are always of the same rows as queries. `project` is for these, the other three for all others.
+    `own`: keys are always of the same rows as queries, and `project` is for these; `project_queries` and
+    `project_contexts` are for all others, and `project_apart` where a weight is packed.
     """
 
     def __init__(
@@ -43,13 +46,18 @@ class MultiHead:
         ]
         weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
         device = weights[0].device
+        alike = specification.inputs == specification.contexts and not any(map(is_packed, weights))
+        self._all = Projection.of(weights, biases) if own or alike else None
         if own:
-            self._all = Projection.of(weights, biases)
+            assert self._all is not None
             self.project_flops = self._all.row_flops
             """What `project` costs for a row; or what `project_apart` does."""
         else:
-            # Apart, because a weight is packed for one product, and is not to be there twice.
-            self._query, self._context = Projection.of(weights[:1], biases[:1]), Projection.of(weights[1:], biases[1:])
+            if self._all is not None:
+                self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
+            else:  # a packed weight is for one product, and is not to be there twice
+                self._query = Projection.of(weights[:1], biases[:1])
+                self._context = Projection.of(weights[1:], biases[1:])
             self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
             """What projecting one row costs."""
             self.project_flops = self.query_flops + self.context_flops
@@ -71,6 +79,7 @@ class MultiHead:
 
     def project(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of the same rows, for `heads`; one rotation is for both queries and keys."""
+        assert self._all is not None
         projected = self._all(rows)
         self._rotate(projected, self._all.columns[0], rotations[:1])
         self._rotate(projected, self._all.columns[1], rotations[-1:])
@@ -100,6 +109,7 @@ class MultiHead:
         """The heads in what `project` gave, or `project_queries` and `project_contexts`; in the same memory."""
         width, value_width = self._specification.head_dim, self._specification.value_dim
         if contexts is None:
+            assert self._all is not None
             query, key, value = self._all.columns
             contexts = projected
         else:
@@ -129,6 +139,8 @@ class MultiHead:
             rotations = (self.rotation.of(batch.positions(device)),)
         if contexts is None:
             flops = len(inputs) * self.project_flops
+            if self._all is not None:
+                return self.heads(compute.rows(self.project, inputs, *rotations, *key_rotations, flops=flops))
             return self.heads(*compute.rows(self.project_apart, inputs, *rotations, *key_rotations, flops=flops))
         queries = compute.rows(self.project_queries, inputs, *rotations, flops=len(inputs) * self.query_flops)
         keys = compute.rows(self.project_contexts, contexts, *key_rotations, flops=len(contexts) * self.context_flops)

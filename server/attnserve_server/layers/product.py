@@ -30,7 +30,7 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """The product with a weight [outputs, inputs], each a multiple of WIDTH (`projection`). Where it is packed, the
     weight itself is not kept.
     """
-    if weight.device.type == "cpu" and packs(weight.dtype):
+    if is_packed(weight):
         return _packed(weight, bias)
     if weight.device.type != "cpu":
         return lambda rows: linear(rows, weight, bias)
@@ -61,6 +61,11 @@ def _few_at_once(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if len(rows) <= most:
         return linear(rows, weight, bias)
     return torch.cat([linear(part, weight, bias) for part in torch.split(rows, most)])
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether `product_of` packs a weight; otherwise it multiplies with it as it lies in memory."""
+    return weight.device.type == "cpu" and packs(weight.dtype)
 
 
 @cache

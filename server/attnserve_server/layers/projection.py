@@ -12,7 +12,7 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.layers.product import product_of
+from attnserve_server.layers.product import is_packed, product_of
 
 WIDTH = 16
 """Rows as wide as a multiple of this many elements are aligned alike, and so are outputs that begin at one."""
@@ -28,6 +28,8 @@ class Projection:
         self.columns = columns
         self.row_flops = 2 * weight.numel()
         """What one row costs."""
+        kept = not is_packed(weight)
+        self._weight, self._bias = weight if kept else None, bias if kept else None
         self._product = product_of(weight, bias)
 
     @staticmethod
@@ -44,6 +46,15 @@ class Projection:
             for bias, width in zip(biases, widths, strict=True)
         ]
         return Projection(weight, _joined(there), columns)
+
+    def part(self, first: int, last: int) -> Projection:
+        """The maps from `first` up to `last`, with the same memory, which is not packed."""
+        assert self._weight is not None
+        begin = self.columns[first].start
+        end = begin + sum(_whole(each.stop - each.start) for each in self.columns[first:last])
+        columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:last]]
+        bias = None if self._bias is None else self._bias[begin:end]
+        return Projection(self._weight[begin:end], bias, columns)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, inputs] to [n, all columns]."""

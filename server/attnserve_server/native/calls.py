@@ -71,7 +71,8 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Thread
     results, alive = [], []  # until the kernel has read it
     for call in calls:
         (count, heads, length, _), dtype = call.query.shape, torch.float32
-        output = call.query.new_empty(count, heads, length, call.value.shape[3])
+        # Length first, as layers go on with it: heads side by side are then one row.
+        output = call.query.new_empty(count, length, heads, call.value.shape[3]).transpose(1, 2)
         lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
         results.append(AttentionResult(output, lse, None, NAME))
         alive.append(_add(packed, call, output, lse))
