@@ -18,12 +18,12 @@ from attnserve import _dtypes
 from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.devices.results import put, rows_of_bytes
+from attnserve_server.devices.results import Parts, fetched, put
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.tensors import TensorSpec
-from attnserve_server.work import BatchResult, RequestResult, Work
+from attnserve_server.work import BatchResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -37,11 +37,10 @@ def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device
 
 def _elements(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
     """The elements of a tensor, one behind the other."""
-    raw = torch.empty(spec.size, dtype=torch.uint8)
+    raw = device.allocate(spec.size)
     if spec.payload >= 0:
         memoryview(raw.numpy())[:] = payloads[spec.payload]  # type: ignore[arg-type]
-    elements = raw.view(TORCH[spec.dtype])
-    return elements if device.torch_device.type == "cpu" else elements.to(device.torch_device)
+    return device.upload(raw.view(TORCH[spec.dtype]))
 
 
 def _heads_first(name: str, request: CachedRequest, device: Device) -> torch.Tensor:
@@ -107,7 +106,7 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
     results = [[next(attended) for _ in request.uses] for request in batch]
     after_compute = perf_counter()
     return BatchResult(
-        results=[_collect(request, each) for request, each in zip(batch, results, strict=True)],
+        results=fetched(device, [_arranged(request, each) for request, each in zip(batch, results, strict=True)]),
         staging=staged + after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
@@ -206,7 +205,7 @@ def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tens
     return tensor[..., :length] if tensor.shape[3] > 1 else tensor
 
 
-def _collect(request: CachedRequest, results: Sequence[AttentionResult]) -> RequestResult:
+def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Parts:
     """The results of a request's sequences as its reply has them."""
     problem = request.problem
     output = _joined([result.output for result in results])
@@ -224,8 +223,7 @@ def _collect(request: CachedRequest, results: Sequence[AttentionResult]) -> Requ
                 if result.scores is not None
             ]
         )
-    whole = (rows_of_bytes(part, 1)[0] if part is not None else None for part in (lse, scores))
-    return RequestResult(rows_of_bytes(output, 1)[0], *whole)
+    return output, lse, scores
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -69,7 +69,7 @@ class CpuDevice:
         self.instructions = "" if native is None else native.instructions
         self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
         self._native_requests = None if native is None else NativeRequests(native)
-        self._stager = Stager(lambda size: torch.empty(size, dtype=torch.uint8), lambda tensor: tensor, looks=True)
+        self._stager = Stager(self.allocate, self.upload, looks=True)
         self._kernel_calls: Counter[str] = Counter()
         self._counting = Lock()
         self._thread = local()
@@ -230,6 +230,18 @@ class CpuDevice:
 
     def _mark(self) -> None:
         self._thread.own = True
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which is there."""
+        return tensor
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors, which are here."""
+        return tensors
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""

@@ -1,6 +1,7 @@
 """A CUDA device: what a ragged kernel takes of a batch goes to it in one call, the rest call by call.
 
-A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`). Whether inputs
+A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`), and while it
+computes another thread stages the next: two batches have nothing in common but the streams. Whether inputs
 were finite is told with the results; the few sequences that had NaN or infinities are then computed again by the math
 kernel, which knows what may be seen of those.
 
@@ -14,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, local
 from time import perf_counter
 
 import torch
@@ -40,6 +42,13 @@ from attnserve_server.request import Request
 from attnserve_server.work import BatchResult, RequestResult
 
 
+class _KernelCalls(local):
+    """The calls of kernels that each thread has made for its batch."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+
 class CudaDevice:
     """One CUDA device."""
 
@@ -48,7 +57,8 @@ class CudaDevice:
     inline_flops = -1
     """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
 
-    depth = 1
+    depth = 2
+    """One batch computes, and one is staged."""
 
     attend_packed: AttendPacked | None = None
 
@@ -58,7 +68,7 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         self.description = torch.cuda.get_device_name(index)
         self._device = self.torch_device = torch.device("cuda", index)
-        self._kernel_calls: Counter[str] = Counter()
+        self._kernel_calls = _KernelCalls()
         self._transfers = CudaTransfers(self._device)
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
@@ -85,20 +95,34 @@ class CudaDevice:
         """The results of calls, with what is not finite in them mended."""
         results = [attend(call) for call in calls]
         for call, result in zip(calls, results, strict=True):
-            self._kernel_calls[result.kernel] += 1
+            self._kernel_calls.counts[result.kernel] += 1
             _mend(call, result)
         return results
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, one after the other."""
         results = [compute() for compute in computations]
-        self._kernel_calls.update(result.kernel for result in results)
+        self._kernel_calls.counts.update(result.kernel for result in results)
         return results
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""
-        taken, self._kernel_calls = self._kernel_calls, Counter()
+        taken, self._kernel_calls.counts = self._kernel_calls.counts, Counter()
         return taken
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Pinned memory, unless it is too much."""
+        return self._transfers.allocate(size)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device, copied beside what computes."""
+        return self._transfers.upload(tensor)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors in pinned memory, copied beside what computes, and waited for once."""
+        fetched = [self._transfers.fetch(tensor) for tensor in tensors]
+        self._transfers.wait_until_fetched()
+        return fetched
 
     def blame(self, error: Exception) -> Blame:
         """Errors of kernels stay with the context: after one, nothing works until the process ends."""
@@ -111,15 +135,18 @@ class CudaDevice:
         return "request"
 
     def warm_up(self) -> None:
-        """Loads every kernel, and pins memory; on a thread that ends.
+        """Loads every kernel, and pins memory; on as many threads as there are batches at a time, which end.
 
         For a thread has a handle of cuBLAS, made in its first call, that the next thread inherits when it ends.
         """
-        with ThreadPoolExecutor(1, "attnserve-warm-up") as thread:
-            thread.submit(self._warm_up).result()
-
-    def _warm_up(self) -> None:
         self._transfers.warm_up()
+        together = Barrier(self.depth)
+        with ThreadPoolExecutor(self.depth, "attnserve-warm-up") as threads:
+            for done in [threads.submit(self._warm_up, together) for _ in range(self.depth)]:
+                done.result()
+
+    def _warm_up(self, together: Barrier) -> None:
+        together.wait()  # so that no thread does the work of two
         with self._transfers.computing():
             for call in _warm_calls(self._device):
                 attend(call)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import Compute
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,15 @@ class Device(Compute, Protocol):
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions of one group. No result depends on the other requests."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """So many bytes of host memory, to be filled and uploaded."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device, for what is computed from now on, without waiting for what computes."""
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Tensors of the device on the host, computed and there; what others compute meanwhile is not waited for."""
 
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels, by name, that this thread's batch has made since it was last asked."""

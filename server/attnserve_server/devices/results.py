@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -12,6 +12,12 @@ from attnserve_server.kernels import AttentionResult
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request, Span
 from attnserve_server.work import RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.devices.device import Device
+
+Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""The output, lse and scores of a reply, where they were computed."""
 
 Rows: TypeAlias = tuple[slice, slice, slice]
 """Some of the rows of an output [N, H, L, Dv]."""
@@ -46,6 +52,13 @@ def collect(
         if gathered[index] is None:
             gathered[index] = _of_no_queries(request.problem)
     return gathered  # type: ignore[return-value]  # every place has been filled
+
+
+def fetched(device: Device, arranged: Sequence[Parts]) -> list[RequestResult]:
+    """What replies carry of results that are laid out as replies have them, all brought to the host together."""
+    here = iter(device.fetch([part.contiguous() for parts in arranged for part in parts if part is not None]))
+    found = ([None if part is None else rows_of_bytes(next(here), 1)[0] for part in parts] for parts in arranged)
+    return [RequestResult(output, lse, scores) for output, lse, scores in found]  # type: ignore[arg-type]
 
 
 def _of_no_queries(problem: Problem) -> RequestResult:

@@ -1,9 +1,14 @@
 """Tensors to a CUDA device and back, beside its computing.
 
 Three streams: one copies to the device, one computes, one copies back; events order them, and only the end of a batch
-is waited for. Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out
-again only when the copies from them are done: so a block is filled while another is on its way, and replies keep
-theirs for as long as they need them.
+is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before, in
+whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for no
+more than others had asked until then. The one that computes is the device's default stream, on which layers are loaded
+and caches made, too.
+
+Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out again only when
+the copies from them are done: so a block is filled while another is on its way, and replies keep theirs for as long as
+they need them.
 """
 
 from __future__ import annotations
@@ -46,9 +51,11 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._upload_stream, self._compute_stream, self._fetch_stream = (
+        self._compute_stream = torch.cuda.default_stream(device)
+        # Made so that the default stream does not wait for them, nor they for it, but by events.
+        self._upload_stream, self._fetch_stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(3)
+            for _ in range(2)
         )
 
     @contextmanager

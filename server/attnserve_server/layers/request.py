@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from google.protobuf.message import DecodeError
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
+from attnserve_server.devices.results import Parts, fetched
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.errors import Malformed
 from attnserve_server.layers.application import Application, application_of
@@ -95,8 +96,8 @@ class LayerRequest(Independent):
         costs = [request.cost for request in batch]
         return run_layer(device, batch, lambda inputs: device.share(self.loaded.layer.run, inputs, costs))
 
-    def collect(self, output: LayerOutput) -> RequestResult:
-        """The elements of the reply, on the host and laid out as the input was."""
+    def arranged(self, output: LayerOutput) -> Parts:
+        """The elements of the reply, laid out as the input was: output, lse and scores."""
         application, lengths = self.application, self.input.lengths
         dtype = output.output.dtype if application.takes_ids else TORCH[application.tensors["input"].dtype]
         rows, lse, scores = output.output.to(dtype), output.lse, output.scores
@@ -112,8 +113,7 @@ class LayerRequest(Independent):
                 missing = application.keys - per_row.shape[-1]
                 per_row = torch.nn.functional.pad(per_row, (0, missing), value=excluded)
                 scores = _padded(per_row, lengths, application.length, excluded).movedim(1, -2)
-        parts = (None if part is None else _bytes(part) for part in (lse, scores))
-        return RequestResult(_bytes(rows), *parts)
+        return rows, lse, scores
 
     def encode(
         self, result: RequestResult, phases: Phases, batch_size: int, cache_lengths: Sequence[int] = ()
@@ -187,12 +187,12 @@ def run_layer(
 ) -> BatchResult:
     """Brings the inputs of requests to the device, has `run` compute them and fetches what comes out."""
     begin = perf_counter()
-    inputs = [_on_device(request.input, device.torch_device) for request in requests]
+    inputs = [_on_device(request.input, device) for request in requests]
     after_staging = perf_counter()
     outputs = run(inputs)
     after_compute = perf_counter()
     return BatchResult(
-        results=[request.collect(output) for request, output in zip(requests, outputs, strict=True)],
+        results=fetched(device, [request.arranged(output) for request, output in zip(requests, outputs, strict=True)]),
         staging=after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
@@ -229,16 +229,11 @@ def _padded(rows: torch.Tensor, lengths: Sequence[int], length: int, value: floa
     return padded
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _on_device(request: LayerInput, device: torch.device) -> LayerInput:
+def _on_device(request: LayerInput, device: Device) -> LayerInput:
     """The request with its tensors on a device."""
-    if device.type == "cpu":
+    if device.torch_device.type == "cpu":
         return request
     names = ("input", "context", "mask", "bias", "segments")
     tensors = {name: getattr(request, name) for name in names}
-    return replace(
-        request, **{name: each.to(device, non_blocking=True) for name, each in tensors.items() if each is not None}
-    )
+    uploaded: dict[str, Any] = {name: device.upload(each) for name, each in tensors.items() if each is not None}
+    return replace(request, **uploaded)
