@@ -32,6 +32,12 @@ WORKLOADS = ("Deployment", "StatefulSet")
 AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
 """Two ways to say how many replicas there are, of which at most one can be had."""
 
+PROCESS_BYTES = 300 << 20
+"""A server without its pool of caches, measured at its start on a CPU."""
+COPIES = 3
+"""How much of memory a large request takes while it arrives, at most as far as was seen, in its sizes: gRPC has it in
+pieces, then it is there as one, and what was freed between others is not always of use."""
+
 POD = {"metadata.name": "attnserve-0", "status.podIP": "10.0.0.1"}
 """What Kubernetes says of a pod to itself."""
 
