@@ -27,6 +27,7 @@ PLOT: Final = Path("docs/performance.png")
 README: Final = Path("README.md")
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 BEGIN_PLOT, END_PLOT = "<!-- plot -->", "<!-- /plot -->"
+BEGIN_ELSEWHERE, END_ELSEWHERE = "<!-- elsewhere -->", "<!-- /elsewhere -->"
 
 SUMMARY: Final = (
     "",
@@ -44,7 +45,7 @@ SUMMARY: Final = (
 
 def report(result: Result) -> str:
     """All that is generated, in markdown."""
-    tables = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
+    tables = []
     for each in result.workloads:
         tables.append(table.rendered(each, result.cores))
         if each.open:
@@ -56,7 +57,13 @@ def report(result: Result) -> str:
         tables.append(table.waiting(result.waiting))
     if result.growth:
         tables.append(table.growth(result.growth))
-    return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, tables)))
+    return "\n\n".join((brief(result), *map(_plain, tables)))
+
+
+def brief(result: Result) -> str:
+    """What of it says how fast another machine is: how it was made, a line for each workload, and the goals."""
+    reached = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
+    return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, reached)))
 
 
 def with_report(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
@@ -168,8 +175,13 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
     parser.add_argument("--readme", type=Path, default=README, help="where the plot is shown, between markers too")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
+    parser.add_argument("--elsewhere", action="store_true", help="it was another machine: in brief, without a plot")
     options = parser.parse_args()
     result = Result.read(options.json)
+    if options.elsewhere:
+        document = with_report(options.document.read_text("utf-8"), brief(result), BEGIN_ELSEWHERE, END_ELSEWHERE)
+        options.document.write_text(document, "utf-8")
+        return
     plot(result, options.plot)
     text = f"{image(options.document, options.plot)}\n\n{report(result)}"
     options.document.write_text(with_report(options.document.read_text("utf-8"), text), "utf-8")

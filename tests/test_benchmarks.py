@@ -36,7 +36,18 @@ from benchmarks.measure import (
 )
 from benchmarks.messages import call, replies
 from benchmarks.meters import Check, Refused
-from benchmarks.report import BEGIN, BEGIN_PLOT, END, END_PLOT, image, report, with_report
+from benchmarks.report import (
+    BEGIN,
+    BEGIN_ELSEWHERE,
+    BEGIN_PLOT,
+    END,
+    END_ELSEWHERE,
+    END_PLOT,
+    brief,
+    image,
+    report,
+    with_report,
+)
 from benchmarks.results import FIGURES, OPEN_FIGURES, Result, WorkloadResult
 from benchmarks.servers import Running
 from benchmarks.waiting import waiting
@@ -150,6 +161,17 @@ def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Pat
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="followed by"):
         with_report(f"{END} {BEGIN}", "text")
+
+
+def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_path: Path) -> None:
+    document = tmp_path / "performance.md"
+    before, after = f"{BEGIN}\nfigures\n{END}", "after\n"
+    document.write_text(f"{before}\n{BEGIN_ELSEWHERE}\nold\n{END_ELSEWHERE}\n{after}")
+    command = [sys.executable, "-m", "benchmarks.report", "--elsewhere", "--json", str(run.file)]
+    subprocess.run([*command, "--document", str(document)], cwd=ROOT, check=True, timeout=110)
+    text = brief(Result.read(run.file))
+    assert document.read_text() == f"{before}\n{BEGIN_ELSEWHERE}\n{text}\n{END_ELSEWHERE}\n{after}"
+    assert text in report(Result.read(run.file))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class Config:
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests and their replies in flight; it bounds the server's memory.",
+        "The most bytes of requests, once they have arrived, and their replies. Memory in flight is up to three times "
+        "that where requests are tens of megabytes each.",
     )
     # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
     # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
