@@ -13,6 +13,7 @@ import torch
 
 from attnserve_server.devices import cuda
 from attnserve_server.devices.cuda import CudaDevice
+from attnserve_server.devices.transfers import Asked
 from attnserve_server.kernels import KERNELS, efficient_cuda, table
 
 META = torch.device("meta")
@@ -20,7 +21,7 @@ SEVEN = 7.0
 
 
 class MetaTransfers:
-    """Transfers to memory without contents; what is fetched from there is all sevens."""
+    """Transfers to memory without contents; what is fetched from there is all sevens, and nothing is true."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -36,12 +37,15 @@ class MetaTransfers:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.device == META
         self.fetched.append(tensor)
-        return torch.full(tensor.shape, SEVEN, dtype=tensor.dtype)
+        return torch.full(tensor.shape, SEVEN if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
-    def wait_until_computed(self) -> None:
-        raise AssertionError("what others have computed meanwhile would be waited for, too")
+    def asked(self) -> Asked:
+        return Asked(self._wait_until_computed, self._wait_until_fetched)
 
-    def wait_until_fetched(self) -> None:
+    def _wait_until_computed(self) -> None:
+        raise AssertionError("to wait until results are here is enough")
+
+    def _wait_until_fetched(self) -> None:
         self.waits += 1
 
 
@@ -50,7 +54,6 @@ def meta_device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     """The device."""
     rows = [replace(kernel, device="meta") for kernel in KERNELS if kernel.name == efficient_cuda.NAME]
     monkeypatch.setattr(table, "KERNELS", tuple(rows))
-    monkeypatch.setattr(cuda, "_mend", lambda call, result: 0)
     device = object.__new__(CudaDevice)
     device._device = device.torch_device = META
     device._transfers = MetaTransfers()  # type: ignore[assignment]

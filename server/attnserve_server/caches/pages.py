@@ -78,7 +78,7 @@ class _Views:
 
 
 class PagePool:
-    """Pages of memory on a device. Used by one thread at a time."""
+    """Pages of memory on a device. Used by one thread at a time on a CPU; elsewhere the device keeps the order."""
 
     def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device) -> None:
         """Takes memory for as many whole pages as fit. Raises ValueError if pages would not be aligned."""

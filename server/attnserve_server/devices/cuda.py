@@ -3,7 +3,8 @@
 A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`), and while it
 computes another thread stages the next: two batches have nothing in common but the streams. Whether inputs
 were finite is told with the results; the few sequences that had NaN or infinities are then computed again by the math
-kernel, which knows what may be seen of those.
+kernel, which knows what may be seen of those. Caches and layers go on with the results of calls (`attend`), and so wait
+for what is told once for each list of calls: once for caches, mostly, and once for each attention of a layer.
 
 Not yet run on a GPU: `run_batch` and all that it calls but torch's own kernels is tested on CPU tensors, streams and
 kernels by `tests/gpu`, where there is a GPU.
@@ -92,11 +93,18 @@ class CudaDevice:
         return function(*tensors)
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls, with what is not finite in them mended."""
+        """The results of calls, with what is not finite in them mended: looked at once, when all have been asked."""
         results = [attend(call) for call in calls]
-        for call, result in zip(calls, results, strict=True):
-            self._kernel_calls.counts[result.kernel] += 1
-            _mend(call, result)
+        counts = self._kernel_calls.counts
+        counts.update(result.kernel for result in results)
+        suspects = [result.suspect for result in results if result.suspect is not None]
+        if suspects:
+            (here,) = self.fetch([torch.cat(suspects)])
+            flags = iter(torch.split(here, [len(each) for each in suspects]))
+            for call, result in zip(calls, results, strict=True):
+                if result.suspect is not None:
+                    result.suspect = next(flags)
+                    counts[math.NAME] += _mend(call, result)
         return results
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
@@ -108,7 +116,7 @@ class CudaDevice:
     def take_kernel_calls(self) -> Counter[str]:
         """The calls of kernels since they were last taken."""
         taken, self._kernel_calls.counts = self._kernel_calls.counts, Counter()
-        return taken
+        return +taken  # those of which there were any
 
     def allocate(self, size: int) -> torch.Tensor:
         """Pinned memory, unless it is too much."""
@@ -121,7 +129,7 @@ class CudaDevice:
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors in pinned memory, copied beside what computes, and waited for once."""
         fetched = [self._transfers.fetch(tensor) for tensor in tensors]
-        self._transfers.wait_until_fetched()
+        self._transfers.asked().until_fetched()
         return fetched
 
     def blame(self, error: Exception) -> Blame:
@@ -153,7 +161,7 @@ class CudaDevice:
             for kernel in RAGGED_KERNELS:
                 for dtype in kernel.dtypes:
                     kernel.attend(_warm_ragged_call(self._device, dtype))
-        self._transfers.wait_until_computed()
+        self._transfers.asked().until_computed()
 
     def memory(self) -> dict[str, int]:
         """Bytes in tensors, bytes that torch holds, and bytes that nobody holds."""
@@ -170,8 +178,9 @@ class CudaDevice:
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self._transfers.wait_until_computed()
-        self._transfers.wait_until_fetched()
+        asked = self._transfers.asked()
+        asked.until_computed()
+        asked.until_fetched()
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
@@ -186,9 +195,10 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
 
     pack_results = [_fetched_pack(each.run(), transfers) for each in staged_packs]
     results = [_fetched(attend(call.call), others[call.parts[0][0]].problem, transfers) for call in staged]
-    transfers.wait_until_computed()
+    asked = transfers.asked()  # before it waits: meanwhile another batch asks, too
+    asked.until_computed()
     after_compute = perf_counter()
-    transfers.wait_until_fetched()
+    asked.until_fetched()
 
     kernel_calls = Counter(result.kernel for result in results)
     gathered: list[RequestResult | None] = [None] * len(requests)

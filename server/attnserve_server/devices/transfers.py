@@ -3,8 +3,8 @@
 Three streams: one copies to the device, one computes, one copies back; events order them, and only the end of a batch
 is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before, in
 whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for no
-more than others had asked until then. The one that computes is the device's default stream, on which layers are loaded
-and caches made, too.
+more than others had asked by then: where that ends is marked before it waits. The one that computes is the device's
+default stream, on which layers are loaded and caches made, too.
 
 Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out again only when
 the copies from them are done: so a block is filled while another is on its way, and replies keep theirs for as long as
@@ -13,9 +13,9 @@ they need them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,15 @@ WARM_BLOCKS = 6
 """Pinned blocks of each size that are there from the start: query, key and value of two stacks."""
 WARM_POWERS = range(12, 25)
 """Powers of two of those sizes: 4 KiB to 16 MiB. Others are allocated, for milliseconds, when first needed."""
+
+
+class Asked(NamedTuple):
+    """Waits for what has been asked up to some moment, whatever has been asked since."""
+
+    until_computed: Callable[[], None]
+    """Waits until it has been computed."""
+    until_fetched: Callable[[], None]
+    """Waits until it has been fetched."""
 
 
 class Transfers(Protocol):
@@ -37,13 +46,10 @@ class Transfers(Protocol):
         """A tensor of such memory on the device, for what is computed from now on."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device in packed host memory, filled once `wait_until_fetched` has returned."""
+        """A tensor of the device in packed host memory, filled once `Asked.until_fetched` of later has returned."""
 
-    def wait_until_computed(self) -> None:
-        """Waits for all that has been asked to be computed."""
-
-    def wait_until_fetched(self) -> None:
-        """Waits for all that has been fetched."""
+    def asked(self) -> Asked:
+        """What has been asked by now, to be waited for. What others ask from now on is none of it."""
 
 
 class CudaTransfers:
@@ -87,13 +93,9 @@ class CudaTransfers:
         tensor.record_stream(self._fetch_stream)
         return host
 
-    def wait_until_computed(self) -> None:
-        """Waits for the compute stream."""
-        _wait(self._compute_stream)
-
-    def wait_until_fetched(self) -> None:
-        """Waits for the fetch stream."""
-        _wait(self._fetch_stream)
+    def asked(self) -> Asked:
+        """How far the streams that compute and copy back have to come."""
+        return Asked(_mark(self._compute_stream).synchronize, _mark(self._fetch_stream).synchronize)
 
     def warm_up(self) -> None:
         """Pins memory, which takes milliseconds, before the first batch needs it."""
@@ -101,8 +103,8 @@ class CudaTransfers:
         del blocks
 
 
-def _wait(stream: torch.cuda.Stream) -> None:
-    """Waits for all work of a stream until now; the thread sleeps, instead of spinning beside the event loop."""
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """All work of a stream until now; a thread that waits for it sleeps, instead of spinning beside the event loop."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
-    event.synchronize()
+    return event

@@ -1,0 +1,139 @@
+"""What batches on a CUDA device wait for: each for its own, whatever others ask meanwhile; and how often they look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import messages
+import numpy as np
+import pytest
+import torch
+
+from attnserve_server.devices import cuda
+from attnserve_server.devices.cuda import CudaDevice, run_batch
+from attnserve_server.devices.transfers import Asked, CudaTransfers
+from attnserve_server.kernels import AttentionCall, AttentionResult, math
+
+
+@dataclass
+class Stream:
+    """A stream: what it has been asked, and how much of that somebody has waited for."""
+
+    asked: int = 0
+    waited: int = 0
+
+
+class Event:
+    """Of such streams."""
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "the thread is to sleep"
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.asked = stream, stream.asked
+
+    def synchronize(self) -> None:
+        self.stream.waited = max(self.stream.waited, self.asked)
+
+
+class StreamTransfers(CudaTransfers):
+    """Transfers from the host to itself, with such streams: each tensor that is brought or fetched is asked of one."""
+
+    def __init__(self) -> None:
+        self._compute_stream, self._fetch_stream = Stream(), Stream()  # type: ignore[assignment]
+        self.streams: Sequence[Stream] = (self._compute_stream, self._fetch_stream)  # type: ignore[assignment]
+        self.fetches = 0
+
+    def allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.streams[0].asked += 1
+        return tensor.clone()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.streams[1].asked += 1
+        self.fetches += 1
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class Pair(StreamTransfers):
+    """Another batch asks for more whenever this one waits."""
+
+    def asked(self) -> Asked:
+        self.own = [stream.asked for stream in self.streams]
+        return Asked(*(self._beside(wait) for wait in CudaTransfers.asked(self)))
+
+    def _beside(self, wait: Callable[[], None]) -> Callable[[], None]:
+        def waits() -> None:
+            for stream in self.streams:
+                stream.asked += 1
+            wait()
+
+        return waits
+
+
+@pytest.fixture(autouse=True)
+def _events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+def test_a_batch_does_not_wait_for_what_another_asks_while_it_waits() -> None:
+    """The next one is staged while it computes: were that waited for, both would end together, and none be staged."""
+    transfers = Pair()
+    (result,) = run_batch([messages.read(messages.random_attend(0, 4))], transfers, ()).results
+    assert result.output
+    assert min(transfers.own) > 0
+    assert [stream.waited for stream in transfers.streams] == transfers.own
+    assert all(stream.asked > stream.waited for stream in transfers.streams)
+
+
+def calls_of(count: int) -> list[AttentionCall]:
+    """Calls of two sequences each, with values that are not finite in the second of every other call."""
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for n in range(count):
+        query, key, value = (torch.randn(2, 1, 3, 4, generator=generator) for _ in range(3))
+        if n % 2:
+            value[1, 0, 2] = torch.nan
+        calls.append(AttentionCall(query, key, value, 0.5, causal=True, return_lse=True))
+    return calls
+
+
+def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Excluded as it is, what is not finite reaches no other row."""
+
+    def attend(call: AttentionCall) -> AttentionResult:
+        exact = math.attend_each(call)
+        suspect = ~call.value.isfinite().flatten(1).all(1)
+        spoilt = exact.output.clone()
+        spoilt[suspect] = torch.nan
+        return AttentionResult(spoilt, exact.lse, None, "quick", suspect)
+
+    monkeypatch.setattr(cuda, "attend", attend)
+    device = object.__new__(CudaDevice)
+    device._transfers = transfers = StreamTransfers()
+    device._kernel_calls = cuda._KernelCalls()
+    calls = calls_of(5)
+    for call, result in zip(calls, device.attend(calls, 0), strict=True):
+        exact = math.attend_each(call)
+        np.testing.assert_array_equal(result.output, exact.output)
+        assert result.output[:, :, :2].isfinite().all()
+        assert result.lse is not None
+        np.testing.assert_array_equal(result.lse, exact.lse)
+    assert transfers.fetches == 1, "of whether there is anything"
+    assert transfers.streams[1].waited == 1
+    assert device.take_kernel_calls() == {"quick": 5, math.NAME: 2}
+    assert not device.take_kernel_calls()
+
+
+def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "attend", math.attend_each)
+    device = object.__new__(CudaDevice)
+    device._transfers = transfers = StreamTransfers()
+    device._kernel_calls = cuda._KernelCalls()
+    device.attend(calls_of(2), 0)
+    assert transfers.fetches == 0
