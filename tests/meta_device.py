@@ -6,10 +6,13 @@ The host cannot read such memory: what is computed with must have been brought t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from attnserve_server.devices import cuda
 from attnserve_server.devices.cuda import CudaDevice
@@ -32,7 +35,7 @@ class MetaTransfers:
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.device.type == "cpu"
-        return tensor.to(META)
+        return tensor.to(META, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.device == META
@@ -47,6 +50,29 @@ class MetaTransfers:
 
     def _wait_until_fetched(self) -> None:
         self.waits += 1
+
+
+class NothingWaits(TorchFunctionMode):
+    """Within, nothing that this thread asks of torch brings something to the device and waits until it is there."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = options or {}
+        result = function(*arguments, **options)
+        if function is torch.tensor:
+            assert result.device != META, "numbers are copied there"
+        elif function is torch.Tensor.to and arguments[0].device != result.device:
+            assert options.get("non_blocking")
+        elif function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and arguments[0].device == META:
+            index = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
+            assert not any(isinstance(each, list) for each in index), "numbers are copied there"
+            assert all(each.device == META for each in index if isinstance(each, torch.Tensor))
+        return result
 
 
 @pytest.fixture

@@ -49,6 +49,23 @@ def test_what_is_staged_does_not_wait_for_what_computes(device: CudaDevice) -> N
     assert begin.elapsed_time(copied) < begin.elapsed_time(computed) / 2
 
 
+def test_a_batch_has_its_results_while_another_computes(device: CudaDevice) -> None:
+    transfers = device._transfers
+    own, other = (torch.full((9,), value, device=device.torch_device) for value in (1.0, 2.0))
+    computed = torch.cuda.Event()
+    with transfers.computing():
+        here = transfers.fetch(own)
+        asked = transfers.asked()
+        torch.cuda._sleep(CYCLES)
+        transfers.fetch(other)
+        computed.record()
+    asked.until_computed()
+    asked.until_fetched()
+    assert not computed.query()
+    assert here.tolist() == [1.0] * 9
+    computed.synchronize()
+
+
 def test_batches_of_two_threads_have_their_own_results(device: CudaDevice) -> None:
     def run(batch: list[pb.AttendRequest]) -> list[bytes]:
         found = device.run([messages.read(message) for message in batch])

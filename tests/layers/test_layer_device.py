@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import random_layers as make
 import torch
-from meta_device import META, SEVEN, MetaTransfers, meta_device
+from meta_device import META, SEVEN, MetaTransfers, NothingWaits, meta_device
 
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.results import Parts
 from attnserve_server.kernels import efficient_cuda
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.request import run_layer
-from attnserve_server.layers.specification import Architecture, Transformer
+from attnserve_server.layers.specification import Architecture, Rotary, Transformer
 
 __all__ = ["meta_device"]
 
@@ -34,8 +34,9 @@ class Asked:
     [
         make.attention(32, 4, causal=True),
         Transformer(blocks=2, block=make.block(32, 4, self_attention=make.attention(32, 4, causal=True))),
+        make.attention(32, 4, causal=True, rotary=Rotary(width=8)),
     ],
-    ids=["attention", "transformer"],
+    ids=["attention", "transformer", "rotary"],
 )
 def test_what_a_layer_takes_and_gives(meta_device: CudaDevice, architecture: Architecture) -> None:
     parameters = {name: each.to(META) for name, each in make.random_parameters(architecture).items()}
@@ -43,7 +44,8 @@ def test_what_a_layer_takes_and_gives(meta_device: CudaDevice, architecture: Arc
     layer = make.layer_of(architecture, parameters, device)
     lengths = (5, 9, 5)
     requests: list[Any] = [Asked(make.packed(make.random_rows(length, 32, 0))) for length in lengths]
-    batch = run_layer(meta_device, requests, layer.run)
+    with NothingWaits():
+        batch = run_layer(meta_device, requests, layer.run)
     for length, result in zip(lengths, batch.results, strict=True):
         assert torch.frombuffer(result.output, dtype=torch.float32).tolist() == [SEVEN] * (length * 32)
     transfers = meta_device._transfers

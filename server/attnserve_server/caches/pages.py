@@ -139,11 +139,12 @@ class PagePool:
         if self._looks:
             self.write_arrays(shape, places, _array(key), _array(value))
             return
-        if len(places) == 1:  # to send its place to the device would be to wait for it
+        if len(places) == 1:  # without sending its place to the device
             page, slot, _ = places[0]
             views.key[page, :, slot], views.value[page, :, slot] = key[0], value[0]
             return
-        pages, slots = torch.tensor([place[:2] for place in places], device=key.device).unbind(1)
+        # Sent without waiting for what computes: other batches may.
+        pages, slots = torch.tensor([place[:2] for place in places]).to(key.device, non_blocking=True).unbind(1)
         views.key[pages, :, slots], views.value[pages, :, slots] = key, value
 
     def write_arrays(self, shape: CacheShape, places: Sequence[Write], key: NDArray[Any], value: NDArray[Any]) -> None:

@@ -134,15 +134,15 @@ class CachedLayerRequest(CacheWork):
 
     def run_batch(self, device: Device, batch: Sequence[CachedLayerRequest]) -> BatchResult:
         """Computes requests for this layer."""
-        residents = Residents(self.host.pages, [request.residents(device.torch_device) for request in batch])
+        residents = Residents(self.host.pages, [request.residents(device) for request in batch])
         run = partial(self.decoder.run, residents=residents)
         return run_layer(device, [request.applied for request in batch], run)
 
-    def residents(self, device: torch.device) -> list[Resident]:
+    def residents(self, device: Device) -> list[Resident]:
         """The caches, after the appends."""
         placements = iter(self.placements)
         placed = [next(placements) if use.tokens else NOTHING for use in self.uses]
-        mask = None if self.mask is None else self.mask.to(device)
+        mask = None if self.mask is None else device.upload(self.mask)
         layers, residents = self._layers, []
         for n, (length, first) in enumerate(
             zip(self.applied.input.lengths, range(0, len(self.uses), layers), strict=True)

@@ -109,4 +109,5 @@ def _write(
         rows.append(start)
         places.append(placement.writes[0])
     for shape, (rows, places) in steps.items():
-        pool.write_tokens(shape, places, key[rows], value[rows])
+        index = torch.tensor(rows).to(key.device, non_blocking=True)
+        pool.write_tokens(shape, places, key[index], value[index])

@@ -55,7 +55,7 @@ class Packing:
         )
         positions = torch.zeros(self.rows, dtype=torch.int64)
         torch.add(torch.arange(self.total), shift, out=positions[: self.total])
-        return positions.to(device)
+        return positions.to(device, non_blocking=True)  # else the caller would wait for all that computes there
 
 
 @dataclass(frozen=True, slots=True)
