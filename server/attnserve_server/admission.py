@@ -81,7 +81,7 @@ class Admission:
         self._stands = False
         self._callers: dict[Hashable, Usage] = {}
         self._told: dict[Hashable, Told] = {}
-        """The callers that have been refused since anything was counted: until then, nothing else can be said."""
+        """The callers that have been refused since anything was counted: until then, nothing else is decided."""
         self.pace = Pace()
         """How fast requests are computed: whoever computes them tells it."""
 
@@ -111,6 +111,7 @@ class Admission:
         """
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.batches == self.pace.batches:
+            self._stands = True  # as with every refusal
             raise told.error.again()
         try:
             self._check_room(caller, size)
