@@ -28,7 +28,7 @@ _REFUSALS: Final = (
     OverloadedError,
     PermissionDeniedError,
 )
-"""A server that answers so has made nothing: at an earlier attempt neither, or it would have found that."""
+"""A server that answers so has made nothing, unless at an earlier attempt: it may refuse before it looks for that."""
 
 
 class Making:
@@ -64,7 +64,8 @@ class Making:
     ) -> None:
         if isinstance(error, GeneratorExit):  # a coroutine that is thrown away, perhaps when its loop is closed
             return
-        if isinstance(error, _REFUSALS):
+        # Only what a server says has details, and what ended this is what the last one said.
+        if isinstance(error, _REFUSALS) and error.details and not error.resent:
             self._asked.pop()
         for home in self._asked:
             self._send(_cache_requests.give_up(self._rpc), home)

@@ -12,11 +12,18 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from cache_keeper import Keeper, attention
+from cache_keeper import Keeper, Refusal, attention
 from cached import KEYS, QUERY, VALUES, D, H, Transport, address, client, keeper, normal, part, reference, transport
 from calls import PATIENCE_S, until
 
-from attnserve import Client, DeadlineExceededError, FailedPreconditionError, UnavailableError
+from attnserve import (
+    Client,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -195,3 +202,46 @@ def test_a_cache_that_was_made_in_vain_is_not_left_behind(client: Any, keeper: K
         client.create_cache(H, D)
     until(lambda: client.caches.list() is not None and given_up.is_set(), "the server is told")
     assert not keeper.caches
+
+
+@pytest.mark.parametrize("method", ["Create", "Fork"])
+def test_a_cache_that_was_made_before_a_refusal_is_not_left_behind(client: Any, keeper: Keeper, method: str) -> None:
+    """The reply is lost, and the server, full by now, refuses the next attempt before it looks who asks."""
+    first = client.create_cache(H, D)
+    given_up = threading.Event()
+
+    def refuse(request: Any) -> None:
+        if len(keeper.caches) > 1:
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    keeper.before[method] = refuse
+    keeper.after["Delete"] = lambda answer, context: given_up.set()
+    keeper.lose = [method]
+    with pytest.raises(OverloadedError) as caught:
+        first.fork() if method == "Fork" else client.create_cache(H, D)
+    assert caught.value.resent
+    until(lambda: client.caches.list() is not None and given_up.is_set(), "the server is told")
+    assert {info.name for info in client.caches.list()} == {first.name}
+
+
+@pytest.mark.parametrize("method", ["Create", "Fork"])
+def test_a_server_that_has_made_nothing_is_not_told_to_delete_it(client: Any, keeper: Keeper, method: str) -> None:
+    """One that is full has enough to do."""
+    first = client.create_cache(H, D)
+
+    def refuse(request: Any) -> None:
+        raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    keeper.before[method] = refuse
+    with pytest.raises(OverloadedError):
+        first.fork() if method == "Fork" else client.create_cache(H, D)
+    first.delete()
+    assert keeper.methods() == ["Create", "Delete"]
+    assert [list(request.request_ids) for name, request in keeper.asked if name == "Delete"] == [[]]
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_timeout_that_is_none_is_said_to_be_that(client: Any, timeout: float) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        client.create_cache(H, D, timeout=timeout)
+    assert caught.value.field == "timeout"
