@@ -106,6 +106,22 @@ async def test_others_have_their_turns_between_calls(no_patience: None) -> None:
     assert await reading.bench.engine.drain(0)
 
 
+async def test_what_has_been_read_runs_while_the_rest_is_read(no_patience: None) -> None:
+    """Or the device, and who has a deadline, would wait for the last call of the message."""
+    busy: list[bool] = []
+    reading = Reading(lambda number: busy.append(bool(reading.bench.engine.worker.runs)))
+    reading.bench.device.may_run.clear()
+    serving = asyncio.create_task(reading.stream.serve())
+    await asyncio.create_task(reading.other())
+    reading.bench.device.may_run.set()
+    assert busy == [False] + [True] * (CALLS - 1)
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.context.answered.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
 async def test_few_calls_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_TURN_SECONDS", calls.PATIENCE_S)
     reading = Reading()
