@@ -1,7 +1,7 @@
 """Tensors to a CUDA device and back, beside its computing.
 
-Three streams: one copies to the device, one computes, one copies back; events order them, and only the end of a batch
-is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before, in
+Three streams: one copies to the device, one computes, one copies back; events order them, and only what the host must
+know is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before, in
 whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for no
 more than others had asked by then: where that ends is marked before it waits. The one that computes is the device's
 default stream, on which layers are loaded and caches made, too.
@@ -46,7 +46,7 @@ class Transfers(Protocol):
         """A tensor of such memory on the device, for what is computed from now on."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device in packed host memory, filled once `Asked.until_fetched` of later has returned."""
+        """A tensor of the device in packed host memory, filled once `asked().until_fetched()` has returned."""
 
     def asked(self) -> Asked:
         """What has been asked by now, to be waited for. What others ask from now on is none of it."""
