@@ -1,9 +1,9 @@
 """Tensors to a CUDA device and back, beside its computing.
 
 Three streams: one copies to the device, one computes, one copies back; events order them, and only what the host must
-know is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before, in
-whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for no
-more than others had asked by then: where that ends is marked before it waits. The one that computes is the device's
+know is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before,
+in whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for
+no more than others had asked by then: where that ends is marked before it waits. The one that computes is the device's
 default stream, on which layers are loaded and caches made, too.
 
 Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out again only when
