@@ -108,7 +108,8 @@ def _change_repeated(random: Random, values: Any, field: FieldDescriptor) -> Non
     elif values and random.random() < 0.6:
         values[place] = _value(random, field, values[place])
     else:
-        values.append(_value(random, field, values[0] if values else 0))
+        nothing = b"" if field.type == FieldDescriptor.TYPE_BYTES else 0
+        values.append(_value(random, field, values[0] if values else nothing))
 
 
 def _value(random: Random, field: FieldDescriptor, old: Any) -> Any:
