@@ -1,4 +1,6 @@
-"""The RPCs of `CacheService`. What changes a cache waits for its turn in the engine; the rest is answered at once."""
+"""The RPCs of `CacheService`. What changes a cache, or looks at one, waits for its turn in the engine; the rest is
+answered at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from grpc import aio
 
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
-from attnserve_server.caches.operations import Fork, Truncate, describe, read_append
+from attnserve_server.caches.operations import Fork, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import Host, Use, cache_named
 from attnserve_server.callers import Caller
@@ -49,12 +51,12 @@ class CacheService:
         at_its_turn: dict[str, Read] = {
             "Append": lambda caller, message, at, end: read_append(self._host, caller.name, message, self._limits),
             "Fork": self._fork,
+            "Get": self._get,
             "Truncate": self._truncate,
         }
         answering = self._rpcs.answering
         handlers = {
             "Create": answering("create", pb.CacheServiceCreateRequest, self._create, "use"),
-            "Get": answering("get", pb.CacheServiceGetRequest, self._get, "use"),
             "List": answering("list", pb.CacheServiceListRequest, self._list, "use"),
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
         }
@@ -76,10 +78,6 @@ class CacheService:
             shape, ttl, monotonic(), caller.name, _checked_id("request_id", request.request_id)
         )
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
-
-    def _get(self, caller: Caller, request: pb.CacheServiceGetRequest) -> pb.CacheServiceGetResponse:
-        cache = cache_named(self._host, request.name, caller.name)
-        return pb.CacheServiceGetResponse(cache=describe(self._host, cache))
 
     def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
         store = self._host.store
@@ -117,6 +115,11 @@ class CacheService:
         return Fork(
             self._host, (Use(cache, 0, 0, None),), len(data), ttl, _checked_id("request_id", request.request_id)
         )
+
+    def _get(self, caller: Caller, data: bytes, at: int, end: int) -> Look:
+        request = parsed(pb.CacheServiceGetRequest, data)
+        cache = cache_named(self._host, request.name, caller.name)
+        return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name)
 
     def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)

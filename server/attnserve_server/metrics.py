@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from attnserve_server.health import Health
     from attnserve_server.work import Phases
 
-OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "truncate")
-"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and changes of a cache."""
+OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "get", "truncate")
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and what waits for its turn
+at a cache."""
 
 CODES: Final = (
     "OK",

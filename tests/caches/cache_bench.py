@@ -25,7 +25,7 @@ from attnserve.v1 import caches_pb2
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.operations import Truncate, read_append
+from attnserve_server.caches.operations import Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
@@ -129,6 +129,17 @@ class Bench:
     def truncate(self, cache: Cache, length: int) -> Entry:
         """Cuts a cache off behind `length` tokens."""
         return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length))
+
+    def look(self, cache: Cache) -> Entry:
+        """Asks what a cache is."""
+        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None))
+
+    async def seen(self, entry: Entry) -> int:
+        """The tokens that the cache had for who looked."""
+        outcome = await self.outcome(entry)
+        assert isinstance(outcome, Outcome), outcome
+        pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
+        return int(caches_pb2.CacheServiceGetResponse.FromString(b"".join(pieces)).cache.lengths[0])
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
         self.order.append(entry)

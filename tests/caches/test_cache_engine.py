@@ -11,7 +11,7 @@ from cache_bench import PAGE_BYTES, PAGES, Bench, bench
 
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.entry import Entry, Outcome
-from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition
+from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, NotFound
 
 __all__ = ["bench"]
 
@@ -56,6 +56,53 @@ async def test_those_who_only_read_a_cache_do_not_wait_for_each_other(bench: Ben
         for entry in entries:
             await bench.check(entry, *parts)
             assert (await bench.output(entry)).batch_size == len(entries)
+    await bench.finished()
+
+
+async def test_what_is_seen_of_a_cache_is_final(bench: Bench) -> None:
+    """Who looks waits for what came before, also where its caller has gone, and not for what comes behind."""
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    given_up = bench.attend(cache, seed=1, appended=1)
+    await bench.device.until_entered()
+    bench.engine.cancel([given_up])  # too late: it runs
+    looks = [bench.look(cache)]
+    bench.attend(cache, seed=2, appended=5)
+    looks.append(bench.look(cache))
+    assert bench.engine.waiting_for_turns == 3
+    bench.device.may_run.set()
+    assert [await bench.seen(look) for look in looks] == [4, 9]
+    await bench.finished()
+
+
+async def test_what_is_undone_is_never_seen(bench: Bench) -> None:
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    bench.device.failures = 1
+    failed = bench.attend(cache, seed=1, appended=2)
+    await bench.device.until_entered()
+    assert cache.length(0) == 5
+    look = bench.look(cache)
+    bench.device.may_run.set()
+    assert await bench.seen(look) == 3
+    assert isinstance(await bench.outcome(failed), ComputationFailed)
+    await bench.finished()
+
+
+async def test_looking_keeps_no_cache_alive(bench: Bench) -> None:
+    """Neither is its lease renewed, nor does one that was deleted meanwhile answer."""
+    cache = bench.create(3, ttl=100.0)
+    expires = cache.expires
+    assert await bench.seen(bench.look(cache)) == 3
+    assert cache.expires == expires
+    bench.device.may_run.clear()
+    running = bench.attend(cache, seed=1, appended=1)
+    await bench.device.until_entered()
+    look = bench.look(cache)
+    bench.store.delete(cache)
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(look), NotFound)
+    await bench.check(running, (0, 3), (1, 1))
     await bench.finished()
 
 

@@ -116,7 +116,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Says what a cache is. Does not renew its lease. Errors: NOT_FOUND.
+        """Says what a cache is, in the order in which it arrives: whatever came before, cancelled or not, has been done or never
+        will be. Does not renew its lease. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,6 @@
-"""Appending to a cache, forking it and cutting it off: what computes nothing, but waits for its turn all the same."""
+"""Appending to a cache, forking it, cutting it off and looking at it: what computes nothing, but waits for its turn all
+the same.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +140,37 @@ class Truncate(_Operation):
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""
         return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.host, self.uses[0].cache)))
+
+
+@dataclass(slots=True, eq=False)
+class Look(_Operation):
+    """Says what a cache is when what came before has been done or given up: what it tells is final.
+
+    It neither holds the cache nor renews its lease: looking keeps nothing alive.
+    """
+
+    owner: str | None
+    _found: pb.Cache | None = field(default=None, init=False)
+
+    @property
+    def shares(self) -> bool:
+        """It changes nothing."""
+        return True
+
+    def enter(self) -> None:
+        """Holds nothing."""
+
+    def begin(self) -> None:
+        """Looks. Raises NotFound if the cache has gone meanwhile."""
+        cache = cache_named(self.host, self.uses[0].cache.name, self.owner)
+        self._found = describe(self.host, cache)
+
+    def leave(self) -> None:
+        """Nothing was held."""
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
+        """The encoded CacheServiceGetResponse."""
+        return _encoded(pb.CacheServiceGetResponse(cache=self._found))
 
 
 def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Append:
