@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from cases import Case, Plan
+from cuda_device import device
 
 from attnserve._attend import encode_attend
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
-from attnserve_server.devices import open_device
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry, Outcome
@@ -27,20 +27,12 @@ from attnserve_server.kernels import RAGGED_KERNELS
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import Request
 
+__all__ = ["device"]
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CudaDevice]:
-    """The first CUDA device, warm."""
-    device = open_device("cuda", 0, 0)
-    assert isinstance(device, CudaDevice)
-    device.warm_up()
-    yield device
-    device.close()
 
 
 def request_of(case: Case, **returned: Any) -> Request:

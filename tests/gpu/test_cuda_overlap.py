@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import messages
@@ -10,10 +9,12 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from cuda_device import device
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.devices import open_device
 from attnserve_server.devices.cuda import CudaDevice
+
+__all__ = ["device"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,16 +22,6 @@ pytestmark = [
 ]
 CYCLES = 1_000_000_000
 """For which a kernel does nothing: some half a second."""
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CudaDevice]:
-    """The first CUDA device, warm."""
-    device = open_device("cuda", 0, 0)
-    assert isinstance(device, CudaDevice)
-    device.warm_up()
-    yield device
-    device.close()
 
 
 def test_what_is_staged_does_not_wait_for_what_computes(device: CudaDevice) -> None:
