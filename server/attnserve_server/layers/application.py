@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -20,10 +21,14 @@ from attnserve_server.limits import RequestLimits
 from attnserve_server.options import is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.tensors import TensorSpec, check_broadcast, check_rank, float_tensor, int_tensor, shown, tensor_at
 
+PER_SEQUENCE: Final = ("lengths", "context_lengths", "query_offset")
+"""The tensors that give sequences something of their own."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Application:
     """What is asked of which layer. `length` and `context_length` are the totals where `packed`, else of each sequence.
+    Equal to itself alone: headers that are the same have the same one, and what follows from it is remembered by it.
 
     `batched` inputs have an axis of sequences, packed ones have lengths instead; a single sequence has neither.
     `context_length` is None without a context. `resident`: each sequence goes on from what a cache has.
@@ -53,6 +58,11 @@ class Application:
             return False
         return self.batched and not self.length and not self.context_length
 
+    @property
+    def rows(self) -> int:
+        """The rows of the reply."""
+        return self.length * (self.batch if self.batched else 1)
+
 
 class AppliesToCaches(Exception):
     """A request whose sequences go on from resident caches; it carries the message."""
@@ -79,7 +89,7 @@ def check(message: pb.ApplyRequest, limits: RequestLimits) -> Application:
     """The application that a message states, within limits. Raises InvalidRequest."""
     application = _application(message)
     limits.check_tensors(application.tensors)
-    for name in ("lengths", "context_lengths", "query_offset"):
+    for name in PER_SEQUENCE:
         if name in application.tensors:
             limits.check_sequences(f"{name}.shape", prod(application.tensors[name].shape))
     if not application.empty:

@@ -23,7 +23,7 @@ from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, c
 from attnserve_server.callers import Caller
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.layers.application import AppliesToCaches, check
-from attnserve_server.layers.reading import read_input, read_mask
+from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.request import LayerRequest, checked, read_layer_request, run_layer
 from attnserve_server.layers.resident import Resident, Residents
@@ -107,7 +107,7 @@ class CachedLayerRequest(CacheWork):
 
     def count_over(self, resident: Sequence[int]) -> None:
         """Counts what it costs over caches that have so many tokens before it. Raises InvalidRequest."""
-        resident_flops = self.decoder.resident_flops(self.applied.input.lengths, resident)
+        resident_flops = self.decoder.resident_flops(self.applied.extent.lengths, resident)
         self.limits.check_flops(self.applied.flops + resident_flops)
         self.resident_flops = resident_flops
 
@@ -145,7 +145,7 @@ class CachedLayerRequest(CacheWork):
         mask = None if self.mask is None else device.upload(self.mask)
         layers, residents = self._layers, []
         for n, (length, first) in enumerate(
-            zip(self.applied.input.lengths, range(0, len(self.uses), layers), strict=True)
+            zip(self.applied.extent.lengths, range(0, len(self.uses), layers), strict=True)
         ):
             cache = self.uses[first].cache
             residents.append(
@@ -206,13 +206,13 @@ def _read(
         if reference.layer:
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
         _check_shape(index, cache, architecture)
-    given = read_input(loaded, application, payloads, limits)
-    applied = checked(loaded, application, given, size)
+    extent = loaded.extents.of(application, payloads, limits, remember=False)
+    applied = checked(loaded, application, extent, payloads, size)
     if application.options.bottom_right:
         raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [
         Use(cache, layer, length, reference.expected_length if not layer and _expects(reference) else None)
-        for cache, reference, length in zip(caches, message.caches, given.lengths, strict=True)
+        for cache, reference, length in zip(caches, message.caches, extent.lengths, strict=True)
         for layer in range(architecture.blocks)
     ]
     check_distinct(uses[:: architecture.blocks])

@@ -1,7 +1,7 @@
-"""The contents of a request to apply a layer: read out of the received message, into memory of its own.
+"""The rows of a request to apply a layer: read out of the received message, into memory of their own.
 
-In: the layer, what the header states, and payloads that lie in the message. Out: a `LayerInput`, packed, in the layer's
-dtype; InvalidRequest where lengths, offsets, widths or masks make no sense.
+In: the layer, what the header states, how long sequences are, and payloads that lie in the message. Out: a
+`LayerInput`, packed, in the layer's dtype.
 """
 
 from __future__ import annotations
@@ -10,57 +10,35 @@ from collections.abc import Sequence
 
 import torch
 
-from attnserve import _dtypes
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.staging import TORCH, in_range
-from attnserve_server.errors import InvalidRequest
-from attnserve_server.layers.application import Application, check_masks
-from attnserve_server.layers.checks import check_asked
+from attnserve_server.layers.application import Application
+from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput
-from attnserve_server.layers.registry import Loaded
-from attnserve_server.limits import RequestLimits
-from attnserve_server.options import check_offset
-from attnserve_server.tensors import read_integers
+from attnserve_server.layers.specification import LayerSpecification
 
 
 def read_input(
-    loaded: Loaded, application: Application, payloads: list[memoryview], limits: RequestLimits
+    specification: LayerSpecification, application: Application, extent: Extent, payloads: Sequence[memoryview]
 ) -> LayerInput:
     """What goes into the layer. A mask over what caches have is left out: see `read_mask`."""
-    specification, layer = loaded.specification, loaded.outline
-    check_asked(specification.architecture, application.options, application.tensors)
-    if application.takes_ids != bool(layer.vocabulary):
-        found = _dtypes.name(application.tensors["input"].dtype)
-        raise InvalidRequest("input.dtype", "int64 token ids" if layer.vocabulary else "a floating dtype", found)
-    if not application.takes_ids:
-        _check_width("input", application, layer.input_width)
-    if application.context_length is not None:
-        _check_width("context", application, layer.context_width)
-    given = _read_lengths(application, payloads)
+    lengths, context_lengths = extent.lengths, extent.context_lengths
     dtype = getattr(torch, specification.dtype)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    lengths, context_lengths, offsets = given
-    limits.check_flops(loaded.layer.flops(lengths, context_lengths, application.options) * loaded.weight)
     own_keys = specification.kind == "transformer"
     keys = lengths if context_lengths is None or own_keys else context_lengths
     read = _Reader(application, payloads)
     mask = bias = None
-    if not application.resident:
-        longest = application.length if application.batched else max(lengths, default=0)
-        longest_keys = max(keys, default=0)
-        if application.batched:
-            longest_keys = application.length if own_keys else application.keys
-        check_masks(application, layer.query_heads, longest, longest_keys)
-        if lengths:
-            mask = read.broadcast("mask", max(lengths), max(keys), torch.bool)
     if lengths:
+        if not application.resident:
+            mask = read.broadcast("mask", max(lengths), max(keys), torch.bool)
         bias = read.broadcast("bias", max(lengths), max(keys), exact)
     return LayerInput(
         input=read.rows("input", lengths, None if application.takes_ids else dtype),
         lengths=lengths,
         context=None if context_lengths is None else read.rows("context", context_lengths, dtype),
         context_lengths=context_lengths,
-        offsets=offsets,
+        offsets=extent.offsets,
         mask=mask,
         bias=bias,
         segments=read.rows("segments", lengths, None) if "segments" in application.tensors else None,
@@ -68,47 +46,16 @@ def read_input(
     )
 
 
-def read_mask(application: Application, payloads: list[memoryview]) -> torch.Tensor | None:
+def read_mask(application: Application, payloads: Sequence[memoryview]) -> torch.Tensor | None:
     """The mask, bool and of rank 4, over keys of which it is not known yet how many there are."""
     mask = _Reader(application, payloads).of_rank_4("mask")
     return None if mask is None else mask != 0
 
 
-def _read_lengths(
-    application: Application, payloads: list[memoryview]
-) -> tuple[list[int], list[int] | None, list[int] | None]:
-    """Lengths, context lengths and offsets, one a sequence. Raises InvalidRequest if contents make no sense."""
-    tensors = application.tensors
-
-    def lengths(name: str, rows: int) -> list[int]:
-        given = read_integers(tensors.get(name), payloads)
-        if given is None:
-            return [rows] * (0 if application.empty else application.batch)
-        for index, length in enumerate(given):
-            if not 0 <= length <= rows:
-                raise InvalidRequest(f"{name}[{index}]", f"from 0 to {rows}", length)
-        if application.packed and sum(given) != rows:
-            raise InvalidRequest(name, f"a sum of {rows}, the total of the packed tensor", sum(given))
-        return list(given)
-
-    context = application.context_length
-    own = lengths("lengths", application.length)
-    context_lengths = None if context is None else lengths("context_lengths", context)
-    offsets = read_integers(tensors.get("query_offset"), payloads)
-    each = None
-    if offsets is not None:
-        each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
-        if len(each) == 1:
-            each *= len(own)
-    if application.empty:
-        return [], None if context is None else [], None
-    return own, context_lengths, each
-
-
 class _Reader:
     """Reads tensors out of a received message, into memory of their own."""
 
-    def __init__(self, application: Application, payloads: list[memoryview]) -> None:
+    def __init__(self, application: Application, payloads: Sequence[memoryview]) -> None:
         self._application = application
         self._payloads = payloads
 
@@ -145,11 +92,3 @@ class _Reader:
         if tensor.shape[3] > 1:
             tensor = tensor[..., :keys]
         return tensor != 0 if dtype == torch.bool else in_range(tensor, dtype)
-
-
-def _check_width(name: str, application: Application, width: int) -> None:
-    shape = application.tensors[name].shape
-    if width == 0:
-        raise InvalidRequest(name, "none, for the layer takes none", f"shape {list(shape)}")
-    if shape[-1] != width:
-        raise InvalidRequest(f"{name}.shape", f"rows of width {width}, as the layer has it", f"shape {list(shape)}")

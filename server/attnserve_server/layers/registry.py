@@ -18,10 +18,10 @@ from attnserve_server.devices import Device
 from attnserve_server.errors import LIMIT_EXCEEDED, FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers.checkpoint import load, resolve_file
 from attnserve_server.layers.definitions import load_definitions
+from attnserve_server.layers.extent import Extents
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline, outline
 from attnserve_server.layers.specification import LayerSpecification
-from attnserve_server.problem import ADDITIVE
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,12 @@ class Loaded:
     layer: Layer
     outline: Outline
     version: int
+    extents: Extents
 
     @property
     def specification(self) -> LayerSpecification:
         """What it is."""
         return self.layer.specification
-
-    @property
-    def weight(self) -> int:
-        """What its operations cost, in those of plain attention."""
-        return ADDITIVE if self.specification.kind == "additive" else 1
 
     @property
     def name(self) -> str:
@@ -133,5 +129,6 @@ class Registry:
         for specification in specifications:
             parameters = load(specification, directory, self._device.torch_device)
             layer = build_layer(specification, parameters, self._device)
-            loaded.append(Loaded(layer, outline(specification), next(self._versions)))
+            shape = outline(specification)
+            loaded.append(Loaded(layer, shape, next(self._versions), Extents(layer, shape)))
         return sorted(loaded, key=lambda each: each.name)

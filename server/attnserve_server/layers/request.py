@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from google.protobuf.message import DecodeError
 
-from attnserve import _dtypes, _fields, _wire
+from attnserve import _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.results import Parts, fetched
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.errors import Malformed
 from attnserve_server.layers.application import Application, application_of
+from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput, LayerOutput
-from attnserve_server.layers.outline import Outline
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
+from attnserve_server.layers.specification import Dtype
 from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.reply import ReplyTensor, Timed, payloads_of, tensors_header
-from attnserve_server.request import CALL_COST, MAX_KNOWN_HEADER
+from attnserve_server.request import MAX_KNOWN_HEADER
 from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
 
 if TYPE_CHECKING:
@@ -48,10 +49,9 @@ class LayerRequest(Independent):
 
     loaded: Loaded
     application: Application
+    extent: Extent
     input: LayerInput
-    flops: int
     received_bytes: int
-    reply_bytes: int
 
     @property
     def layer(self) -> str:
@@ -74,15 +74,24 @@ class LayerRequest(Independent):
         return self.application.priority
 
     @property
+    def flops(self) -> int:
+        """The floating-point operations that it asks for."""
+        return self.extent.flops
+
+    @property
     def cost(self) -> int:
         """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
-        attentions = max(1, self.loaded.outline.blocks)
-        return self.flops * self.loaded.weight + CALL_COST * attentions * len(self.input.lengths)
+        return self.extent.cost
 
     @property
     def query_tokens(self) -> int:
         """Rows of input, over all sequences."""
-        return sum(self.input.lengths)
+        return self.extent.query_tokens
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of the reply's tensors."""
+        return self.extent.reply_bytes
 
     @property
     def scratch_bytes(self) -> int:
@@ -98,7 +107,7 @@ class LayerRequest(Independent):
 
     def arranged(self, output: LayerOutput) -> Parts:
         """The elements of the reply, laid out as the input was: output, lse and scores."""
-        application, lengths = self.application, self.input.lengths
+        application, lengths = self.application, self.extent.lengths
         dtype = output.output.dtype if application.takes_ids else TORCH[application.tensors["input"].dtype]
         rows, lse, scores = output.output.to(dtype), output.lse, output.scores
         if scores is not None:
@@ -119,26 +128,19 @@ class LayerRequest(Independent):
         self, result: RequestResult, phases: Phases, batch_size: int, cache_lengths: Sequence[int] = ()
     ) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded ApplyResponse, and their length together."""
-        application, specification = self.application, self.loaded.specification
-        dtype = application.tensors["input"].dtype
-        if application.takes_ids:
-            dtype = WIRE[getattr(torch, specification.dtype)]
-        layer = self.loaded.outline
-        batch = [application.batch] if application.batched else []
-        per_head = (*batch, layer.query_heads, application.length)
-        tensors = [("output", dtype, (*batch, application.length, layer.output_width))]
-        if result.lse is not None:
-            double = specification.dtype == "float64"
-            tensors.append(("lse", tensor_pb2.DATA_TYPE_FLOAT64 if double else tensor_pb2.DATA_TYPE_FLOAT32, per_head))
-        if result.scores is not None:
-            keys = application.keys if application.batched else _longest_keys(self.input)
-            rows = (*batch, application.length) if application.options.average_scores else per_head
-            tensors.append(("scores", dtype, (*rows, keys)))
-        # Apart, because they differ each time: the rest is the same for all replies of these shapes.
-        own = pb.ApplyResponse(layer_version=self.loaded.version, cache_lengths=cache_lengths)
-        timings = _TIMED.encode(phases, batch_size) + own.SerializeToString()
-        payloads = payloads_of(result)
-        header = _tensors_header(tuple(tensors), tuple(map(len, payloads)))
+        loaded, payloads = self.loaded, payloads_of(result)
+        header = _tensors_header(
+            self.application,
+            loaded.version,
+            loaded.specification.dtype,
+            loaded.outline.output_width,
+            loaded.outline.query_heads,
+            self.extent.longest_keys,
+            tuple(map(len, payloads)),
+        )
+        timings = _TIMED.encode(phases, batch_size)
+        if cache_lengths:
+            timings += pb.ApplyResponse(cache_lengths=cache_lengths).SerializeToString()
         pieces, size = _wire.join(pb.ApplyResponse, header, payloads)
         return [timings, *pieces], len(timings) + size
 
@@ -147,8 +149,30 @@ _TIMED: Final = Timed(pb.ApplyResponse)
 
 
 @lru_cache(maxsize=1024)
-def _tensors_header(tensors: tuple[ReplyTensor, ...], sizes: tuple[int, ...]) -> bytes:
-    return tensors_header(pb.ApplyResponse, tensors, sizes)
+def _tensors_header(
+    application: Application,
+    version: int,
+    layer_dtype: Dtype,
+    width: int,
+    heads: int,
+    longest_keys: int,
+    sizes: tuple[int, ...],
+) -> bytes:
+    """What replies to an application have in common: the layer's version, and the tensors but for their contents."""
+    options, dtype = application.options, application.tensors["input"].dtype
+    if application.takes_ids:
+        dtype = WIRE[getattr(torch, layer_dtype)]
+    batch = [application.batch] if application.batched else []
+    per_head = (*batch, heads, application.length)
+    tensors: list[ReplyTensor] = [("output", dtype, (*batch, application.length, width))]
+    if options.return_lse:
+        double = layer_dtype == "float64"
+        tensors.append(("lse", tensor_pb2.DATA_TYPE_FLOAT64 if double else tensor_pb2.DATA_TYPE_FLOAT32, per_head))
+    if options.return_scores is not None:
+        rows = (*batch, application.length) if options.average_scores else per_head
+        tensors.append(("scores", dtype, (*rows, longest_keys)))
+    own = pb.ApplyResponse(layer_version=version).SerializeToString()
+    return own + tensors_header(pb.ApplyResponse, tensors, sizes)
 
 
 def read_layer_request(
@@ -158,28 +182,25 @@ def read_layer_request(
     if end is None:
         end = len(buffer)
     try:
-        header, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
+        header, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
-    if len(header) > MAX_KNOWN_HEADER:
+    remember = len(header) <= MAX_KNOWN_HEADER
+    if not remember:
         limits.check_header(header)
-    application = (_known if len(header) <= MAX_KNOWN_HEADER else application_of)(header, limits)
+    application = (_known if remember else application_of)(header, limits)
     loaded = registry.get(application.layer)
-    return checked(loaded, application, read_input(loaded, application, payloads, limits), end - at)
+    extent = loaded.extents.of(application, payloads, limits, remember=remember)
+    return checked(loaded, application, extent, payloads, end - at)
 
 
-def checked(loaded: Loaded, application: Application, given: LayerInput, received_bytes: int) -> LayerRequest:
+def checked(
+    loaded: Loaded, application: Application, extent: Extent, payloads: Sequence[memoryview], received_bytes: int
+) -> LayerRequest:
     """The request, if its contents fit the layer. Raises InvalidRequest."""
+    given = read_input(loaded.specification, application, extent, payloads)
     loaded.layer.check(given)
-    flops = loaded.layer.flops(given.lengths, given.context_lengths, application.options)
-    return LayerRequest(
-        loaded=loaded,
-        application=application,
-        input=given,
-        flops=flops,
-        received_bytes=received_bytes,
-        reply_bytes=_reply_bytes(application, loaded.outline, given),
-    )
+    return LayerRequest(loaded, application, extent, given, received_bytes)
 
 
 def run_layer(
@@ -198,23 +219,6 @@ def run_layer(
         fetch=perf_counter() - after_compute,
         kernel_calls=device.take_kernel_calls(),
     )
-
-
-def _longest_keys(request: LayerInput) -> int:
-    return max(request.lengths if request.context_lengths is None else request.context_lengths, default=0)
-
-
-def _reply_bytes(application: Application, layer: Outline, request: LayerInput) -> int:
-    rows = application.length * (application.batch if application.batched else 1)
-    heads = layer.query_heads
-    itemsize = 8 if application.takes_ids else _dtypes.NUMPY[application.tensors["input"].dtype].itemsize
-    width = layer.output_width * itemsize
-    if application.options.return_lse:
-        width += 8 * heads
-    if application.options.return_scores is not None:
-        keys = application.keys if application.batched else _longest_keys(request)
-        width += keys * itemsize * (1 if application.options.average_scores else heads)
-    return rows * width
 
 
 def _padded(rows: torch.Tensor, lengths: Sequence[int], length: int, value: float) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""What an application comes to in a layer, once its lengths are known: checked and counted, without its rows.
+
+In: an application, and the payloads of lengths and offsets. Out: an `Extent`, remembered where it follows from the
+header alone; InvalidRequest where what is asked for, widths, lengths or offsets do not fit the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from attnserve import _dtypes
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.layers.application import PER_SEQUENCE, Application, check_masks
+from attnserve_server.layers.checks import check_asked
+from attnserve_server.layers.layer import Layer
+from attnserve_server.layers.outline import Outline
+from attnserve_server.limits import RequestLimits
+from attnserve_server.options import check_offset
+from attnserve_server.problem import ADDITIVE
+from attnserve_server.request import CALL_COST
+from attnserve_server.tensors import read_integers
+
+MOST_KEPT: Final = 1024
+"""So many applications of a layer are remembered."""
+MOST_SEQUENCES: Final = 256
+"""Those of more sequences are not: each takes memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """What a request comes to. `lengths`, `context_lengths` and `offsets` are one a sequence, the latter two None where
+    they are not given; `longest_keys` is the S of the reply's scores, where there are any.
+    """
+
+    lengths: list[int]
+    context_lengths: list[int] | None
+    offsets: list[int] | None
+    longest_keys: int
+    query_tokens: int
+    flops: int
+    cost: int
+    reply_bytes: int
+
+
+class Extents:
+    """What applications of one layer come to."""
+
+    def __init__(self, layer: Layer, outline: Outline) -> None:
+        self._layer = layer
+        self._outline = outline
+        self._weight = ADDITIVE if layer.specification.kind == "additive" else 1
+        """What an operation costs, in those of plain attention."""
+        self._known: dict[Application, Extent] = {}
+
+    def of(
+        self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits, *, remember: bool
+    ) -> Extent:
+        """What an application comes to; to `remember` makes sense for one that will be asked for again. Raises
+        InvalidRequest.
+        """
+        extent = self._known.get(application)
+        if extent is None:
+            extent = self._extent(application, payloads, limits)
+            few = len(extent.lengths) <= MOST_SEQUENCES
+            if remember and few and application.tensors.keys().isdisjoint(PER_SEQUENCE):
+                if len(self._known) >= MOST_KEPT:
+                    self._known.clear()
+                self._known[application] = extent
+        return extent
+
+    def _extent(self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits) -> Extent:
+        specification, layer = self._layer.specification, self._outline
+        check_asked(specification.architecture, application.options, application.tensors)
+        if application.takes_ids != bool(layer.vocabulary):
+            found = _dtypes.name(application.tensors["input"].dtype)
+            raise InvalidRequest("input.dtype", "int64 token ids" if layer.vocabulary else "a floating dtype", found)
+        if not application.takes_ids:
+            _check_width("input", application, layer.input_width)
+        if application.context_length is not None:
+            _check_width("context", application, layer.context_width)
+        lengths, context_lengths, offsets = _read_lengths(application, payloads)
+        flops = self._layer.flops(lengths, context_lengths, application.options)
+        cost = flops * self._weight
+        limits.check_flops(cost)
+        if not application.resident:
+            own_keys = specification.kind == "transformer"
+            keys = lengths if context_lengths is None or own_keys else context_lengths
+            longest = application.length if application.batched else max(lengths, default=0)
+            most_keys = max(keys, default=0)
+            if application.batched:
+                most_keys = application.length if own_keys else application.keys
+            check_masks(application, layer.query_heads, longest, most_keys)
+        longest_keys = application.keys
+        if not application.batched:
+            longest_keys = max(lengths if context_lengths is None else context_lengths, default=0)
+        return Extent(
+            lengths=lengths,
+            context_lengths=context_lengths,
+            offsets=offsets,
+            longest_keys=longest_keys,
+            query_tokens=sum(lengths),
+            flops=flops,
+            cost=cost + CALL_COST * max(1, layer.blocks) * len(lengths),
+            reply_bytes=_reply_bytes(application, layer, longest_keys),
+        )
+
+
+def _check_width(name: str, application: Application, width: int) -> None:
+    shape = application.tensors[name].shape
+    if width == 0:
+        raise InvalidRequest(name, "none, for the layer takes none", f"shape {list(shape)}")
+    if shape[-1] != width:
+        raise InvalidRequest(f"{name}.shape", f"rows of width {width}, as the layer has it", f"shape {list(shape)}")
+
+
+def _read_lengths(
+    application: Application, payloads: Sequence[memoryview]
+) -> tuple[list[int], list[int] | None, list[int] | None]:
+    """Lengths, context lengths and offsets, one a sequence. Raises InvalidRequest if contents make no sense."""
+    tensors = application.tensors
+
+    def lengths(name: str, rows: int) -> list[int]:
+        given = read_integers(tensors.get(name), payloads)
+        if given is None:
+            return [rows] * (0 if application.empty else application.batch)
+        for index, length in enumerate(given):
+            if not 0 <= length <= rows:
+                raise InvalidRequest(f"{name}[{index}]", f"from 0 to {rows}", length)
+        if application.packed and sum(given) != rows:
+            raise InvalidRequest(name, f"a sum of {rows}, the total of the packed tensor", sum(given))
+        return list(given)
+
+    context = application.context_length
+    own = lengths("lengths", application.length)
+    context_lengths = None if context is None else lengths("context_lengths", context)
+    offsets = read_integers(tensors.get("query_offset"), payloads)
+    each = None
+    if offsets is not None:
+        each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
+        if len(each) == 1:
+            each *= len(own)
+    if application.empty:
+        return [], None if context is None else [], None
+    return own, context_lengths, each
+
+
+def _reply_bytes(application: Application, layer: Outline, longest_keys: int) -> int:
+    heads = layer.query_heads
+    itemsize = 8 if application.takes_ids else _dtypes.NUMPY[application.tensors["input"].dtype].itemsize
+    width = layer.output_width * itemsize
+    if application.options.return_lse:
+        width += 8 * heads
+    if application.options.return_scores is not None:
+        width += longest_keys * itemsize * (1 if application.options.average_scores else heads)
+    return application.rows * width

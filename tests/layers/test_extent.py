@@ -1,0 +1,98 @@
+"""What requests come to in their layer: counted once for headers that are the same, and for each layer by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scores import WIDTH, X, write
+
+from attnserve._apply import encode_apply
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.layers import extent
+from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.request import LayerRequest, read_layer_request
+from attnserve_server.limits import RequestLimits
+from attnserve_server.work import Phases
+
+NO_TIME = Phases(0, 0, 0, 0, 0)
+
+
+def message(layer: str = "one", rows: Any = X, **options: Any) -> bytes:
+    return b"".join(encode_apply(layer, np.asarray(rows, np.float32), **options).pieces)
+
+
+def version_in_reply(request: LayerRequest, device: CpuDevice) -> int:
+    (result,) = request.run_batch(device, [request]).results
+    return pb.ApplyResponse.FromString(b"".join(request.encode(result, NO_TIME, 1)[0])).layer_version
+
+
+@pytest.fixture
+async def registry(tmp_path: Path, devices: dict[int, CpuDevice]) -> Registry:
+    """With the layers of `write`."""
+    write(tmp_path)
+    registry = Registry(devices[1], tmp_path)
+    await registry.load("layers.toml")
+    return registry
+
+
+async def test_headers_that_are_the_same_are_counted_once(registry: Registry) -> None:
+    first, second = (read_layer_request(registry, message(rows=rows)) for rows in (X, X + 1))
+    assert first.extent is second.extent
+    assert read_layer_request(registry, message(rows=X[:2])).extent is not first.extent
+    assert read_layer_request(registry, message("two")).extent is not first.extent
+
+
+async def test_a_layer_that_is_loaded_anew_counts_anew(registry: Registry, devices: dict[int, CpuDevice]) -> None:
+    """Of one header, and whichever layer is asked: replies tell the version that computed them."""
+    before = read_layer_request(registry, message())
+    await registry.load("layers.toml")
+    after = read_layer_request(registry, message())
+    assert before.extent is not after.extent
+    assert before.application is after.application
+    versions = [version_in_reply(request, devices[1]) for request in (before, after, before)]
+    assert versions == [before.loaded.version, after.loaded.version, before.loaded.version]
+    assert versions[0] < versions[1]
+
+
+@pytest.mark.parametrize("name", ["lengths", "context_lengths", "query_offset"])
+async def test_what_contents_say_is_not_remembered(registry: Registry, name: str) -> None:
+    """Headers that are the same, with other lengths or offsets."""
+    rows = np.zeros((2, 5, WIDTH))
+    asked: dict[str, Any] = {"context": rows.astype(np.float32)} if name == "context_lengths" else {}
+    requests = [read_layer_request(registry, message(rows=rows, **asked, **{name: each})) for each in ([1, 5], [3, 2])]
+    assert requests[0].application is requests[1].application
+    field = "offsets" if name == "query_offset" else name
+    assert [getattr(request.extent, field) for request in requests] == [[1, 5], [3, 2]]
+    assert (requests[0].flops == requests[1].flops) == (name == "query_offset")
+    if name != "query_offset":
+        with pytest.raises(InvalidRequest, match="from 0 to 5"):
+            read_layer_request(registry, message(rows=rows, **asked, **{name: [6, 0]}))
+
+
+async def test_limits_hold_for_what_is_remembered(registry: Registry) -> None:
+    """A refusal is not remembered as anything else, nor is what is refused by one limit taken by another."""
+    flops = read_layer_request(registry, message()).flops
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="FLOPs"):
+            read_layer_request(registry, message(), limits=RequestLimits(max_request_flops=flops - 1))
+    assert read_layer_request(registry, message(), limits=RequestLimits(max_request_flops=flops)).flops == flops
+
+
+async def test_no_more_is_remembered_than_there_is_room_for(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extent, "MOST_KEPT", 3)
+    monkeypatch.setattr(extent, "MOST_SEQUENCES", 4)
+    known = registry.get("one").extents._known
+    for length in range(1, 6):
+        read_layer_request(registry, message(rows=X[:length]))
+        assert len(known) <= 3
+    before = len(known)
+    request = read_layer_request(registry, message(rows=np.zeros((5, 2, WIDTH))))
+    assert len(known) == before
+    assert request.extent.lengths == [2] * 5
