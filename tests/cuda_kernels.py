@@ -30,7 +30,9 @@ def _attend(
 
 
 def _is_aligned(tensor: Tensor, elements: int) -> bool:
-    return tensor.stride(-1) == 1 and all(stride % elements == 0 for stride in tensor.stride()[:-1])
+    """Whether loads of 16 bytes at a time find them all aligned: where the tensor begins, and each of its rows."""
+    rows = all(stride % elements == 0 for stride in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(-1) == 1 and rows
 
 
 def efficient(
@@ -51,6 +53,7 @@ def efficient(
     assert query.dtype == key.dtype == value.dtype
     assert query.shape[:2] == key.shape[:2] == value.shape[:2]
     assert 0 < query.shape[0] <= 65535
+    assert query.shape[1] <= 65535
     assert query.shape[2]
     assert key.shape[2] == value.shape[2] > 0
     assert all(_is_aligned(tensor, 8) and tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
@@ -125,9 +128,7 @@ def _ragged(
     assert longest_kv == kv_starts.diff().max()
     assert query_starts.diff().min() > 0
     assert kv_starts.diff().min() > 0
-    assert query.is_contiguous()
-    assert key.is_contiguous()
-    assert value.is_contiguous()
+    assert all(tensor.is_contiguous() and _is_aligned(tensor, 8) for tensor in (query, key, value))
     left, right = (-1 if bound >= longest_kv else bound for bound in window)
     output, lse = torch.empty(len(query), query.shape[1], value.shape[-1], dtype=query.dtype), []
     group = query.shape[1] // key.shape[1]

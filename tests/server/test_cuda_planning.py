@@ -197,6 +197,40 @@ def test_a_bias_of_minus_infinity_is_no_reason_to_compute_again(dtype: str) -> N
     assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
 
 
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_a_bias_for_some_of_the_keys_begins_where_loads_are_aligned(dtype: str) -> None:
+    """One row of a bias, cut at the window or at the lengths, is packed as it lies there, wherever that begins."""
+    window = Plan(dtype=dtype, query_length=1, key_length=20, bias_shape=(20,), window=(15, 0), causal="bottom_right")
+    shorter = Plan(dtype=dtype, query_length=3, key_length=17, bias_shape=(2, 1, 1, 17), kv_lengths=(17, 16))
+    for plan in (window, shorter):
+        assert check([(plan.case(0), {"return_lse": True})]).kernel_calls.keys() == {"cuda_efficient"}
+
+
+def test_keys_that_lie_in_pages_or_rows_are_read_where_they_are() -> None:
+    """A copy would be as much to read and write as the kernel has to read."""
+    pages, rows = (
+        torch.zeros(4, 3, 40, 16)[1:3, :, :17],
+        torch.zeros(9, 160)[:, 48:96].view(1, 9, 3, 16).transpose(1, 2),
+    )
+    for lying in (pages, rows, pages[:1, :, :1]):
+        read = efficient_cuda._readable(lying)
+        assert read.data_ptr() == lying.data_ptr()
+        assert read.shape == lying.shape
+    for askew in (
+        torch.zeros(1, 2, 3, 12),
+        torch.zeros(1, 2, 3, 20)[..., :16],
+        torch.zeros(100)[1:97].view(1, 2, 3, 16),
+    ):
+        assert efficient_cuda._readable(askew).data_ptr() != askew.data_ptr()
+
+
+def test_more_heads_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(efficient_cuda, "MAX_SEQUENCES", 4)
+    for heads, kernel in ((4, "cuda_efficient"), (6, math.NAME)):
+        plan = Plan(key_heads=heads, mask_shape=(5, 7))
+        assert check([(plan.case(0), {"return_lse": True})]).kernel_calls == {kernel: 1}
+
+
 def test_what_is_alike_is_stacked() -> None:
     plan = Plan(mask_shape=(2, 1, 5, 7))
     assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {"cuda_efficient": 1}

@@ -1,13 +1,13 @@
 """Attention by torch's memory-efficient kernel for CUDA: float32, and masks, biases and ALiBi in any precision.
 
 The kernel's traps are handled here: rows of queries, keys and values are padded to multiples of 8 elements and rows of
-biases to 16, as its loads want them; the lse comes in rows of 32, and is cut; it knows no grouped heads (a group is
-folded into the queries where it can be, else keys are repeated); it multiplies masked scores by the scale (made
-positive); it takes biases only in the dtype of the queries (half precisions with a bias are computed in float32); and
-rows with nothing to attend are without meaning (set to 0 and -inf). NaN and inf at excluded places get through: the
-result says which sequences have any, and whoever reads it has those computed again.
+biases to 16, and all begin at multiples of 16 bytes, as its loads want them; the lse comes in rows of 32, and is cut;
+it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
+masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
+bias are computed in float32); and rows with nothing to attend are without meaning (set to 0 and -inf). NaN and inf at
+excluded places get through: the result says which sequences have any, and whoever reads it has those computed again.
 
-Not yet run on a GPU: written from torch's sources (2.11 and 2.13), and its planning tested on CPU tensors.
+Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from attnserve_server.kernels.ragged import (
     RaggedCall,
     RaggedKernel,
     RaggedResult,
+    begins_aligned,
     padded,
 )
 
@@ -41,6 +42,8 @@ def applies(call: AttentionCall) -> bool:
     if call.query.dtype == torch.float64:
         return False
     if call.score is not None or call.softcap > 0 or call.return_scores is not None:
+        return False
+    if call.query.shape[1] > MAX_SEQUENCES:
         return False
     # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or call.mask is None
@@ -115,7 +118,8 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N, Hq, Lq, >= Dv] and lse [N, Hq, Lq] of the kernel itself."""
     (count, heads, length, _), kv_heads, kv_length = query.shape, key.shape[1], key.shape[2]
-    query, key, value = (padded(tensor, _rounded(tensor.shape[-1], ROW_ELEMENTS)) for tensor in (query, key, value))
+    query = padded(query, _rounded(query.shape[-1], ROW_ELEMENTS))
+    key, value = _readable(key), _readable(value)
     group = heads // kv_heads
     uniform = bias is None or length == 1 or bias.shape[1] == bias.shape[2] == 1
     folded = group > 1 and not causal and uniform
@@ -137,6 +141,16 @@ def _run(
     return output, lse
 
 
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Keys or values as the kernel reads them: where they lie, in pages or rows of more than them, if it can."""
+    *lengths, width = tensor.shape
+    *strides, element = tensor.stride()
+    strides = [stride if length > 1 else width for length, stride in zip(lengths, strides, strict=True)]
+    if element == 1 and begins_aligned(tensor) and not any(each % ROW_ELEMENTS for each in (width, *strides)):
+        return tensor.as_strided(tensor.shape, (*strides, 1))
+    return padded(tensor, _rounded(width, ROW_ELEMENTS))
+
+
 def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
@@ -146,7 +160,7 @@ def _suspect(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> tor
 
     A bias of -inf is no such thing: it weighs nothing, and so says the kernel.
     """
-    total = sum(tensor.flatten(1).sum(1, dtype=torch.float32) for tensor in (call.query, key, value))
+    total = sum(tensor.sum((1, 2, 3), dtype=torch.float32) for tensor in (call.query, key, value))
     assert isinstance(total, torch.Tensor)
     suspect = ~torch.isfinite(total)
     if call.bias is not None:

@@ -37,7 +37,9 @@ class RaggedCall:
 
 
 MAX_SEQUENCES = 65535
-"""Sequences are one axis of a grid of thread blocks, which is no longer."""
+"""Sequences are one axis of a grid of thread blocks, which is no longer; heads are another."""
+ALIGNMENT = 16
+"""Kernels load so many bytes at a time, from multiples of them."""
 
 
 @dataclass(slots=True)
@@ -67,9 +69,17 @@ class RaggedKernel:
 
 
 def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """A tensor whose last axis is widened with zeros, and packed: its rows are then aligned to 16 bytes."""
+    """A tensor whose last axis is widened with zeros, and packed: it and its rows are then aligned."""
     missing = width - tensor.shape[-1]
     if missing:
         tensor = torch.nn.functional.pad(tensor, (0, missing))
+    tensor = tensor.contiguous()
+    if not begins_aligned(tensor):  # a part of one row is packed, too, wherever it begins
+        tensor = tensor.clone()
     # Kernels look at strides, and an axis of length 1 has any, even in a packed tensor; made from one axis, its own.
-    return tensor.contiguous().view(-1).view(tensor.shape)
+    return tensor.view(-1).view(tensor.shape)
+
+
+def begins_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's first element is aligned; what it is a part of is, wherever memory comes from."""
+    return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0

@@ -6,7 +6,7 @@ right bound as open if it is longer than the longest sequence (never where that 
 single-query batches by the batch's size (told not to, or given a window that says the same and is never divided, so
 that a result does not depend on its company).
 
-Not yet run on a GPU: written from torch's sources (2.11 and 2.13), and its planning tested on CPU tensors.
+Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _flash() -> tuple[Callable[..., Any], dict[str, Any], bool]:
     flash, parameters = _varlen()
     options: dict[str, Any] = {"enable_gqa": False} if "enable_gqa" in parameters else {}
     if "num_splits" in parameters:
+        # Told so, torch 2.15 stays with this kernel, too, where it would take cuDNN's for some batches and not others.
         options["num_splits"] = 1
     return flash, options, "num_splits" not in parameters
 
