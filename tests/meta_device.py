@@ -1,18 +1,23 @@
-"""A CUDA device without CUDA: its tensors have shapes and no contents (`meta`), and of its kernels only the
-memory-efficient one applies, which says of such tensors what comes out.
+"""A CUDA device without CUDA: its tensors have shapes and no contents, of kernels it is known what comes out.
 
-The host cannot read such memory: what is computed with must have been brought there, what replies carry fetched.
+The host cannot read such memory: what is computed with must have been brought there, what replies carry fetched. Such
+tensors are on the device `meta`, or, where torch was built with CUDA, say that they are on that: then what is not on
+one device with the rest is found as on a GPU. Neither needs one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from attnserve_server.devices import cuda
 from attnserve_server.devices.cuda import CudaDevice
@@ -20,25 +25,72 @@ from attnserve_server.devices.transfers import Asked
 from attnserve_server.kernels import KERNELS, efficient_cuda, table
 
 META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
 SEVEN = 7.0
+
+
+class _OthersAsEver(TorchDispatchMode):
+    """Within, and within a mode without contents, only what has to do with CUDA has none. Nothing is pinned, for which
+    there had to be a driver.
+    """
+
+    def __init__(self, hollow: FakeTensorMode) -> None:
+        super().__init__()
+        self._hollow = hollow
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], arguments: Sequence[Any] = (), options: Any = None
+    ) -> Any:
+        options = options or {}
+        leaves = tree_leaves((arguments, options))
+        if any(isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf == CUDA) for leaf in leaves):
+            arguments, options = tree_map(self._emptied, (arguments, options))
+            return function(*arguments, **options)
+        with unset_fake_temporarily():
+            return function(*arguments, **{**options, "pin_memory": False} if "pin_memory" in options else options)
+
+    def _emptied(self, leaf: Any) -> Any:
+        real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+        return self._hollow.from_tensor(leaf) if real else leaf
+
+
+@contextmanager
+def hollow(device: torch.device) -> Iterator[None]:
+    """Within, tensors on a device have no contents."""
+    if device == META:
+        yield
+        return
+    if not torch.backends.cuda.is_built():
+        pytest.skip("this torch was built without CUDA")
+    with FakeTensorMode() as mode, _OthersAsEver(mode):
+        yield
 
 
 class MetaTransfers:
     """Transfers to memory without contents; what is fetched from there is all sevens, and nothing is true."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = META, computes_first: bool = False) -> None:
+        self._device = device
+        self.computes_first = computes_first
+        """Whether somebody may wait until what is asked has been computed, to know how long that took."""
         self.waits = 0
         self.fetched: list[torch.Tensor] = []
+        self.allocated: set[int] = set()
+        self.uploaded: list[torch.Tensor] = []
+        """Kept, so that no other memory has the same address."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        memory = torch.empty(size, dtype=torch.uint8)
+        self.allocated.add(memory.data_ptr())
+        return memory
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.device.type == "cpu"
-        return tensor.to(META, non_blocking=True)
+        self.uploaded.append(tensor)
+        return tensor.to(self._device, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert tensor.device == META
+        assert tensor.device == self._device
         self.fetched.append(tensor)
         return torch.full(tensor.shape, SEVEN if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
@@ -46,7 +98,7 @@ class MetaTransfers:
         return Asked(self._wait_until_computed, self._wait_until_fetched)
 
     def _wait_until_computed(self) -> None:
-        raise AssertionError("to wait until results are here is enough")
+        assert self.computes_first, "to wait until results are here is enough"
 
     def _wait_until_fetched(self) -> None:
         self.waits += 1
@@ -54,6 +106,10 @@ class MetaTransfers:
 
 class NothingWaits(TorchFunctionMode):
     """Within, nothing that this thread asks of torch brings something to the device and waits until it is there."""
+
+    def __init__(self, device: torch.device = META) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self,
@@ -65,23 +121,28 @@ class NothingWaits(TorchFunctionMode):
         options = options or {}
         result = function(*arguments, **options)
         if function is torch.tensor:
-            assert result.device != META, "numbers are copied there"
+            assert result.device != self._device, "numbers are copied there"
         elif function is torch.Tensor.to and arguments[0].device != result.device:
             assert options.get("non_blocking")
-        elif function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and arguments[0].device == META:
+        elif function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and arguments[0].device == self._device:
             index = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
             assert not any(isinstance(each, list) for each in index), "numbers are copied there"
-            assert all(each.device == META for each in index if isinstance(each, torch.Tensor))
+            assert all(each.device == self._device for each in index if isinstance(each, torch.Tensor))
         return result
 
 
 @pytest.fixture
 def meta_device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    """The device."""
-    rows = [replace(kernel, device="meta") for kernel in KERNELS if kernel.name == efficient_cuda.NAME]
+    """The device `meta`."""
+    return hollow_device(META, monkeypatch)
+
+
+def hollow_device(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """A CUDA device whose tensors are there; of kernels it has but the memory-efficient one."""
+    rows = [replace(kernel, device=where.type) for kernel in KERNELS if kernel.name == efficient_cuda.NAME]
     monkeypatch.setattr(table, "KERNELS", tuple(rows))
     device = object.__new__(CudaDevice)
-    device._device = device.torch_device = META
-    device._transfers = MetaTransfers()  # type: ignore[assignment]
+    device._device = device.torch_device = where
+    device._transfers = MetaTransfers(where)  # type: ignore[assignment]
     device._kernel_calls = cuda._KernelCalls()
     return device

@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import random_layers as make
 import torch
-from meta_device import META, SEVEN, MetaTransfers, NothingWaits, meta_device
+from meta_device import CUDA, META, SEVEN, MetaTransfers, NothingWaits, hollow, hollow_device
 
-from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.results import Parts
 from attnserve_server.kernels import efficient_cuda
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.request import run_layer
 from attnserve_server.layers.specification import Architecture, Rotary, Transformer
-
-__all__ = ["meta_device"]
 
 
 class Asked:
@@ -29,6 +26,7 @@ class Asked:
         return output.output, output.lse, output.scores
 
 
+@pytest.mark.parametrize("where", [META, CUDA], ids=str)
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -38,18 +36,21 @@ class Asked:
     ],
     ids=["attention", "transformer", "rotary"],
 )
-def test_what_a_layer_takes_and_gives(meta_device: CudaDevice, architecture: Architecture) -> None:
-    parameters = {name: each.to(META) for name, each in make.random_parameters(architecture).items()}
-    device: Any = meta_device
-    layer = make.layer_of(architecture, parameters, device)
+def test_what_a_layer_takes_and_gives(
+    where: torch.device, architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device: Any = hollow_device(where, monkeypatch)
     lengths = (5, 9, 5)
     requests: list[Any] = [Asked(make.packed(make.random_rows(length, 32, 0))) for length in lengths]
-    with NothingWaits():
-        batch = run_layer(meta_device, requests, layer.run)
+    with hollow(where):
+        parameters = {name: each.to(where) for name, each in make.random_parameters(architecture).items()}
+        layer = make.layer_of(architecture, parameters, device)
+        with NothingWaits(where):
+            batch = run_layer(device, requests, lambda inputs: device.share(layer.run, inputs, lengths))
     for length, result in zip(lengths, batch.results, strict=True):
         assert torch.frombuffer(result.output, dtype=torch.float32).tolist() == [SEVEN] * (length * 32)
-    transfers = meta_device._transfers
+    transfers = device._transfers
     assert isinstance(transfers, MetaTransfers)
-    attentions = 2 if isinstance(architecture, Transformer) else 1
-    assert transfers.waits == attentions + 1, "once for each, of whatever lengths, and once for all replies together"
+    assert transfers.waits == 2, "once for whether all inputs of all attentions were finite, and once for all replies"
+    assert all(each.data_ptr() in transfers.allocated for each in transfers.uploaded), "from pinned memory"
     assert set(batch.kernel_calls) == {efficient_cuda.NAME}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import messages
 import numpy as np
@@ -101,19 +101,20 @@ def calls_of(count: int) -> list[AttentionCall]:
     return calls
 
 
+def quick(call: AttentionCall) -> AttentionResult:
+    """A kernel that spoils sequences with values that are not finite, and tells."""
+    exact = math.attend_each(call)
+    suspect = ~call.value.isfinite().flatten(1).all(1)
+    spoilt = exact.output.clone()
+    spoilt[suspect] = torch.nan
+    return AttentionResult(spoilt, exact.lse, None, "quick", suspect)
+
+
 def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Excluded as it is, what is not finite reaches no other row."""
-
-    def attend(call: AttentionCall) -> AttentionResult:
-        exact = math.attend_each(call)
-        suspect = ~call.value.isfinite().flatten(1).all(1)
-        spoilt = exact.output.clone()
-        spoilt[suspect] = torch.nan
-        return AttentionResult(spoilt, exact.lse, None, "quick", suspect)
-
-    monkeypatch.setattr(cuda, "attend", attend)
+    monkeypatch.setattr(cuda, "attend", quick)
     device = object.__new__(CudaDevice)
     device._transfers = transfers = StreamTransfers()
     device._kernel_calls = cuda._KernelCalls()
@@ -128,6 +129,47 @@ def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again
     assert transfers.streams[1].waited == 1
     assert device.take_kernel_calls() == {"quick": 5, math.NAME: 2}
     assert not device.take_kernel_calls()
+
+
+@pytest.mark.parametrize(("finite", "waits", "ran"), [(True, 1, 1), (False, 3, 2)])
+def test_attentions_one_after_the_other_are_looked_at_when_all_have_been_asked(
+    monkeypatch: pytest.MonkeyPatch, finite: bool, waits: int, ran: int
+) -> None:
+    """As a layer has them; each of the second after the first, which is exact then."""
+    monkeypatch.setattr(cuda, "attend", quick)
+    device = object.__new__(CudaDevice)
+    device._transfers = transfers = StreamTransfers()
+    device._kernel_calls = cuda._KernelCalls()
+    begun: list[int] = []
+
+    def layer(calls: Sequence[AttentionCall]) -> Sequence[AttentionResult]:
+        begun.append(transfers.fetches)
+        first = device.attend(list(calls), 0)
+        return device.attend([replace(call, value=given.output) for call, given in zip(calls, first, strict=True)], 0)
+
+    calls = calls_of(1 if finite else 2)
+    results = device.share(layer, calls, [0] * len(calls))
+    assert transfers.fetches == waits
+    assert begun == [0, 1][:ran]
+    for call, result in zip(calls, results, strict=True):
+        exact = math.attend_each(replace(call, value=math.attend_each(call).output))
+        np.testing.assert_array_equal(result.output, exact.output)
+
+
+def test_what_fails_in_between_leaves_nothing_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "attend", quick)
+    device = object.__new__(CudaDevice)
+    device._transfers = transfers = StreamTransfers()
+    device._kernel_calls = cuda._KernelCalls()
+
+    def layer(calls: Sequence[AttentionCall]) -> Sequence[AttentionResult]:
+        device.attend(list(calls), 0)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        device.share(layer, calls_of(2), [0, 0])
+    device.attend(calls_of(2), 0)
+    assert transfers.fetches == 1, "at once, as outside of layers"
 
 
 def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`), and while it
 computes another thread stages the next: two batches have nothing in common but the streams. Whether inputs
 were finite is told with the results; the few sequences that had NaN or infinities are then computed again by the math
-kernel, which knows what may be seen of those. Caches and layers go on with the results of calls (`attend`), and so wait
-for what is told once for each list of calls: once for caches, mostly, and once for each attention of a layer.
+kernel, which knows what may be seen of those. Caches and layers go on with the results of calls (`attend`). Caches wait
+for what is told once for each list of calls, and so once, mostly; layers are computed as if everything were finite, and
+wait at their end (`share`): what was not has them computed once more, waiting at each attention. Layers whose keys are
+in caches wait so from the first.
 
 Not yet run on a GPU: `run_batch` and all that it calls but torch's own kernels is tested on CPU tensors, streams and
 kernels by `tests/gpu`, where there is a GPU.
@@ -27,13 +29,13 @@ from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
-from attnserve_server.devices.transfers import CudaTransfers, Transfers
+from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers, Transfers
+from attnserve_server.devices.warm import warm_calls, warm_ragged_call
 from attnserve_server.kernels import (
     KERNELS,
     RAGGED_KERNELS,
     AttentionCall,
     AttentionResult,
-    RaggedCall,
     RaggedKernel,
     attend,
     math,
@@ -44,10 +46,12 @@ from attnserve_server.work import BatchResult, RequestResult
 
 
 class _KernelCalls(local):
-    """The calls of kernels that each thread has made for its batch."""
+    """The calls of kernels that each thread has made for its batch, and what these told that is looked at later."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.unseen: list[torch.Tensor] | None = None
+        """None: it is looked at at once."""
 
 
 class CudaDevice:
@@ -85,8 +89,18 @@ class CudaDevice:
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`: the device has threads of its own."""
-        return compute(items)
+        """`compute(items)`: the device has threads of its own. Whether inputs were finite is looked at afterwards, all
+        at once; if some were not, everything is computed again.
+        """
+        calls = self._kernel_calls
+        calls.unseen = []
+        try:
+            results, unseen = compute(items), calls.unseen
+        finally:
+            calls.unseen = None
+        if unseen and self.fetch([torch.cat(unseen)])[0].any():
+            return compute(items)
+        return results
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
         """`function(*tensors)`, at once: the device has threads of its own."""
@@ -95,10 +109,12 @@ class CudaDevice:
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, with what is not finite in them mended: looked at once, when all have been asked."""
         results = [attend(call) for call in calls]
-        counts = self._kernel_calls.counts
+        counts, unseen = self._kernel_calls.counts, self._kernel_calls.unseen
         counts.update(result.kernel for result in results)
         suspects = [result.suspect for result in results if result.suspect is not None]
-        if suspects:
+        if unseen is not None:
+            unseen += suspects
+        elif suspects:
             (here,) = self.fetch([torch.cat(suspects)])
             flags = iter(torch.split(here, [len(each) for each in suspects]))
             for call, result in zip(calls, results, strict=True):
@@ -123,7 +139,10 @@ class CudaDevice:
         return self._transfers.allocate(size)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, copied beside what computes."""
+        """The tensor on the device, copied beside what computes: from pinned memory, as from other it would wait."""
+        if not tensor.is_pinned() and tensor.nbytes <= MAX_PINNED:
+            pinned = self.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            tensor = pinned.copy_(tensor)
         return self._transfers.upload(tensor)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -156,11 +175,11 @@ class CudaDevice:
     def _warm_up(self, together: Barrier) -> None:
         together.wait()  # so that no thread does the work of two
         with self._transfers.computing():
-            for call in _warm_calls(self._device):
+            for call in warm_calls(self._device):
                 attend(call)
             for kernel in RAGGED_KERNELS:
                 for dtype in kernel.dtypes:
-                    kernel.attend(_warm_ragged_call(self._device, dtype))
+                    kernel.attend(warm_ragged_call(self._device, dtype))
         self._transfers.asked().until_computed()
 
     def memory(self) -> dict[str, int]:
@@ -278,26 +297,3 @@ def _mend(call: AttentionCall, result: AttentionResult) -> int:
             if part is not None and own is not None:
                 part[n] = own[0]
     return len(suspects)
-
-
-def _warm_calls(device: torch.device) -> list[AttentionCall]:
-    """Calls that load the kernels other than ragged ones."""
-    calls = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        query = torch.randn(2, 4, 16, 64, device=device).to(dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        bias = torch.zeros(1, 1, 16, 16, dtype=wide, device=device)
-        calls += [
-            AttentionCall(query, query, query, 0.125, mask=bias == 0),
-            AttentionCall(query, query, query, 0.125, bias=bias, return_lse=True),
-            AttentionCall(query, query, query, 0.125, causal=True, softcap=1.0, return_scores="weights"),
-        ]
-    return calls
-
-
-def _warm_ragged_call(device: torch.device, dtype: torch.dtype) -> RaggedCall:
-    """A call of a ragged kernel: two causal sequences."""
-    query = torch.randn(32, 4, 64, device=device).to(dtype)
-    starts = torch.tensor([0, 12, 32], dtype=torch.int32, device=device)
-    sequence = torch.repeat_interleave(torch.tensor([12, 20], device=device), output_size=32)
-    return RaggedCall(query, query, query, starts, starts, sequence, 20, 20, 0.125, (-1, 0), True)

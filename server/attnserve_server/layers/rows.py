@@ -53,9 +53,11 @@ class Packing:
         shift = torch.repeat_interleave(
             torch.tensor(shifts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64)
         )
-        positions = torch.zeros(self.rows, dtype=torch.int64)
+        # From other memory than pinned, and if they were not to be copied by and by, the caller would wait for all that
+        # computes there.
+        positions = torch.zeros(self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         torch.add(torch.arange(self.total), shift, out=positions[: self.total])
-        return positions.to(device, non_blocking=True)  # else the caller would wait for all that computes there
+        return positions.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,30 @@
+"""Calls that load the kernels of a CUDA device, so that the first requests need not."""
+
+from __future__ import annotations
+
+import torch
+
+from attnserve_server.kernels import AttentionCall, RaggedCall
+
+
+def warm_calls(device: torch.device) -> list[AttentionCall]:
+    """Calls that load the kernels other than ragged ones."""
+    calls = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        query = torch.randn(2, 4, 16, 64, device=device).to(dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        bias = torch.zeros(1, 1, 16, 16, dtype=wide, device=device)
+        calls += [
+            AttentionCall(query, query, query, 0.125, mask=bias == 0),
+            AttentionCall(query, query, query, 0.125, bias=bias, return_lse=True),
+            AttentionCall(query, query, query, 0.125, causal=True, softcap=1.0, return_scores="weights"),
+        ]
+    return calls
+
+
+def warm_ragged_call(device: torch.device, dtype: torch.dtype) -> RaggedCall:
+    """A call of a ragged kernel: two causal sequences."""
+    query = torch.randn(32, 4, 64, device=device).to(dtype)
+    starts = torch.tensor([0, 12, 32], dtype=torch.int32, device=device)
+    sequence = torch.repeat_interleave(torch.tensor([12, 20], device=device), output_size=32)
+    return RaggedCall(query, query, query, starts, starts, sequence, 20, 20, 0.125, (-1, 0), True)

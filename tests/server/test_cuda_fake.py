@@ -1,0 +1,87 @@
+"""Whole batches on a CUDA device that has no contents: what goes there and what comes back, of any requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import messages
+import pytest
+import strategies
+import torch
+from cases import Plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
+
+from attnserve._attend import encode_attend
+from attnserve_server.devices.cuda import run_batch
+from attnserve_server.devices.warm import warm_calls, warm_ragged_call
+from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table
+from attnserve_server.layers.rows import Packing
+from attnserve_server.request import Request
+
+FEW = settings(max_examples=max(15, settings().max_examples // 4))
+EVERYWHERE = pytest.mark.parametrize("device", [META, CUDA], ids=str)
+RETURNED = st.fixed_dictionaries(
+    {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, "masked", "weights", "raw"])}
+)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of CUDA, for `meta`, too."""
+    rows = [replace(kernel, device="meta") for kernel in KERNELS if kernel.device == "cuda"]
+    monkeypatch.setattr(table, "KERNELS", (*rows, *KERNELS))
+    monkeypatch.setitem(math.BLOCK_ELEMENTS, "meta", 1 << 26)
+
+
+def request_of(plan: Plan, seed: int, returned: dict[str, Any]) -> Request:
+    case = plan.case(seed)
+    call = encode_attend(case.query, case.key, case.value, **case.arguments, **returned)
+    return messages.read_request(b"".join(bytes(piece) for piece in call.pieces))
+
+
+@EVERYWHERE
+@FEW
+@given(plans=st.lists(st.tuples(strategies.plans(), RETURNED), min_size=1, max_size=4), seed=strategies.SEEDS)
+def test_random_batches(device: torch.device, plans: list[tuple[Plan, dict[str, Any]]], seed: int) -> None:
+    requests = [request_of(plan, seed, returned) for plan, returned in plans]
+    transfers = MetaTransfers(device, computes_first=True)
+    with hollow(device), NothingWaits(device):
+        batch = run_batch(requests, transfers, RAGGED_KERNELS)
+    assert transfers.waits == 1
+    for request, result in zip(requests, batch.results, strict=True):
+        sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
+        assert sum(sizes) == request.reply_bytes
+
+
+@EVERYWHERE
+def test_the_calls_that_load_kernels(device: torch.device) -> None:
+    with hollow(device):
+        for call in warm_calls(device):
+            result = attend(call)
+            assert result.output.device == device
+            assert result.output.shape == call.query.shape
+        for kernel in RAGGED_KERNELS:
+            for dtype in kernel.dtypes:
+                ragged = warm_ragged_call(device, dtype)
+                assert kernel.attend(ragged).output.shape == ragged.query.shape
+
+
+def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a driver there is none: it is asked for, all the same."""
+    asked: list[bool] = []
+    zeros = torch.zeros
+
+    def told(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", told)
+    with hollow(CUDA):
+        positions = Packing([3, 2]).positions([4, 0], CUDA)
+        assert positions.device == CUDA
+        assert positions.shape == (16,)
+    Packing([3, 2]).positions([4, 0], torch.device("cpu"))
+    assert asked == [True, False]
