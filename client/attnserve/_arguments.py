@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from attnserve import _arrays
 from attnserve._arrays import Array
 from attnserve._errors import InvalidRequestError
-from attnserve._targets import check_port
+from attnserve._targets import check_address
 from attnserve.v1 import attention_pb2 as pb
 
 ArrayT = TypeVar("ArrayT")
@@ -117,7 +117,7 @@ def text(field: str, value: Any) -> str:
 def address(field: str, value: Any) -> str:
     """Where one server is."""
     try:
-        check_port(text(field, value))
+        check_address(text(field, value))
     except ValueError as error:
         raise InvalidRequestError(str(error), field=field) from None
     return str(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
@@ -19,7 +19,12 @@ Address: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
 
 _DNS: Final = re.compile(r"dns:///(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d+)")
 _LISTS: Final = ("ipv4:", "ipv6:")
+_NO_PORT: Final = ("unix:", "unix-abstract:", "vsock:", "xds:", "google-c2p:")
+"""What gRPC finds without a port, or with one that it checks itself."""
+_DNS_SERVER: Final = re.compile(r"^dns:(//[^/\s]*/)?")
+_HOST_AND_PORT: Final = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/,]+):(?P<port>[0-9]+)")
 _LAST_PORT: Final = 65535
+_EXPECTED: Final = "expected host:port, unix:/path or dns:///name:port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +46,40 @@ def target_of(address: Address) -> Target:
     if callable(address):
         return Target(getattr(address, "__name__", "servers"), (), address)
     if not isinstance(address, str):
+        if not isinstance(address, Iterable):
+            raise ValueError(f"address: {_EXPECTED}, found {address!r}")
         addresses = tuple(address)
         if not addresses or not all(isinstance(each, str) and each for each in addresses):
             raise ValueError(f"address: expected one at least, each host:port, found {address!r}")
         for each in addresses:
-            check_port(each)
+            check_address(each)
         return Target(",".join(addresses), addresses)
-    if not address:
-        raise ValueError("address: expected host:port, unix:/path or dns:///name:port, found ''")
-    check_port(address)
+    check_address(address)
     if (named := _DNS.fullmatch(address)) is not None:
         host = named["host"].strip("[]")
         return Target(address, (), partial(look_up, host, int(named["port"])), host)
-    scheme = next((scheme for scheme in _LISTS if address.startswith(scheme)), "")
-    if scheme and "," in address:
-        return Target(address, tuple(address.removeprefix(scheme).split(",")))
-    return Target(address, (address,))
+    several = _listed(address)
+    return Target(address, tuple(several) if len(several) > 1 else (address,))
 
 
-def check_port(address: str) -> None:
-    """ValueError if an address has a port that there cannot be: gRPC would take another one, modulo 65536."""
-    port = address.rpartition(":")[2]
-    if port.isdecimal() and int(port) > _LAST_PORT and not address.startswith("unix:"):
-        raise ValueError(f"address: expected a port of at most {_LAST_PORT}, found {address!r}")
+def check_address(address: str) -> None:
+    """ValueError if an address is none. gRPC would not say so: where there is no port it takes 443, for one that there
+    cannot be another one, modulo 65536, and a URL is a name that it looks up in vain, again and again.
+    """
+    if address.startswith(_NO_PORT):
+        return
+    for place in _listed(address) or [_DNS_SERVER.sub("", address)]:
+        found = _HOST_AND_PORT.fullmatch(place)
+        if found is None:
+            raise ValueError(f"address: {_EXPECTED}, found {address!r}")
+        if int(found["port"]) > _LAST_PORT:
+            raise ValueError(f"address: expected a port of at most {_LAST_PORT}, found {address!r}")
+
+
+def _listed(address: str) -> list[str]:
+    """The addresses in one that lists them, as gRPC does; none if it does not."""
+    scheme = next((scheme for scheme in _LISTS if address.startswith(scheme)), None)
+    return [] if scheme is None else address.removeprefix(scheme).split(",")
 
 
 def look_up(host: str, port: int) -> list[str]:

@@ -22,11 +22,43 @@ from attnserve._config import Settings
         ("address", "127.0.0.1:65536"),
         ("address", ["127.0.0.1:1", "[::1]:99999999"]),
         ("address", "dns:///localhost:65536"),
+        ("address", "ipv4:127.0.0.1:1,127.0.0.1:65536"),
+        ("address", "localhost"),
+        ("address", "127.0.0.1:"),
+        ("address", " 127.0.0.1:8001"),
+        ("address", "127.0.0.1:8001/"),
+        ("address", "::1:8001"),
+        ("address", "http://127.0.0.1:8001"),
+        ("address", "dns:///attnserve.example"),
+        ("address", "127.0.0.1:1,127.0.0.1:2"),
+        ("address", ["127.0.0.1:1", "localhost"]),
+        ("address", 8001),
+        ("address", None),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(client_class: Any, field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         client_class(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:1",
+        "[::1]:1",
+        "dns:///[::1]:1",
+        "dns:name:1",
+        "dns://10.0.0.1:53/name:1",
+        "ipv4:10.0.0.1:1",
+        "ipv6:[::1]:1,[::2]:1",
+        "unix:relative",
+        "unix:///run/a.sock",
+        "unix-abstract:name",
+        "xds:///name",
+    ],
+)
+def test_addresses_that_grpc_takes_are_taken(address: str) -> None:
+    assert Settings(address, "stream", None, 0, 1, ()).target.name == address
 
 
 def test_a_name_that_cannot_be_looked_up_is_a_server_that_is_not_there() -> None:

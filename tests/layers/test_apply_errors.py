@@ -222,6 +222,11 @@ def test_bad_requests_among_good_ones(channel: grpc.Channel) -> None:
     assert isinstance(error_from_status(replies[2 * len(broken) + 1].error), NotFoundError)
 
 
+def test_numbers_for_token_ids_are_told_from_rows(channel: grpc.Channel) -> None:
+    with pytest.raises(InvalidRequestError, match="token ids are int64"):
+        apply(channel, request(BERT | {"input": normal(5)}).SerializeToString())
+
+
 @pytest.mark.parametrize("name", ["nobody", "rotary/", "ROTARY", "../rotary", "\N{SNOWMAN}", "x" * 1_000_000])
 def test_a_layer_that_is_not_there(channel: grpc.Channel, layer_client: Client, name: str) -> None:
     with pytest.raises(NotFoundError) as caught:

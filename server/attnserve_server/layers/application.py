@@ -107,8 +107,9 @@ def _application(message: pb.ApplyRequest) -> Application:
         raise InvalidRequest("input.dtype", "a floating dtype, or int64 for token ids", _dtypes.name(spec.dtype))
     axes = len(spec.shape) - (0 if takes_ids else 1)
     if axes not in (1, 2):
-        ranks = "[B, L] or [L]" if takes_ids else "[B, L, d_in] or [L, d_in]"
-        raise InvalidRequest("input.shape", f"{ranks}, or one axis less and lengths", shown(spec))
+        activations = "[B, L, d_in], [L, d_in] or packed [total, d_in] (token ids are int64)"
+        expected = "[B, L], [L] or packed [total]" if takes_ids else activations
+        raise InvalidRequest("input.shape", expected, shown(spec))
     batched = axes == 2
     packed = not batched and message.HasField("lengths")
     batch = spec.shape[0] if batched else 1
