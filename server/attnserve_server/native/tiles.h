@@ -10,6 +10,7 @@ enum {
     TILE_ROWS = 6,
     EIGHT = 8,          /* no less than TILE_ROWS: so many vectors vtops and vtotals take */
     FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
+    SUMMED = 64,        /* products: a score of wider heads is a sum of such sums, whose rounding errors are smaller */
 };
 
 /* n keys, [n, D] by strides, as [D, BLOCK]: zeros up to whole vectors. */
@@ -51,19 +52,29 @@ static const float *rows_of(const void *from, int64_t dtype, int64_t stride, int
 /* Dot products of `rows` queries and of `vectors` * V keys of a transposed block, from column 0 of `keys` on. */
 INLINE void tile_scores(int rows, int vectors, const float *queries, int64_t stride, int64_t width, const float *keys,
                         float *scores) {
-    vec sums[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
-    for (int64_t d = 0; d < width; d++) {
-        vec columns[TILE_VECTORS];
-        UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(keys + d * BLOCK + c * V);
-        UNROLL for (int r = 0; r < rows; r++) {
-            vec element = vset(queries[r * stride + d]);
-            UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(element, columns[c], sums[r][c]);
+    int64_t from = 0;
+    do {
+        int64_t to = least(from + SUMMED, width);
+        vec sums[TILE_ROWS][TILE_VECTORS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
+        for (int64_t d = from; d < to; d++) {
+            vec columns[TILE_VECTORS];
+            UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(keys + d * BLOCK + c * V);
+            UNROLL for (int r = 0; r < rows; r++) {
+                vec element = vset(queries[r * stride + d]);
+                UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(element, columns[c], sums[r][c]);
+            }
         }
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < vectors; c++) vstore(scores + r * BLOCK + c * V, sums[r][c]);
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int c = 0; c < vectors; c++) {
+                float *score = scores + r * BLOCK + c * V;
+                vec before = vzero();
+                if (from > 0) before = vload(score);
+                vstore(score, before + sums[r][c]);
+            }
+        from = to;
+    } while (from < width);
 }
 
 /* outputs[r] = outputs[r] * fades[r] + sum over n of weights[r][j] * values[j], for `vectors` * V columns of values. */
