@@ -1,4 +1,4 @@
-"""`python guarded.py LIBRARY CALLS`: random calls by a library whose inputs and results lie against forbidden memory.
+"""`python guarded.py LIBRARY CALLS`: random calls and products by a library, whose arrays lie against forbidden memory.
 
 Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
 does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
@@ -19,8 +19,10 @@ import numpy as np
 from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
 from oracle import Array
 from random_calls import random_call, sharing
+from random_products import random_product
 
 from attnserve_server.native import library
+from attnserve_server.native.products import Products
 
 PAGE = mmap.PAGESIZE
 _protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -94,6 +96,9 @@ def main() -> None:
         for each in libraries:
             (outcome,) = attend(each, [call], random.choice((1, 3)), guarded.room)
             assert_right(call, outcome)
+            if number % 5 == 0:
+                product = random_product(random, room=guarded.room)
+                product.assert_right(Products(each.instructions).multiply(product.weight, product.rows))
             if number % 10 == 0:
                 attend(each, sharing(random, 20, 16), random.choice((1, 3)), guarded.room)
     print("sound")

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 
 from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.native.products import Products
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,6 +48,9 @@ class Compute(Protocol):
 
     attend_packed: AttendPacked | None
     """None where there is no native kernel."""
+
+    products: Products | None
+    """Of weights of float32, if they are compiled: none where there is no native kernel."""
 
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]

@@ -28,6 +28,7 @@ from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
+from attnserve_server.native.products import Products
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult
@@ -68,6 +69,7 @@ class CpuDevice:
         self.native = native
         self.instructions = "" if native is None else native.instructions
         self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
+        self.products = None if native is None else Products(native.instructions)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(self.allocate, self.upload, looks=True)
         self._kernel_calls: Counter[str] = Counter()

@@ -40,6 +40,7 @@ from attnserve_server.kernels import (
     attend,
     math,
 )
+from attnserve_server.native.products import Products
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request
 from attnserve_server.work import BatchResult, RequestResult
@@ -66,6 +67,7 @@ class CudaDevice:
     """One batch computes, and one is staged."""
 
     attend_packed: AttendPacked | None = None
+    products: Products | None = None
 
     def __init__(self, index: int) -> None:
         # float32 means float32: TF32 has 10 bits of mantissa.

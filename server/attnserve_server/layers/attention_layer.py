@@ -37,9 +37,9 @@ class AttentionLayer:
         self._dtype = getattr(torch, specification.dtype)
         self._attention: MultiHead | LearnedScoreHead
         if isinstance(architecture, Attention):
-            self._attention = MultiHead(architecture, parameters, "", self._dtype, own=False)
+            self._attention = MultiHead(architecture, parameters, "", self._dtype, compute.products, own=False)
         else:
-            self._attention = LearnedScoreHead(architecture, parameters)
+            self._attention = LearnedScoreHead(architecture, parameters, compute.products)
 
     def check(self, request: LayerInput) -> None:
         """Raises InvalidRequest if a request does not fit the layer."""

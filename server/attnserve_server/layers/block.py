@@ -14,6 +14,7 @@ from attnserve_server.layers.feed_forward import FeedForwardRows
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.norms import NormFunction, build_norm
 from attnserve_server.layers.specification import Block
+from attnserve_server.native.products import Products
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,15 @@ class Step:
 
 
 def build_steps(
-    block: Block, parameters: MutableMapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
+    block: Block,
+    parameters: MutableMapping[str, torch.Tensor],
+    prefix: str,
+    dtype: torch.dtype,
+    products: Products | None,
 ) -> list[Step]:
-    """The steps of the block whose parameters' names begin with `prefix`, those that are weights taken out of all."""
+    """The steps of the block whose parameters' names begin with `prefix`, those that are weights taken out of all. They
+    are multiplied by `products` if those have them.
+    """
 
     def residual(part: str) -> Residual:
         return Residual(build_norm(block.norm, parameters, f"{prefix}{part}.norm."), block.pre_norm)
@@ -82,10 +89,10 @@ def build_steps(
     attentions = [("self", block.self_attention)]
     if block.cross_attention is not None:
         attentions.append(("cross", block.cross_attention))
-    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.")
+    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.", products)
     return [
         Step(
-            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, own=part == "self"),
+            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, products, own=part == "self"),
             residual=residual(part),
             crossed=part == "cross",
             feed_forward=feed_forward if place == len(attentions) else None,

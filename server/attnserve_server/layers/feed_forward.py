@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.specification import Activation, FeedForward
+from attnserve_server.native.products import Products
 
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": relu,
@@ -26,15 +27,22 @@ class FeedForwardRows:
     The units that fill up the hidden ones to whole vectors are 0 and weigh nothing.
     """
 
-    def __init__(self, specification: FeedForward, parameters: MutableMapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self,
+        specification: FeedForward,
+        parameters: MutableMapping[str, torch.Tensor],
+        prefix: str,
+        products: Products | None,
+    ) -> None:
         names = ("gate", "up") if specification.gated else ("up",)
         self._up = Projection.of(
             [parameters.pop(f"{prefix}{name}.weight") for name in names],
             [parameters.pop(f"{prefix}{name}.bias", None) for name in names],
+            products,
         )
         self._gated = specification.gated
         self._activation = ACTIVATIONS[specification.activation]
-        self._down = Linear.of(parameters, f"{prefix}down")
+        self._down = Linear.of(parameters, f"{prefix}down", products)
 
     @property
     def row_flops(self) -> int:

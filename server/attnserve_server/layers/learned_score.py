@@ -13,12 +13,15 @@ from attnserve_server.layers.multi_head import Heads
 from attnserve_server.layers.projection import Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import LearnedScore
+from attnserve_server.native.products import Products
 
 
 class LearnedScoreHead:
     """The head with its parameters. The kernel applies those of the score; values are projected here."""
 
-    def __init__(self, specification: LearnedScore, parameters: MutableMapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, specification: LearnedScore, parameters: MutableMapping[str, torch.Tensor], products: Products | None
+    ) -> None:
         # Kept as the kernel computes with them: it would convert them again for every sequence.
         wide = {
             name: values.to(math.exact_dtype(values))
@@ -39,7 +42,8 @@ class LearnedScoreHead:
         )
         self._value = None
         if specification.value:
-            self._value = Projection.of([parameters.pop("value.weight")], [parameters.pop("value.bias", None)])
+            value, bias = parameters.pop("value.weight"), parameters.pop("value.bias", None)
+            self._value = Projection.of([value], [bias], products)
 
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None

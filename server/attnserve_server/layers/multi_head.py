@@ -1,7 +1,7 @@
 """Multi-head attention with its weights: from rows to the heads' queries, keys and values, and from heads to rows.
 
-Where all three are of the same rows they are one product of matrices, and keys and values always are. Where weights are
-packed, each for one product, and there may be other keys, queries are a product of their own.
+Where all three are of the same rows they are one product of matrices, and keys and values always are. Where weights do
+not divide, and there may be other keys, queries are a product of their own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.positions import Rotation
-from attnserve_server.layers.product import is_packed
+from attnserve_server.layers.product import divides
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention
+from attnserve_server.native.products import Products
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [n, Hq, D], keys [m, Hk, D] and values [m, Hk, Dv]."""
@@ -27,7 +28,7 @@ class MultiHead:
     `project_contexts` and `finish` are functions of rows.
 
     `own`: keys are always of the same rows as queries, and `project` is for these; `project_queries` and
-    `project_contexts` are for all others, and `project_apart` where a weight is packed.
+    `project_contexts` are for all others, and `project_apart` where a weight does not divide.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class MultiHead:
         parameters: MutableMapping[str, torch.Tensor],
         prefix: str,
         dtype: torch.dtype,
+        products: Products | None,
         *,
         own: bool,
     ) -> None:
@@ -46,8 +48,8 @@ class MultiHead:
         ]
         weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
         device = weights[0].device
-        alike = specification.inputs == specification.contexts and not any(map(is_packed, weights))
-        self._all = Projection.of(weights, biases) if own or alike else None
+        alike = specification.inputs == specification.contexts and divides(weights[0], products)
+        self._all = Projection.of(weights, biases, products) if own or alike else None
         if own:
             assert self._all is not None
             self.project_flops = self._all.row_flops
@@ -55,13 +57,13 @@ class MultiHead:
         else:
             if self._all is not None:
                 self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
-            else:  # a packed weight is for one product, and is not to be there twice
-                self._query = Projection.of(weights[:1], biases[:1])
-                self._context = Projection.of(weights[1:], biases[1:])
+            else:  # it is packed for one product, and is not to be there twice
+                self._query = Projection.of(weights[:1], biases[:1], products)
+                self._context = Projection.of(weights[1:], biases[1:], products)
             self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
             """What projecting one row costs."""
             self.project_flops = self.query_flops + self.context_flops
-        self._output = Linear.of(parameters, f"{prefix}output") if specification.output else None
+        self._output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim

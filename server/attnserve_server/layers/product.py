@@ -1,45 +1,104 @@
-"""The product of rows with one weight, y = x W^T + b, by the library that is fastest at it where the process runs.
+"""The product of rows with one weight, y = x W^T + b, by what is fastest at it where the process runs.
 
-torch multiplies float32 by MKL, which takes its AVX2 path on processors that are not Intel's. oneDNN, which torch
-brings too, uses all that they have: on a Zen 5 it takes 40 % of the time. It wants the weight in an order of its own,
-which that is put into when a layer is loaded; it is not kept besides. `packs` says for which dtypes that is done.
+float32 is multiplied by the native library, where there is one: it takes half of the time of MKL for some tens of rows,
+which torch has packed anew each time, and its rows' bits depend on nothing else. It reads the weight in an order of its
+own, which that is put into when a layer is loaded; it is not kept besides.
+
+torch multiplies by MKL, which takes its AVX2 path on processors that are not Intel's. oneDNN, which torch brings too,
+uses all that they have: on a Zen 5 it takes 40 % of the time. It wants the weight in an order of its own too; `packs`
+says for which dtypes that is done, where the native library does not multiply them.
 
 What torch multiplies by itself adds up in another order where rows are many: they are not so many at once, `most_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from attnserve_server.cpus import is_amd
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.native.library import Threads
+from attnserve_server.native.products import PackedWeight, Products
 
-Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype."""
+
+class Product(Protocol):
+    """[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def part(self, columns: slice) -> Product:
+        """The product that gives some of the outputs, with the same memory. They begin and end at multiples of WIDTH
+        (`projection`). Only where the weight `divides`.
+        """
+        ...
+
 
 GENERATION_FLOPS: Final = 200_000_000
 """A product that costs more takes as long as generating the code for it, about a millisecond: the first may wait."""
 
 
-def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The product with a weight [outputs, inputs], each a multiple of WIDTH (`projection`). Where it is packed, the
-    weight itself is not kept.
+HELD_FLOPS: Final = 4_000_000
+"""A product that costs less is done before another thread could have taken the interpreter, and given it back."""
+
+
+def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:
+    """The product with a weight [outputs, inputs], each a multiple of WIDTH (`projection`), by `products` if they have
+    it. Where it is packed, the weight itself is not kept.
     """
-    if is_packed(weight):
-        return _packed(weight, bias)
-    if weight.device.type != "cpu":
-        return lambda rows: linear(rows, weight, bias)
-    most = most_rows(weight.dtype)
-    if weight.dtype == torch.float16:
+    if products is not None and weight.dtype == torch.float32:
+        return NativeProduct(products, PackedWeight.of(weight, bias))
+    if _is_packed(weight):
+        return _OneDnnProduct(weight, bias)
+    return _TorchProduct(weight, bias)
+
+
+def divides(weight: torch.Tensor, products: Products | None) -> bool:
+    """Whether the product with a weight has parts; otherwise it is packed for one product."""
+    return (products is not None and weight.dtype == torch.float32) or not _is_packed(weight)
+
+
+class NativeProduct:
+    """By the native library."""
+
+    def __init__(self, products: Products, weight: PackedWeight) -> None:
+        self._products, self.weight = products, weight
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        flops = 2 * len(rows) * self.weight.inputs * self.weight.outputs
+        return self._products.multiply(self.weight, rows, None if flops < HELD_FLOPS else Threads())
+
+    def part(self, columns: slice) -> Product:
+        """Some of the outputs."""
+        return NativeProduct(self._products, self.weight.part(columns))
+
+
+class _TorchProduct:
+    """By torch, which reads the weight as it lies in memory."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
         # Without instructions for float16 (AVX512-FP16), torch's product takes four times as long as float32's.
-        wide = None if bias is None else bias.float()
-        return lambda rows: _few_at_once(rows.float(), weight.float(), wide, most).half()
-    return lambda rows: _few_at_once(rows, weight, bias, most)
+        self._widens = weight.dtype == torch.float16 and weight.device.type == "cpu"
+        self._most = most_rows(weight.dtype) if weight.device.type == "cpu" else None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if not self._widens:
+            return self._multiply(rows, self._weight, self._bias)
+        bias = None if self._bias is None else self._bias.float()
+        return self._multiply(rows.float(), self._weight.float(), bias).half()
+
+    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._most is None or len(rows) <= self._most:
+            return linear(rows, weight, bias)
+        return torch.cat([linear(part, weight, bias) for part in torch.split(rows, self._most)])
+
+    def part(self, columns: slice) -> Product:
+        """Some of the outputs."""
+        return _TorchProduct(self._weight[columns], None if self._bias is None else self._bias[columns])
 
 
 def most_rows(dtype: torch.dtype) -> int:
@@ -56,21 +115,13 @@ def most_rows(dtype: torch.dtype) -> int:
     return 4 * ROWS if dtype == torch.float64 else MAX_ROWS
 
 
-def _few_at_once(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> torch.Tensor:
-    """The product by torch, of at most so many rows at a time."""
-    if len(rows) <= most:
-        return linear(rows, weight, bias)
-    return torch.cat([linear(part, weight, bias) for part in torch.split(rows, most)])
-
-
-def is_packed(weight: torch.Tensor) -> bool:
-    """Whether `product_of` packs a weight; otherwise it multiplies with it as it lies in memory."""
+def _is_packed(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and packs(weight.dtype)
 
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether weights of a dtype are packed for oneDNN's products on this machine."""
+    """Whether weights of a dtype are packed for oneDNN's products on this machine, if the native library has none."""
     return (
         dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -79,19 +130,25 @@ def packs(dtype: torch.dtype) -> bool:
     )
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+class _OneDnnProduct:
+    """By oneDNN, with a packed weight."""
 
-    def product(rows: torch.Tensor) -> torch.Tensor:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        _generate(self, weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         # Tells OpenMP, in a thread that torch has not computed in yet, how many threads torch is to use: oneDNN, which
         # does not ask torch, would use all processors.
         torch.get_num_threads()
-        result: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
+        result: torch.Tensor = self._linear(rows, self._packed, self._bias, "none", [], "")
         return result
 
-    _generate(product, weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
-    return product
+    def part(self, columns: slice) -> Product:
+        """There is none."""
+        raise TypeError("a packed weight is for one product")
 
 
 _generated: set[tuple[int, int, bool, torch.dtype]] = set()

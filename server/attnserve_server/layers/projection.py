@@ -12,7 +12,8 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.layers.product import is_packed, product_of
+from attnserve_server.layers.product import Product, product_of
+from attnserve_server.native.products import Products
 
 WIDTH = 16
 """Rows as wide as a multiple of this many elements are aligned alike, and so are outputs that begin at one."""
@@ -24,60 +25,60 @@ class Projection:
     Columns between them, up to a multiple of WIDTH, are 0.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, columns: Sequence[slice]) -> None:
-        self.columns = columns
-        self.row_flops = 2 * weight.numel()
+    def __init__(self, product: Product, inputs: int, columns: Sequence[slice]) -> None:
+        self.product, self.columns = product, columns
+        self._inputs = inputs
+        self.row_flops = 2 * inputs * sum(_whole(each.stop - each.start) for each in columns)
         """What one row costs."""
-        kept = not is_packed(weight)
-        self._weight, self._bias = weight if kept else None, bias if kept else None
-        self._product = product_of(weight, bias)
 
     @staticmethod
-    def of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Projection:
-        """The maps of some weights, with biases or without."""
+    def of(
+        weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], products: Products | None = None
+    ) -> Projection:
+        """The maps of some weights, with biases or without, by `products` if they have them."""
         widths = [_whole(len(weight)) for weight in weights]
         starts = itertools.accumulate(widths, initial=0)
         columns = [slice(start, start + len(weight)) for start, weight in zip(starts, weights, strict=False)]
         weight = _joined([_filled(_widened(weight), width) for weight, width in zip(weights, widths, strict=True)])
         if all(bias is None for bias in biases):
-            return Projection(weight, None, columns)
+            return Projection(product_of(weight, None, products), weight.shape[1], columns)
         there = [
             weight.new_zeros(width) if bias is None else _filled(bias, width)
             for bias, width in zip(biases, widths, strict=True)
         ]
-        return Projection(weight, _joined(there), columns)
+        return Projection(product_of(weight, _joined(there), products), weight.shape[1], columns)
 
     def part(self, first: int, last: int) -> Projection:
-        """The maps from `first` up to `last`, with the same memory, which is not packed."""
-        assert self._weight is not None
+        """The maps from `first` up to `last`, with the same memory. Only where the weight `divides` (`product`)."""
         begin = self.columns[first].start
         end = begin + sum(_whole(each.stop - each.start) for each in self.columns[first:last])
         columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:last]]
-        bias = None if self._bias is None else self._bias[begin:end]
-        return Projection(self._weight[begin:end], bias, columns)
+        return Projection(self.product.part(slice(begin, end)), self._inputs, columns)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, inputs] to [n, all columns]."""
-        return self._product(_widened(rows))
+        return self.product(_widened(rows))
 
 
 class Linear:
     """One map."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None) -> None:
         weight = _widened(weight)
         self.row_flops = 2 * weight.numel()
         """What one row costs."""
-        self._product = product_of(weight, bias)
+        self.product = product_of(weight, bias, products)
 
     @staticmethod
-    def of(parameters: MutableMapping[str, torch.Tensor], name: str) -> Linear:
-        """The map of the parameters `name`.weight and `name`.bias, if there is one, which are taken out of all."""
-        return Linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
+    def of(parameters: MutableMapping[str, torch.Tensor], name: str, products: Products | None) -> Linear:
+        """The map of the parameters `name`.weight and `name`.bias, if there is one, which are taken out of all; by
+        `products` if they have it.
+        """
+        return Linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None), products)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, inputs] to [n, outputs]."""
-        return self._product(_widened(rows))
+        return self.product(_widened(rows))
 
 
 def _whole(width: int) -> int:

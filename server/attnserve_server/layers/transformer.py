@@ -47,7 +47,7 @@ class TransformerLayer:
         self._steps = [
             step
             for number in range(architecture.blocks)
-            for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype)
+            for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute.products)
         ]
         norm = architecture.final_norm
         self._final_norm = None if norm is None else build_norm(norm, parameters, "norm.")

@@ -5,6 +5,9 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define ATTEND attnserve_attend_avx2
+#define MULTIPLY attnserve_multiply_avx2
+#define MULTI_HEAD attnserve_multi_head_avx2
+#define BLOCK_ROWS_ABOVE_6 0
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -14,6 +17,8 @@
 
 #include "avx2.h"
 #include "kernel.h"
+#include "product.h"
+#include "layer.h"
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -42,6 +42,43 @@ struct call {
 int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 
+/* y = x W^T + b, of floats. */
+struct product {
+    const float *weight;    /* [outputs / 16, inputs, 16]: those of 16 outputs and one input are adjacent */
+    const float *bias;      /* [outputs], or NULL */
+    int64_t inputs, outputs; /* outputs: a multiple of 16 */
+};
+
+/* Rows [rows, inputs], each `from_stride` floats behind the one before, to [rows, outputs]. Either may lie at any
+   address. Who computes them, and how many they are, does not change the bits of a row. Returns 0, or -1 if there was no
+   memory: then nothing is of any meaning. */
+int64_t attnserve_multiply_avx512(const struct product *product, const void *from, int64_t from_stride, void *to,
+                                  int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);
+int64_t attnserve_multiply_avx2(const struct product *product, const void *from, int64_t from_stride, void *to,
+                                int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);
+
+/* The sequences of a batch. */
+struct piece {
+    const void *from;       /* [rows, inputs], at any address */
+    void *to;               /* [rows, outputs], likewise */
+    int64_t rows;           /* 1 or more */
+    int64_t finite;         /* set: 0 if the attention came to any NaN or infinity: then `to` has no meaning */
+};
+
+/* Multi-head attention of sequences to themselves, with its weights. */
+struct multi_head {
+    struct product project; /* to the heads' queries, keys and values, which begin at these columns */
+    int64_t query_column, key_column, value_column;
+    struct product output;  /* of all heads side by side; weight NULL: these are what is wanted */
+    struct call call;       /* the attention of a sequence, but for addresses and lengths */
+};
+
+/* Returns 0, or -1 if there was no memory: then nothing is of any meaning. */
+int64_t attnserve_multi_head_avx512(const struct multi_head *layer, struct piece *pieces, int64_t count,
+                                    struct team *team, int64_t helpers);
+int64_t attnserve_multi_head_avx2(const struct multi_head *layer, struct piece *pieces, int64_t count,
+                                  struct team *team, int64_t helpers);
+
 /* A team that nobody helps yet; NULL if there is no memory. Who calls a patient one waits until all have come who are to
    help, of whom there must be enough: that is for tests. It is there for ever, since callers may come to it at any time. */
 struct team *attnserve_gather(int64_t patient);

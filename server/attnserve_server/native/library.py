@@ -177,11 +177,11 @@ class Library:
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
-        symbol = f"attnserve_attend_{_symbol(instructions)}"
+        name = f"attnserve_attend_{symbol(instructions)}"
         self.instructions = instructions
-        self._aside = _function(ctypes.CDLL(str(PATH)), symbol)
+        self._aside = _function(ctypes.CDLL(str(PATH)), name)
         # Work that takes less than to hand over the interpreter's lock and wait to have it back.
-        self._at_once = _function(ctypes.PyDLL(str(PATH)), symbol)
+        self._at_once = _function(ctypes.PyDLL(str(PATH)), name)
 
     def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
         """Computes packed calls. Returns the places of those that did not come out finite, but for rows with nothing to
@@ -214,7 +214,7 @@ def best(wanted: str = "auto") -> Library | None:
     """
     if wanted == "off":
         return None
-    found = {_symbol(name): name for name in available()}
+    found = {symbol(name): name for name in available()}
     if wanted != "auto" and wanted not in found:
         there = ", ".join(found) or f"none, since {hindrance()}"
         raise LookupError(f"the native kernel for {wanted} is not to be had: there is {there}")
@@ -222,7 +222,8 @@ def best(wanted: str = "auto") -> Library | None:
     return None if name is None else Library(found[name])
 
 
-def _symbol(instructions: str) -> str:
+def symbol(instructions: str) -> str:
+    """How functions for a set of instructions end."""
     return instructions.replace("-", "").lower()
 
 

@@ -1,0 +1,179 @@
+/* Products of rows with a weight, y = x W^T + b, in blocks of rows and panels of columns.
+
+   An output is the sum, over ranges of DEPTH inputs one after the other, of what each comes to in one row of fused
+   operations, and the bias. That is one order whatever rows are computed together, and by whichever instructions. */
+
+enum {
+    PANEL = 16,                         /* columns of a packed weight that lie together */
+    STEP_PANELS = 2 * V / PANEL,        /* that are multiplied at once: two vectors of columns */
+    DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
+    AHEAD = 8,                          /* so many inputs before it is needed, what is of one is asked for */
+    BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
+    PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share what is read of the weight */
+    PRODUCT_BLOCKS = (PRODUCT_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS,
+    UNITS_EACH = 4,                     /* of work for each thread, at least, if there are enough columns to divide */
+    UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows by itself */
+};
+
+/* Rows of a batch, by their places: those of pieces, one behind the other, or all in one piece. */
+struct side {
+    const struct piece *pieces; /* NULL: in one */
+    const int64_t *starts;      /* [pieces + 1] */
+    int64_t count;              /* of pieces */
+    int output;                 /* of pieces, what they write */
+    char *base;                 /* of one piece */
+    int64_t stride;             /* floats from row to row */
+};
+
+/* Where rows from `first` on are. */
+static void find_rows(const struct side *side, int64_t first, int64_t count, float **rows) {
+    int64_t bytes = side->stride * (int64_t)sizeof(float);
+    if (!side->pieces) {
+        for (int64_t r = 0; r < count; r++) rows[r] = (float *)(side->base + (first + r) * bytes);
+        return;
+    }
+    int64_t low = 0, high = side->count - 1;
+    while (low < high) { /* the last piece that begins at `first` or before */
+        int64_t middle = (low + high + 1) / 2;
+        if (side->starts[middle] <= first) low = middle;
+        else high = middle - 1;
+    }
+    for (int64_t r = 0, piece = low; r < count; r++) {
+        while (first + r >= side->starts[piece + 1]) piece++;
+        const struct piece *own = side->pieces + piece;
+        rows[r] = (float *)((char *)(side->output ? own->to : own->from) + (first + r - side->starts[piece]) * bytes);
+    }
+}
+
+/* Some rows' inputs, n from `first` on, as [n, V]: the rows' elements of an input are adjacent. */
+static void arrange(float *const *rows, int64_t count, int64_t first, int64_t n, float *to) {
+    for (int64_t k = 0; k < n; k += V) {
+        int64_t columns = least(V, n - k);
+        vec square[V];
+        for (int64_t r = 0; r < V; r++) {
+            float whole[V];
+            if (r >= count) {
+                square[r] = vzero();
+            } else if (columns == V) {
+                square[r] = vload(rows[r] + first + k);
+            } else {
+                widen(rows[r] + first + k, FLOAT32, columns, whole);
+                square[r] = vload(whole);
+            }
+        }
+        vtranspose(square);
+        for (int64_t i = 0; i < columns; i++) vstore(to + (k + i) * V, square[i]);
+    }
+}
+
+/* Adds to outputs from `column` on what n inputs come to; or begins with the bias. `apart` is from the weight of one
+   vector of columns to that of the next. */
+INLINE void multiply_block(int rows, int vectors, const float *left, const float *weight, int64_t apart, int64_t n,
+                           float *const *to, int64_t column, int begins, const float *bias) {
+    vec sums[BLOCK_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
+    for (int64_t k = 0; k < n; k++) {
+        vec columns[2];
+        __builtin_prefetch(left + (k + AHEAD) * V);
+        UNROLL for (int c = 0; c < vectors; c++) __builtin_prefetch(weight + c * apart + (k + AHEAD) * PANEL);
+        UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(weight + c * apart + k * PANEL);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec input = vset(left[k * V + r]);
+            UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(input, columns[c], sums[r][c]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int c = 0; c < vectors; c++) {
+            float *at = to[r] + column + c * V;
+            vec before = !begins ? vload(at) : bias ? vload(bias + column + c * V) : vzero();
+            vstore(at, before + sums[r][c]);
+        }
+    }
+}
+
+#define ROWS_OF_BLOCK(rows) \
+    case rows: \
+        if (vectors == 2) multiply_block(rows, 2, left, weight, apart, n, to, column, begins, bias); \
+        else multiply_block(rows, 1, left, weight, apart, n, to, column, begins, bias); \
+        break;
+
+static void multiply_rows(int64_t rows, int64_t vectors, const float *left, const float *weight, int64_t apart,
+                          int64_t n, float *const *to, int64_t column, int begins, const float *bias) {
+    switch (rows) {
+        ROWS_OF_BLOCK(1) ROWS_OF_BLOCK(2) ROWS_OF_BLOCK(3) ROWS_OF_BLOCK(4) ROWS_OF_BLOCK(5) ROWS_OF_BLOCK(6)
+#if BLOCK_ROWS_ABOVE_6
+        ROWS_OF_BLOCK(7) ROWS_OF_BLOCK(8) ROWS_OF_BLOCK(9) ROWS_OF_BLOCK(10) ROWS_OF_BLOCK(11) ROWS_OF_BLOCK(12)
+        ROWS_OF_BLOCK(13) ROWS_OF_BLOCK(14)
+#endif
+    }
+}
+
+/* A product that threads compute together: units are groups of rows times groups of panels. */
+struct multiplication {
+    const struct product *product;
+    struct side from, to;
+    int64_t rows, row_groups, panel_groups;
+    int64_t next;           /* the unit that nobody has taken yet */
+    int begun;              /* somebody had the memory to begin, who does all that others do not */
+};
+
+/* The rows from `first` up to `last`, and the panels from `begin` up to `end`. */
+static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
+                          float *left) {
+    const struct product *product = work->product;
+    float *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
+    int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    find_rows(&work->from, first, rows, from);
+    find_rows(&work->to, first, rows, to);
+    int64_t panel = product->inputs * PANEL, apart = V == PANEL ? panel : V;
+    for (int64_t depth = 0; depth < product->inputs; depth += DEPTH) {
+        int64_t n = least(DEPTH, product->inputs - depth);
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
+            arrange(from + top, bottom - top, depth, n, left + b * DEPTH * V);
+        }
+        for (int64_t at = begin; at < end; at += STEP_PANELS) {
+            int64_t vectors = least(STEP_PANELS, end - at) * (PANEL / V);
+            const float *weight = product->weight + at * panel + depth * PANEL;
+            for (int64_t b = 0; b < blocks; b++) {
+                int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
+                multiply_rows(bottom - top, vectors, left + b * DEPTH * V, weight, apart, n, to + top, at * PANEL,
+                              depth == 0, product->bias);
+            }
+        }
+    }
+}
+
+/* Takes units of work until none is left. */
+static void multiply_units(void *all) {
+    struct multiplication *work = all;
+    float *left = floats(PRODUCT_BLOCKS * DEPTH * V);
+    if (!left) return;
+    int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit;
+    __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
+    while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
+        int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;
+        multiply_unit(work, work->rows * group / work->row_groups, work->rows * (group + 1) / work->row_groups,
+                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left);
+    }
+    free(left);
+}
+
+/* Returns 0 if there was no memory. */
+static int multiply_all(const struct product *product, struct side from, struct side to, int64_t rows,
+                        struct team *team, int64_t helpers) {
+    int64_t panels = product->outputs / PANEL, row_groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+    if (!row_groups || !panels) return 1;
+    int64_t wanted = team && helpers > 0 ? UNITS_EACH * (helpers + 1) : 1;
+    int64_t panel_groups = least((wanted + row_groups - 1) / row_groups, most(panels / UNIT_PANELS, 1));
+    struct multiplication work = {product, from, to, rows, row_groups, panel_groups, 0, 0};
+    share(team, helpers, multiply_units, &work);
+    return work.begun;
+}
+
+int64_t MULTIPLY(const struct product *product, const void *from, int64_t from_stride, void *to, int64_t to_stride,
+                 int64_t rows, struct team *team, int64_t helpers) {
+    struct side left = {.base = (char *)from, .stride = from_stride}, right = {.base = to, .stride = to_stride};
+    return multiply_all(product, left, right, rows, team, helpers) ? 0 : -1;
+}

@@ -1,0 +1,82 @@
+"""Products of rows with weights that were packed for the native library, y = x W^T + b, of float32.
+
+In: tensors, or addresses. Out: rows. A row's bits depend on itself and the weight alone: not on the other rows, nor on
+their number, nor on who computes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, Final
+
+import torch
+
+from attnserve_server.native import library
+from attnserve_server.native.library import Threads
+
+PANEL: Final = 16
+"""Outputs come in multiples of so many, and can be divided there."""
+
+_PRODUCT: Final = struct.Struct("=2Q2q")
+PRODUCT_BYTES: Final = _PRODUCT.size
+
+
+class PackedWeight:
+    """A weight, and a bias if there is one, as the library reads them."""
+
+    def __init__(self, panels: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Panels [outputs / PANEL, inputs, PANEL] and bias [outputs], both contiguous and of float32."""
+        self._panels, self._bias = panels, bias
+        self.outputs, self.inputs = len(panels) * PANEL, panels.shape[1]
+        self.struct = _PRODUCT.pack(
+            panels.data_ptr(), 0 if bias is None else bias.data_ptr(), self.inputs, self.outputs
+        )
+        """The weight's `struct product` (`attention.h`), for as long as this is there."""
+
+    @staticmethod
+    def of(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+        """A copy of a weight [outputs, inputs], of which the outputs are a multiple of PANEL."""
+        outputs, inputs = weight.shape
+        panels = weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
+        return PackedWeight(panels, None if bias is None else bias.contiguous())
+
+    def part(self, columns: slice) -> PackedWeight:
+        """Some outputs, in the same memory; they begin and end at multiples of PANEL."""
+        panels = self._panels[columns.start // PANEL : columns.stop // PANEL]
+        return PackedWeight(panels, None if self._bias is None else self._bias[columns])
+
+
+class Products:
+    """The library's products, by one set of instructions."""
+
+    def __init__(self, instructions: str) -> None:
+        """Raises OSError if there is no library."""
+        name = f"attnserve_multiply_{library.symbol(instructions)}"
+        self._aside = _function(ctypes.CDLL(str(library.PATH)), name)
+        self._at_once = _function(ctypes.PyDLL(str(library.PATH)), name)
+
+    def multiply(self, weight: PackedWeight, rows: torch.Tensor, threads: Threads | None = None) -> torch.Tensor:
+        """[n, inputs] to [n, outputs]. `threads` as for the library's attention. Raises MemoryError."""
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        count = len(rows)
+        result = rows.new_empty(count, weight.outputs)
+        function, team, helpers = self._at_once, None, 0
+        if threads is not None:
+            function, helpers = self._aside, threads.helpers
+            team = None if threads.team is None else threads.team.address
+        status = function(
+            weight.struct, rows.data_ptr(), rows.stride(0), result.data_ptr(), weight.outputs, count, team, helpers
+        )
+        if status:
+            raise MemoryError("no memory for what the native library keeps while it multiplies")
+        return result
+
+
+def _function(loaded: ctypes.CDLL, name: str) -> Any:
+    function = getattr(loaded, name)
+    size, address = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [ctypes.c_char_p, address, size, address, size, size, address, size]
+    function.restype = ctypes.c_int64
+    return function

@@ -1,0 +1,106 @@
+"""Products of rows with packed weights by the native library: what they give, and what a row's bits may depend on."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import torch
+from binding import each_instructions, needs_native
+from bits import assert_same_bits
+from hypothesis import given, settings
+from random_calls import randoms
+from random_products import random_product
+
+from attnserve_server.native.library import Team, Threads, available
+from attnserve_server.native.products import PackedWeight, Products
+
+
+@each_instructions
+@settings(max_examples=60)
+@given(random=randoms)
+def test_it_is_the_product(instructions: str, random: Random) -> None:
+    product = random_product(random)
+    product.assert_right(Products(instructions).multiply(product.weight, product.rows))
+
+
+@each_instructions
+@settings(max_examples=30)
+@given(random=randoms)
+def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> None:
+    """Not from the other rows, nor from their number, nor from where they lie."""
+    products, product = Products(instructions), random_product(random)
+    everything = products.multiply(product.weight, product.rows)
+    first = random.randrange(len(product.rows))
+    last = random.randint(first + 1, len(product.rows))
+    some = products.multiply(product.weight, product.rows[first:last].flip(0)).flip(0)
+    assert_same_bits(some.numpy(), everything[first:last].numpy())
+
+
+@needs_native
+@settings(max_examples=30)
+@given(random=randoms)
+def test_nor_from_the_instructions(random: Random) -> None:
+    product = random_product(random)
+    one, *others = (Products(each).multiply(product.weight, product.rows).numpy() for each in available())
+    for other in others:
+        assert_same_bits(other, one)
+
+
+@each_instructions
+@settings(max_examples=15)
+@given(random=randoms, helpers=...)
+def test_nor_from_who_computes_them(instructions: str, random: Random, helpers: bool) -> None:
+    products, product = Products(instructions), random_product(random, (1, 30, 113, 300))
+    alone = products.multiply(product.weight, product.rows)
+    team = Team(3, patient=True)
+    try:
+        shared = products.multiply(product.weight, product.rows, Threads(team, 3 if helpers else 1))
+    finally:
+        team.close()
+    assert_same_bits(shared.numpy(), alone.numpy())
+    product.assert_right(shared)
+
+
+@each_instructions
+@settings(max_examples=20)
+@given(random=randoms)
+def test_a_part_has_the_bits_of_the_whole(instructions: str, random: Random) -> None:
+    products, product = Products(instructions), random_product(random)
+    panels = product.weight.outputs // 16
+    begin = random.randrange(panels)
+    columns = slice(16 * begin, 16 * random.randint(begin + 1, panels))
+    whole = products.multiply(product.weight, product.rows)
+    part = products.multiply(product.weight.part(columns), product.rows)
+    assert_same_bits(part.numpy(), whole[:, columns].numpy())
+
+
+@each_instructions
+def test_what_is_not_finite_stays_in_its_row(instructions: str) -> None:
+    products, product = Products(instructions), random_product(Random(3), (30,))
+    clean = products.multiply(product.weight, product.rows)
+    product.rows[7, 0], product.rows[20] = torch.inf, torch.nan
+    found = products.multiply(product.weight, product.rows)
+    assert not found[7].isfinite().any()
+    assert found[20].isnan().all()
+    others = [row for row in range(30) if row not in (7, 20)]
+    assert_same_bits(found[others].numpy(), clean[others].numpy())
+
+
+@each_instructions
+def test_rows_of_any_strides(instructions: str) -> None:
+    """Such as the columns of others, or none at all."""
+    products, weight = Products(instructions), torch.randn(32, 40)
+    packed = PackedWeight.of(weight, None)
+    rows = torch.randn(40, 9).T
+    np.testing.assert_allclose(products.multiply(packed, rows), rows @ weight.T, rtol=0, atol=1e-4)
+    assert products.multiply(packed, rows[:0]).shape == (0, 32)
+
+
+@each_instructions
+def test_a_packed_weight_is_a_copy(instructions: str) -> None:
+    weight, bias = torch.randn(16, 8), torch.randn(16)
+    packed, rows = PackedWeight.of(weight, bias), torch.randn(3, 8)
+    expected = rows @ weight.T + bias
+    weight.zero_()
+    np.testing.assert_allclose(Products(instructions).multiply(packed, rows), expected, rtol=0, atol=1e-5)
