@@ -26,6 +26,7 @@ from attnserve import Client
 
 if TYPE_CHECKING:
     from attnserve_server.devices.cpu import CpuDevice
+    from attnserve_server.native.library import Library
 
 STARTUP_S = 90.0
 """How long a server may take from its start to its ready line: it imports torch, on machines that are busy."""
@@ -195,13 +196,26 @@ def layer_client(layer_server: Server) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[dict[int, CpuDevice]]:
-    """Devices of this process, of one thread and of two; torch's own threads are set back."""
-    import torch  # only here: most tests do without
+    """Devices of this process, of one thread and of two."""
+    from attnserve_server.native.library import best  # only here: most tests do without
+
+    yield from opened_devices(best())
+
+
+@pytest.fixture(scope="module")
+def tensor_devices() -> Iterator[dict[int, CpuDevice]]:
+    """The same as where there is no native library."""
+    yield from opened_devices(None)
+
+
+def opened_devices(native: Library | None) -> Iterator[dict[int, CpuDevice]]:
+    """Devices that are closed in the end; torch's own threads are set back."""
+    import torch
 
     from attnserve_server.devices.cpu import CpuDevice
 
     before = torch.get_num_threads()
-    opened = {threads: CpuDevice(threads, 0) for threads in (1, 2)}
+    opened = {threads: CpuDevice(threads, 0, native) for threads in (1, 2)}
     yield opened
     for device in opened.values():
         device.close()

@@ -146,13 +146,13 @@ def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[t
 @settings(max_examples=max(4, settings().max_examples // 24))
 @given(drawn=REQUESTS)
 def test_random_company_where_no_weight_is_packed(
-    devices: Devices, name: str, drawn: list[tuple[list[int], int]]
+    tensor_devices: Devices, name: str, drawn: list[tuple[list[int], int]]
 ) -> None:
-    """As on processors for which oneDNN's products are not taken."""
+    """As where there is no native library, on processors for which oneDNN's products are not taken."""
     architecture = ARCHITECTURES[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product, "packs", lambda dtype: False)
-        layers = layers_of(architecture, devices, "float32")
+        layers = layers_of(architecture, tensor_devices, "float32")
     requests = [random_request(architecture, "float32", lengths, seed) for lengths, seed in drawn]
     assert_company_changes_nothing(layers, requests)
 

@@ -22,8 +22,14 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers import product
 from attnserve_server.layers.product import packs, product_of
 from attnserve_server.layers.specification import Dtype, Embedding, Norm, Transformer
+from attnserve_server.native.library import best
+from attnserve_server.native.products import Products
 
-PATHS: dict[str, Callable[[torch.dtype], bool]] = {"as chosen here": packs, "torch's own": lambda dtype: False}
+PATHS: dict[str, Callable[[torch.dtype], bool]] = {
+    "as chosen here": packs,
+    "without a library": packs,
+    "torch's own": lambda dtype: False,
+}
 EVERY_PATH = pytest.mark.parametrize("path", PATHS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", make.DTYPES)
 PACKED = pytest.mark.skipif(not packs(torch.float32), reason="no weight is packed on this machine")
@@ -41,9 +47,11 @@ def device(devices: dict[int, CpuDevice]) -> CpuDevice:
 
 def made(path: str, weight: torch.Tensor, bias: torch.Tensor | None) -> product.Product:
     """A product on one of the paths."""
+    library = best() if path == "as chosen here" else None
+    products = None if library is None else Products(library.instructions)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(product, "packs", PATHS[path])
-        return product_of(weight, bias)
+        return product_of(weight, bias, products)
 
 
 def weight_and_bias(outputs: int, inputs: int, dtype: Dtype, biased: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -153,7 +161,7 @@ def test_a_packed_weight_is_there_once(device: CpuDevice) -> None:
 def test_no_thread_computes_but_the_one_that_asks() -> None:
     """Even in a thread that torch has not computed in: oneDNN would start one for each processor."""
     weight, _ = weight_and_bias(512, 512, "float32", False)
-    multiply = made("as chosen here", weight, None)
+    multiply = made("without a library", weight, None)
     rows = make.random_rows(MAX_ROWS, 512, 0)
 
     def started() -> int:
@@ -167,7 +175,7 @@ def test_no_thread_computes_but_the_one_that_asks() -> None:
 
 
 def test_queries_keys_and_values_of_the_same_rows_are_one_product(
-    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+    tensor_devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where weights are not packed; and the weight is there once for these and for rows that have other keys."""
     monkeypatch.setattr(product, "packs", lambda dtype: False)
@@ -179,7 +187,7 @@ def test_queries_keys_and_values_of_the_same_rows_are_one_product(
 
     monkeypatch.setattr(product, "linear", linear)
     architecture = make.attention(48, 3, kv_heads=1, causal=True, query_bias=False)
-    layer = make.layer_of(architecture, make.random_parameters(architecture), device)
+    layer = make.layer_of(architecture, make.random_parameters(architecture), tensor_devices[1])
     own = make.packed(make.random_rows(12, 48, 0))
     crossed = make.packed(make.random_rows(12, 48, 0), context=own.input, context_lengths=[12])
     (one,) = make.run(layer, own)

@@ -46,11 +46,11 @@ HELD_FLOPS: Final = 4_000_000
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:
-    """The product with a weight [outputs, inputs], each a multiple of WIDTH (`projection`), by `products` if they have
-    it. Where it is packed, the weight itself is not kept.
+    """The product with a weight [outputs, inputs], whose inputs are a multiple of WIDTH (`projection`), by `products`
+    if they have it. Where it is packed, the weight itself is not kept.
     """
     if products is not None and weight.dtype == torch.float32:
-        return NativeProduct(products, PackedWeight.of(weight, bias))
+        return NativeProduct(products, PackedWeight.of(weight, bias), len(weight))
     if _is_packed(weight):
         return _OneDnnProduct(weight, bias)
     return _TorchProduct(weight, bias)
@@ -64,16 +64,17 @@ def divides(weight: torch.Tensor, products: Products | None) -> bool:
 class NativeProduct:
     """By the native library."""
 
-    def __init__(self, products: Products, weight: PackedWeight) -> None:
-        self._products, self.weight = products, weight
+    def __init__(self, products: Products, weight: PackedWeight, outputs: int) -> None:
+        self._products, self.weight, self._outputs = products, weight, outputs
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flops = 2 * len(rows) * self.weight.inputs * self.weight.outputs
-        return self._products.multiply(self.weight, rows, None if flops < HELD_FLOPS else Threads())
+        result = self._products.multiply(self.weight, rows, None if flops < HELD_FLOPS else Threads())
+        return result if self._outputs == self.weight.outputs else result[:, : self._outputs].contiguous()
 
     def part(self, columns: slice) -> Product:
         """Some of the outputs."""
-        return NativeProduct(self._products, self.weight.part(columns))
+        return NativeProduct(self._products, self.weight.part(columns), columns.stop - columns.start)
 
 
 class _TorchProduct:

@@ -11,6 +11,7 @@ import struct
 from typing import Any, Final
 
 import torch
+from torch.nn.functional import pad
 
 from attnserve_server.native import library
 from attnserve_server.native.library import Threads
@@ -36,10 +37,11 @@ class PackedWeight:
 
     @staticmethod
     def of(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-        """A copy of a weight [outputs, inputs], of which the outputs are a multiple of PANEL."""
+        """A copy of a weight [outputs, inputs], with outputs of 0 behind its own up to a multiple of PANEL."""
         outputs, inputs = weight.shape
-        panels = weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
-        return PackedWeight(panels, None if bias is None else bias.contiguous())
+        missing = -outputs % PANEL
+        panels = pad(weight, (0, 0, 0, missing)).reshape(-1, PANEL, inputs).transpose(1, 2).contiguous()
+        return PackedWeight(panels, None if bias is None else pad(bias, (0, missing)))
 
     def part(self, columns: slice) -> PackedWeight:
         """Some outputs, in the same memory; they begin and end at multiples of PANEL."""
