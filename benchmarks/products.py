@@ -1,7 +1,8 @@
 """`python -m benchmarks.products`: the products that resident layers are made of, by torch and as layers compute them.
 
 In: nothing. Out: a table; for widths of models in use and some numbers of rows, the CPU time of one product by torch's
-`linear` and by `layers.product`, on one core, and their ratio. Both are measured in turn; the quickest of many counts.
+`linear` and by `layers.product`, with the native library and without it, on one core, and the ratio of the first and
+the last. All are measured in turn; the quickest of many counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.layers.product import packs, product_of
+from attnserve_server.native.library import best
+from attnserve_server.native.products import Products
 from benchmarks.machine import cpu_model
 from benchmarks.table import WIDTH
 
@@ -40,19 +43,25 @@ def quickest(*ways: Callable[[], object]) -> list[float]:
 @torch.inference_mode()
 def measured(dtype: torch.dtype) -> Table:
     """A table of all widths in a dtype."""
-    how = "oneDNN, weight packed" if packs(dtype) else "torch's own here"
-    headings = ("inputs → outputs", *(f"{rows} rows\nlinear, layer: µs, ratio" for rows in NUMBERS_OF_ROWS))
+    library = best()
+    products = Products(library.instructions) if library is not None and dtype == torch.float32 else None
+    others = "oneDNN, weight packed" if packs(dtype) else "torch's own"
+    how = f"native ({library.instructions}), without it {others}" if library is not None and products else others
+    headings = ("inputs → outputs", *(f"{rows} rows\nlinear, without, layer: µs, ratio" for rows in NUMBERS_OF_ROWS))
     table = Table(*headings, title=f"{str(dtype).removeprefix('torch.')}; the layer's product: {how}")
     for inputs, outputs in WIDTHS:
         weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
-        product, cells = product_of(weight, bias), []
+        product, other, cells = product_of(weight, bias, products), product_of(weight, bias), []
         for count in NUMBERS_OF_ROWS:
             rows = torch.randn(count, inputs).to(dtype)
-            by_torch, by_layer = quickest(
+            by_torch, by_other, by_layer = quickest(
                 lambda rows=rows, weight=weight, bias=bias: linear(rows, weight, bias),
+                lambda rows=rows, other=other: other(rows),
                 lambda rows=rows, product=product: product(rows),
             )
-            cells.append(f"{by_torch * 1e6:,.0f}, {by_layer * 1e6:,.0f}: {by_torch / by_layer:.2f}")
+            cells.append(
+                f"{by_torch * 1e6:,.0f}, {by_other * 1e6:,.0f}, {by_layer * 1e6:,.0f}: {by_torch / by_layer:.2f}"
+            )
         table.add_row(f"{inputs} → {outputs}", *cells)
     return table
 
