@@ -59,9 +59,8 @@ def measured(dtype: torch.dtype) -> Table:
                 lambda rows=rows, other=other: other(rows),
                 lambda rows=rows, product=product: product(rows),
             )
-            cells.append(
-                f"{by_torch * 1e6:,.0f}, {by_other * 1e6:,.0f}, {by_layer * 1e6:,.0f}: {by_torch / by_layer:.2f}"
-            )
+            times = ", ".join(f"{each * 1e6:,.0f}" for each in (by_torch, by_other, by_layer))
+            cells.append(f"{times}: {by_torch / by_layer:.2f}")
         table.add_row(f"{inputs} → {outputs}", *cells)
     return table
 

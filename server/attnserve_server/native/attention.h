@@ -46,7 +46,7 @@ int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *te
 struct product {
     const float *weight;    /* [outputs / 16, inputs, 16]: those of 16 outputs and one input are adjacent */
     const float *bias;      /* [outputs], or NULL */
-    int64_t inputs, outputs; /* outputs: a multiple of 16 */
+    int64_t inputs, outputs; /* inputs: 1 or more; outputs: a multiple of 16 */
 };
 
 /* Rows [rows, inputs], each `from_stride` floats behind the one before, to [rows, outputs]. Either may lie at any

@@ -9,8 +9,8 @@ enum {
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
     AHEAD = 8,                          /* so many inputs before it is needed, what is of one is asked for */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
-    PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share what is read of the weight */
-    PRODUCT_BLOCKS = (PRODUCT_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS,
+    PRODUCT_ROWS = 112,                 /* of a unit of work, at most: they share what is read of the weight */
+    PRODUCT_FLOATS = 1 << 18,           /* of inputs, unless one block has more: they stay in a cache of a processor */
     UNITS_EACH = 4,                     /* of work for each thread, at least, if there are enough columns to divide */
     UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows by itself */
 };
@@ -45,19 +45,19 @@ static void find_rows(const struct side *side, int64_t first, int64_t count, flo
     }
 }
 
-/* Some rows' inputs, n from `first` on, as [n, V]: the rows' elements of an input are adjacent. */
-static void arrange(float *const *rows, int64_t count, int64_t first, int64_t n, float *to) {
-    for (int64_t k = 0; k < n; k += V) {
-        int64_t columns = least(V, n - k);
+/* Some rows' inputs as [inputs, V]: the rows' elements of an input are adjacent. */
+static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to) {
+    for (int64_t k = 0; k < inputs; k += V) {
+        int64_t columns = least(V, inputs - k);
         vec square[V];
         for (int64_t r = 0; r < V; r++) {
             float whole[V];
             if (r >= count) {
                 square[r] = vzero();
             } else if (columns == V) {
-                square[r] = vload(rows[r] + first + k);
+                square[r] = vload(rows[r] + k);
             } else {
-                widen(rows[r] + first + k, FLOAT32, columns, whole);
+                widen(rows[r] + k, FLOAT32, columns, whole);
                 square[r] = vload(whole);
             }
         }
@@ -126,29 +126,34 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
     int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     find_rows(&work->from, first, rows, from);
     find_rows(&work->to, first, rows, to);
-    int64_t panel = product->inputs * PANEL, apart = V == PANEL ? panel : V;
-    for (int64_t depth = 0; depth < product->inputs; depth += DEPTH) {
-        int64_t n = least(DEPTH, product->inputs - depth);
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-            arrange(from + top, bottom - top, depth, n, left + b * DEPTH * V);
-        }
-        for (int64_t at = begin; at < end; at += STEP_PANELS) {
-            int64_t vectors = least(STEP_PANELS, end - at) * (PANEL / V);
+    int64_t inputs = product->inputs, panel = inputs * PANEL, apart = V == PANEL ? panel : V;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
+        arrange(from + top, bottom - top, inputs, left + b * inputs * V);
+    }
+    for (int64_t at = begin; at < end; at += STEP_PANELS) {
+        int64_t vectors = least(STEP_PANELS, end - at) * (PANEL / V);
+        for (int64_t depth = 0; depth < inputs; depth += DEPTH) {
             const float *weight = product->weight + at * panel + depth * PANEL;
             for (int64_t b = 0; b < blocks; b++) {
                 int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-                multiply_rows(bottom - top, vectors, left + b * DEPTH * V, weight, apart, n, to + top, at * PANEL,
-                              depth == 0, product->bias);
+                multiply_rows(bottom - top, vectors, left + (b * inputs + depth) * V, weight, apart,
+                              least(DEPTH, inputs - depth), to + top, at * PANEL, depth == 0, product->bias);
             }
         }
     }
 }
 
+/* The rows of a unit, at most. */
+static int64_t rows_of_unit(const struct product *product) {
+    return most(least(PRODUCT_ROWS, PRODUCT_FLOATS / product->inputs), BLOCK_ROWS);
+}
+
 /* Takes units of work until none is left. */
 static void multiply_units(void *all) {
     struct multiplication *work = all;
-    float *left = floats(PRODUCT_BLOCKS * DEPTH * V);
+    int64_t blocks = (rows_of_unit(work->product) + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    float *left = floats(blocks * work->product->inputs * V);
     if (!left) return;
     int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit;
     __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
@@ -163,8 +168,8 @@ static void multiply_units(void *all) {
 /* Returns 0 if there was no memory. */
 static int multiply_all(const struct product *product, struct side from, struct side to, int64_t rows,
                         struct team *team, int64_t helpers) {
-    int64_t panels = product->outputs / PANEL, row_groups = (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
-    if (!row_groups || !panels) return 1;
+    if (!rows || !product->outputs) return 1;
+    int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
     int64_t wanted = team && helpers > 0 ? UNITS_EACH * (helpers + 1) : 1;
     int64_t panel_groups = least((wanted + row_groups - 1) / row_groups, most(panels / UNIT_PANELS, 1));
     struct multiplication work = {product, from, to, rows, row_groups, panel_groups, 0, 0};
