@@ -38,6 +38,13 @@ INLINE const void *token_of(const struct call *call, const void *base, int64_t s
     return element(base, call->kv_dtype, token * stride + head);
 }
 
+/* The keys or values of a head, from a token on. */
+INLINE struct ahead rows_ahead(const struct call *call, const void *base, int64_t stride, int64_t head, int64_t width,
+                               int64_t token) {
+    int64_t bytes = call->kv_dtype == FLOAT32 ? 4 : 2;
+    return (struct ahead){token_of(call, base, stride, head, token), stride * bytes, width * bytes};
+}
+
 /* Rows from `first_row` up to `last_row` meet the keys from token `begin` up to `end` that any of them reaches. */
 static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int64_t kv_head, int64_t begin,
                  int64_t end, int few) {
@@ -65,6 +72,13 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
         if (few) keys = rows_of(key, call->kv_dtype, call->key_token, n, call->head_dim, memory->keys);
         else transpose_keys(call, key, n, memory->keys);
         const float *values = rows_of(value, call->kv_dtype, call->value_token, n, call->value_dim, memory->values);
+        /* What is read next: these values where they lie, unless they were widened just now; then the next keys. */
+        struct ahead next_values = {NULL, 0, 0}, next_keys = {NULL, 0, 0};
+        int64_t next = values == value ? block : block_end;
+        if (few && next < end)
+            next_values = rows_ahead(call, call->value, call->value_token, value_head, call->value_dim, next);
+        if (few && block_end < end)
+            next_keys = rows_ahead(call, call->key, call->key_token, key_head, call->head_dim, block_end);
         for (int64_t r = first_row; r < last_row; r += each) {
             int count = (int)least(each, last_row - r);
             struct row *rows = memory->rows + r;
@@ -81,16 +95,17 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
             float fades[V];
             if (few) {
                 switch (count) {
-                case 1: few_scores(1, queries, width, keys, to, memory->scores); break;
-                case 2: few_scores(2, queries, width, keys, to, memory->scores); break;
-                default: few_scores(3, queries, width, keys, to, memory->scores);
+                case 1: few_scores(1, queries, width, keys, to, memory->scores, next_values); break;
+                case 2: few_scores(2, queries, width, keys, to, memory->scores, next_values); break;
+                default: few_scores(3, queries, width, keys, to, memory->scores, next_values);
                 }
             } else {
                 many_scores(count, vectors, queries, width, call->head_dim, keys, memory->scores);
             }
             weigh_tile(count, rows, memory->scores, block, to, vectors, fades);
             add_outputs(few, count, memory->scores, fades, values, from, to, value_width,
-                        memory->outputs + r * value_width);
+                        memory->outputs + r * value_width, next_keys);
+            next_values.rows = next_keys.rows = NULL;
         }
         at = block_end;
     }

@@ -97,10 +97,24 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
         UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c]);
 }
 
+/* Keys or values that few rows meet next, NULL if none. They are asked for row by row while those before them are met:
+   few rows wait for memory, and a processor by itself looks ahead no further than its next page, and not at all while
+   there are scores to be weighed. 7 to 9 % of the time where they come from memory. Strides and widths are in bytes. */
+struct ahead {
+    const char *rows;
+    int64_t stride, width;
+};
+
+INLINE void ask_for(struct ahead ahead, int64_t row) {
+    if (!ahead.rows) return;
+    const char *from = ahead.rows + row * ahead.stride;
+    for (int64_t at = 0; at < ahead.width; at += 64) __builtin_prefetch(from + at);
+}
+
 /* The same for few rows: every other key is added up apart, since one sum would wait for itself. Whether the first is
    one of those follows from its place in its block: each stays in its sum, wherever begins what is reached. */
 INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
-                        const float *values, int64_t n, int64_t stride, float *outputs) {
+                        const float *values, int64_t n, int64_t stride, float *outputs, struct ahead ahead) {
     vec sums[FEW_ROWS][TILE_VECTORS], others[FEW_ROWS][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) {
         vec fade = vset(fades[r]);
@@ -117,6 +131,8 @@ INLINE void few_outputs(int rows, int vectors, int first_apart, const float *wei
         j = 1;
     }
     for (; j + 2 <= n; j += 2) {
+        ask_for(ahead, j);
+        ask_for(ahead, j + 1);
         UNROLL for (int c = 0; c < vectors; c++) {
             vec column = vload(values + j * stride + c * V), other = vload(values + (j + 1) * stride + c * V);
             UNROLL for (int r = 0; r < rows; r++) {
@@ -134,12 +150,14 @@ INLINE void few_outputs(int rows, int vectors, int first_apart, const float *wei
 }
 
 /* Dot products of few queries and n keys [n, stride], both padded with zeros. */
-INLINE void few_scores(int rows, const float *queries, int64_t stride, const float *keys, int64_t n, float *scores) {
+INLINE void few_scores(int rows, const float *queries, int64_t stride, const float *keys, int64_t n, float *scores,
+                       struct ahead ahead) {
     for (int64_t j = 0; j < n; j += V) {
         vec sums[FEW_ROWS][V];
         if (n - j >= V && stride == 4 * V) { /* such as 64 elements of 16 */
             UNROLL for (int i = 0; i < V; i++) {
                 const float *key = keys + (j + i) * stride;
+                ask_for(ahead, j + i);
                 UNROLL for (int r = 0; r < rows; r++) {
                     const float *query = queries + r * stride;
                     vec sum = vload(query) * vload(key);
@@ -151,6 +169,7 @@ INLINE void few_scores(int rows, const float *queries, int64_t stride, const flo
         } else {
             for (int64_t i = 0; i < V; i++) {
                 const float *key = keys + (j + i) * stride;
+                ask_for(ahead, j + i);
                 UNROLL for (int r = 0; r < rows; r++) {
                     const float *query = queries + r * stride;
                     vec sum = vzero();
@@ -200,14 +219,15 @@ static void many_scores(int rows, int64_t vectors, const float *queries, int64_t
 
 /* Keys from `from` up to `to` of a block. */
 static void add_outputs(int few, int rows, const float *weights, const float *fades, const float *values, int64_t from,
-                        int64_t to, int64_t stride, float *outputs) {
+                        int64_t to, int64_t stride, float *outputs, struct ahead ahead) {
     int64_t n = to - from;
     weights += from, values += from * stride;
     for (int64_t c = 0; c < stride; c += TILE_VECTORS * V) {
         int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
         if (few)
-            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c)
+            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, ahead)
         else
             FOR_TILE(rows, vectors, tile_outputs, weights, fades, values + c, n, stride, outputs + c)
+        ahead.rows = NULL;
     }
 }
