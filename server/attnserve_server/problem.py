@@ -120,6 +120,11 @@ class Problem:
             )
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
 
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's keys and values, if they are sent."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * _dtypes.NUMPY[self.dtype].itemsize
+
     def effort(self, flops: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
         """What so many FLOPs come to: at the least, what reading tokens and writing rows takes. A million heads of one
         element are next to no FLOPs, and a third of a second.

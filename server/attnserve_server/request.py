@@ -117,13 +117,17 @@ class Request(Independent):
 
     @property
     def effort(self) -> int:
-        """What these take a kernel for which none of its options is slow, in FLOPs: see `Problem.effort`."""
+        """What these take a kernel for which none of its options is slow, in FLOPs: see `Problem.effort`. If it reads
+        more bytes of keys and values than that, it is so many: a core reads 12 to 80 GB/s, more or less far from
+        memory, and computes about 50 GFLOP/s. It says how many threads are worth waking.
+        """
         return self.extent.effort
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs of plain attention: its effort, as slow as its kernel makes it, and what
-        its kernel calls cost besides.
+        """What it costs to compute, in FLOPs of plain attention: these, as slow as its kernel makes them, and what its
+        kernel calls cost besides. What it reads is left out: a step of a decoder is worth handing over from the event
+        loop no sooner for that, while others help there.
         """
         if self.unfinished is not None:
             return not_finite_cost(self.extent.effort, len(self.unfinished.sequences), self.problem.batch)
@@ -252,7 +256,7 @@ def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLim
         longest=longest,
         query_tokens=rows,
         flops=flops,
-        effort=effort,
+        effort=max(effort, kv_tokens * problem.token_bytes if rows else 0),
         cost=effort * problem.weight + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
         scratch_bytes=problem.scratch_bytes(longest[1]),

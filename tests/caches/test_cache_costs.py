@@ -4,14 +4,22 @@ length that it meets.
 
 from __future__ import annotations
 
+from time import monotonic
+from typing import Any, cast
+
+import numpy as np
 import pytest
 from cache_bench import Bench, bench
+from caller import Reference, attend_request
+from cases import Case
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
-from attnserve_server.caches.request import CachedRequest
-from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Use
+from attnserve_server.caches.request import CachedRequest, read_attend
+from attnserve_server.caches.shape import CacheDtype, CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host, Use
+from attnserve_server.callers import anybody
 from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
 from attnserve_server.limits import RequestLimits
@@ -159,3 +167,19 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     assert [cache.coming_length(layer) for layer in range(3)] == [1, 1, 0]
     operations[1].leave()
     assert cache.users == 0
+
+
+def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store() -> None:
+    host = Host(CacheStore(1 << 20, 1 << 16, 10), cast(Any, None))
+    query = np.zeros((8, 1, 64), np.float32)
+    stored: tuple[CacheDtype, ...] = ("float32", "bfloat16")
+    efforts = {}
+    for dtype in stored:
+        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic())
+        message = attend_request(Case(query, query, query), [Reference(cache.name, 0, None)], None).SerializeToString()
+        request = read_attend(host, anybody("here"), message, 0, len(message))
+        assert isinstance(request, CachedRequest)
+        request.count([2048])
+        efforts[dtype] = request.effort
+    read = 2048 * 8 * (64 + 64) * 4
+    assert efforts == {"float32": read, "bfloat16": read // 2}

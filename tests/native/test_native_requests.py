@@ -136,6 +136,29 @@ def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
     assert bytes(found.output) == bytes(expected.output)
 
 
+class Watched(library.Library):
+    """A kernel that remembers who computed."""
+
+    def __init__(self) -> None:
+        super().__init__(library.available()[0])
+        self.seen: list[library.Threads | None] = []
+
+    def attend(self, calls: bytearray, threads: library.Threads | None = None) -> list[int]:
+        self.seen.append(threads)
+        return super().attend(calls, threads)
+
+
+@pytest.mark.parametrize(("kv_length", "helpers"), [(256, None), (1200, 0), (2048, 1), (8192, 1)])
+def test_a_query_is_helped_to_read_what_takes_a_while(kv_length: int, helpers: int | None) -> None:
+    """8 heads of 64 in float32 are 4 KiB a token, and 256 FLOPs for each 512 bytes."""
+    kernel = Watched()
+    device = CpuDevice(2, 0, kernel)
+    device.run([messages.read(messages.random_attend(6, 1, kv_length=kv_length, heads=8, width=64))])
+    device.close()
+    (threads,) = kernel.seen
+    assert (None if threads is None else threads.helpers) == helpers
+
+
 def test_who_finds_the_team_at_work_computes_alone(device: CpuDevice) -> None:
     """Several callers at once have one team, which helps but one of them at a time."""
     asked = [messages.read(messages.random_attend(seed, 200, heads=4, width=64)) for seed in range(4)]

@@ -178,6 +178,17 @@ def test_what_is_narrow_costs_what_it_takes_and_is_not_computed_on_the_event_loo
     assert request.cost >= request.effort > Config().inline_flops
 
 
+@pytest.mark.parametrize(("dtype", "item_bytes"), [(np.float64, 8), (np.float32, 4)])
+def test_the_effort_of_a_query_that_reads_more_than_it_computes_is_what_it_reads(dtype: Any, item_bytes: int) -> None:
+    alone, many = (
+        messages.read(messages.random_attend(0, rows, kv_length=1000, kv_heads=2, width=64, dtype=dtype))
+        for rows in (1, 16)
+    )
+    read = 1000 * 2 * (64 + 64) * item_bytes
+    assert alone.flops < alone.effort == read
+    assert many.effort == many.flops == 16 * alone.flops
+
+
 def test_what_has_no_queries_costs_nothing() -> None:
     assert messages.read(messages.random_attend(0, 0, kv_length=3, batch=1 << 10, heads=16)).cost == 0
 

@@ -48,7 +48,7 @@ class CachedRequest(CacheWork):
     limits: RequestLimits
     flops: int = field(init=False)
     effort: int = field(init=False)
-    """What these take at the least: see `Problem.effort`."""
+    """What these take at the least, or the bytes of the keys and values that it reads, as in `Request`."""
     cost: int = field(init=False)
     reply_bytes: int = field(init=False)
     scratch_bytes: int = field(init=False)
@@ -101,8 +101,9 @@ class CachedRequest(CacheWork):
         flops = problem.flops(problem.query_length * keys, rows, keys)
         self.limits.check_flops(flops * problem.weight)
         self.flops = flops
-        self.effort = problem.effort(flops, rows, keys, problem.batch)
-        self.cost = self.effort * problem.weight + CALL_COST * problem.batch
+        effort = problem.effort(flops, rows, keys, problem.batch)
+        self.effort = max(effort, keys * self.uses[0].cache.shape.token_bytes if rows else 0)
+        self.cost = effort * problem.weight + CALL_COST * problem.batch
         self.reply_bytes = reply_bytes(problem, rows, longest)
         self.scratch_bytes = problem.scratch_bytes(longest)
         self._counted = lengths

@@ -37,8 +37,8 @@ SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
 
 HELPED_FLOPS = 4_000_000
-"""The native kernel has a thread for so many FLOPs: the team that helps it is there in microseconds. For less, the help
-would cost about as much time as it saves, and more of the processors'.
+"""The native kernel has a thread for so many FLOPs, or what counts as many (`Request.effort`): the team that helps is
+there in microseconds. For less, the help would cost about as much time as it saves, and more of the processors'.
 """
 
 ALONE_FLOPS = 4_000_000
