@@ -39,6 +39,9 @@ AttendPacked: TypeAlias = Callable[[bytearray, int], list[int]]
 finite, and have no meaning.
 """
 
+ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
+"""Computes packed sequences by a packed multi-head layer of the native library: likewise."""
+
 
 class Compute(Protocol):
     """A device, as layers see it; used by as many threads at a time as it takes batches."""
@@ -48,6 +51,9 @@ class Compute(Protocol):
 
     attend_packed: AttendPacked | None
     """None where there is no native kernel."""
+
+    apply_packed: ApplyPacked | None
+    """Likewise."""
 
     products: Products | None
     """Of weights of float32, if they are compiled: none where there is no native kernel."""

@@ -21,13 +21,23 @@ import torch
 
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import AttendPacked, Item, Result, RowFunction, Rows, chunks, even_shares
+from attnserve_server.devices.compute import (
+    ApplyPacked,
+    AttendPacked,
+    Item,
+    Result,
+    RowFunction,
+    Rows,
+    chunks,
+    even_shares,
+)
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
+from attnserve_server.native.multi_head import PIECE, MultiHeads
 from attnserve_server.native.products import Products
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.request import Request
@@ -69,6 +79,9 @@ class CpuDevice:
         self.native = native
         self.instructions = "" if native is None else native.instructions
         self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
+        self.apply_packed: ApplyPacked | None = None
+        if native is not None:
+            self.apply_packed = partial(self._apply_packed, MultiHeads(native.instructions))
         self.products = None if native is None else Products(native.instructions)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(self.allocate, self.upload, looks=True)
@@ -182,6 +195,11 @@ class CpuDevice:
         """What the library makes of packed calls, on all threads if they cost enough."""
         self._count(NAME, len(calls) // CALL_BYTES)
         return native.attend(calls, self._threads_for(flops))
+
+    def _apply_packed(self, layers: MultiHeads, layer: bytes, pieces: bytearray, flops: int) -> list[int]:
+        """What the library makes of packed sequences, on all threads if they cost enough."""
+        self._count(NAME, len(pieces) // PIECE.size)
+        return layers.apply(layer, pieces, self._threads_for(flops))
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The same by the kernels on torch tensors."""

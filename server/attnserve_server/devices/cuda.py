@@ -24,7 +24,7 @@ from time import perf_counter
 import torch
 
 from attnserve_server.computation import Blame
-from attnserve_server.devices.compute import AttendPacked, Item, Result, RowFunction, Rows
+from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
@@ -67,6 +67,7 @@ class CudaDevice:
     """One batch computes, and one is staged."""
 
     attend_packed: AttendPacked | None = None
+    apply_packed: ApplyPacked | None = None
     products: Products | None = None
 
     def __init__(self, index: int) -> None:

@@ -11,8 +11,10 @@ import torch
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers import cost
+from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of, replies
 from attnserve_server.layers.checks import check_attention
+from attnserve_server.layers.direct import Direct, Plan
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.learned_score import LearnedScoreHead
 from attnserve_server.layers.multi_head import MultiHead
@@ -36,10 +38,13 @@ class AttentionLayer:
         self._compute = compute
         self._dtype = getattr(torch, specification.dtype)
         self._attention: MultiHead | LearnedScoreHead
+        self._direct: Direct | None
         if isinstance(architecture, Attention):
             self._attention = MultiHead(architecture, parameters, "", self._dtype, compute.products, own=False)
+            self._direct = self._attention.direct()
         else:
             self._attention = LearnedScoreHead(architecture, parameters, compute.products)
+            self._direct = None
 
     def check(self, request: LayerInput) -> None:
         """Raises InvalidRequest if a request does not fit the layer."""
@@ -48,6 +53,10 @@ class AttentionLayer:
     def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
         """What a request costs, in floating-point operations."""
         return cost.flops(self._architecture, lengths, context_lengths)
+
+    def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
+        """How requests are computed where they were received; None if they are not."""
+        return None if self._direct is None else self._direct.plan(application, lengths)
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from attnserve import _fields, _wire
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
@@ -116,6 +117,7 @@ class CachedLayerRequest(CacheWork):
         inputs or the mask do not fit what the caches have.
         """
         given, last = self.applied.input, self.decoder.end_of_positions
+        assert given is not None
         for use in self.uses:
             if use.layer == 0 and len(set(lengths := use.cache.lengths)) > 1:
                 message = (
@@ -182,7 +184,7 @@ def read_apply(
     try:
         return read_layer_request(registry, buffer, at, end, limits)
     except AppliesToCaches as request:
-        _, payloads = _wire.split(pb.ApplyRequest, buffer, at, end)
+        _, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
         return _read(host, registry, caller.name, request.message, payloads, end - at, limits)
 
 
@@ -191,7 +193,7 @@ def _read(
     registry: Registry,
     owner: str | None,
     message: pb.ApplyRequest,
-    payloads: list[memoryview],
+    payloads: Payloads,
     size: int,
     limits: RequestLimits,
 ) -> CachedLayerRequest:

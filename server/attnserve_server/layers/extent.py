@@ -14,6 +14,7 @@ from attnserve import _dtypes
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers.application import PER_SEQUENCE, Application, check_masks
 from attnserve_server.layers.checks import check_asked
+from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline
 from attnserve_server.limits import RequestLimits
@@ -42,6 +43,8 @@ class Extent:
     flops: int
     cost: int
     reply_bytes: int
+    plan: Plan | None
+    """How the request is computed where it was received; None if it is not."""
 
 
 class Extents:
@@ -104,6 +107,7 @@ class Extents:
             flops=flops,
             cost=cost + CALL_COST * max(1, layer.blocks) * len(lengths),
             reply_bytes=_reply_bytes(application, layer, longest_keys),
+            plan=self._layer.plan(application, lengths),
         )
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from attnserve_server.layers.application import Application
+from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import LayerSpecification
 
@@ -55,6 +57,11 @@ class Layer(Protocol):
 
     def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
         """What a request costs, in floating-point operations."""
+
+    def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
+        """How requests are computed where they were received, whose sequences have these lengths; None if they are
+        computed by `run`.
+        """
 
     def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
         """Computes requests that have been checked, together: a reply's bits do not depend on the others."""

@@ -12,8 +12,9 @@ import torch
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
+from attnserve_server.layers.direct import Direct, Weights, direct_of
 from attnserve_server.layers.positions import Rotation
-from attnserve_server.layers.product import divides
+from attnserve_server.layers.product import NativeProduct, divides
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention
@@ -73,6 +74,22 @@ class MultiHead:
             softcap=specification.softcap,
             alibi_slopes=torch.tensor(specification.alibi, dtype=wide, device=device) if specification.alibi else None,
         )
+
+    def direct(self) -> Direct | None:
+        """The layer as the native library computes it at once, for inputs that attend to themselves; None if it does
+        not.
+        """
+        project = None if self._all is None or self.rotation is not None else self._all.product
+        output = None if self._output is None else self._output.product
+        if self._all is None or not isinstance(project, NativeProduct):
+            return None
+        if not (output is None or isinstance(output, NativeProduct)):
+            return None
+        query, key, value = self._all.columns
+        weights = Weights(
+            project.weight, (query.start, key.start, value.start), None if output is None else output.weight
+        )
+        return direct_of(self._specification, weights, self.scoring.scale, self.scoring.alibi_slopes)
 
     @property
     def finish_flops(self) -> int:

@@ -1,7 +1,8 @@
 """One application of a loaded layer, from its bytes to its reply.
 
-Inputs are copied out of the received message when it is read, packed, in the layer's dtype: the layer can look at them
-(token ids must be in its vocabulary) before the request is admitted, and the message is let go of.
+Where the native kernel computes the layer at once, and what is asked of it, inputs stay where they were received. All
+others are copied out of the message when it is read, packed, in the layer's dtype: the layer can look at them (token
+ids must be in its vocabulary) before the request is admitted, and the message is let go of.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 from google.protobuf.message import DecodeError
 
 from attnserve import _fields, _wire
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.results import Parts, fetched
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.errors import Malformed
 from attnserve_server.layers.application import Application, application_of
+from attnserve_server.layers.direct import Received, apply
 from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.reading import read_input
@@ -43,15 +46,19 @@ _known = lru_cache(maxsize=4096)(application_of)
 
 @dataclass(slots=True)
 class LayerRequest(Independent):
-    """An application that has been checked against its layer; it keeps the layer alive."""
+    """An application that has been checked against its layer; it keeps the layer alive.
+
+    Either `received` is there, or `input`, for what is computed on tensors.
+    """
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.APPLY_FIELD_NUMBER
 
     loaded: Loaded
     application: Application
     extent: Extent
-    input: LayerInput
     received_bytes: int
+    received: Received | None
+    input: LayerInput | None
 
     @property
     def layer(self) -> str:
@@ -60,13 +67,13 @@ class LayerRequest(Independent):
 
     @property
     def group(self) -> Hashable:
-        """Requests for one version of one layer share batches."""
-        return self.loaded
+        """Requests for one version of one layer share batches, if they are computed in the same way."""
+        return self.loaded if self.received is None else self.received.plan.group
 
     @property
     def kind(self) -> str:
-        """A layer is as fast as it is, with one version of its weights or with another."""
-        return f"apply {self.loaded.name}"
+        """A layer is as fast as it is, with one version of its weights or with another; at once, or on tensors."""
+        return f"apply {self.loaded.name}{'' if self.received is None else ', at once'}"
 
     @property
     def priority(self) -> int:
@@ -97,13 +104,23 @@ class LayerRequest(Independent):
     def scratch_bytes(self) -> int:
         """What its inputs take in the layer's dtype beyond what was received."""
         given = self.input
+        if given is None:
+            return 0
         tensors = (given.input, given.context, given.mask, given.bias, given.segments)
         return max(0, sum(tensor.nbytes for tensor in tensors if tensor is not None) - self.received_bytes)
 
     def run_batch(self, device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
         """Computes requests for this layer."""
+        if self.received is not None:
+            return _apply(device, batch)
         costs = [request.cost for request in batch]
         return run_layer(device, batch, lambda inputs: device.share(self.loaded.layer.run, inputs, costs))
+
+    def on_tensors(self) -> LayerRequest:
+        """The same request, as it is computed on tensors."""
+        assert self.received is not None
+        specification, payloads = self.loaded.specification, self.received.payloads
+        return replace(self, received=None, input=read_input(specification, self.application, self.extent, payloads))
 
     def arranged(self, output: LayerOutput) -> Parts:
         """The elements of the reply, laid out as the input was: output, lse and scores."""
@@ -195,12 +212,24 @@ def read_layer_request(
 
 
 def checked(
-    loaded: Loaded, application: Application, extent: Extent, payloads: Sequence[memoryview], received_bytes: int
+    loaded: Loaded, application: Application, extent: Extent, payloads: Payloads, received_bytes: int
 ) -> LayerRequest:
     """The request, if its contents fit the layer. Raises InvalidRequest."""
+    if extent.plan is not None:
+        received = Received(extent.plan, payloads, extent.flops)
+        return LayerRequest(loaded, application, extent, received_bytes, received, None)
     given = read_input(loaded.specification, application, extent, payloads)
     loaded.layer.check(given)
-    return LayerRequest(loaded, application, extent, given, received_bytes)
+    return LayerRequest(loaded, application, extent, received_bytes, None, given)
+
+
+def _apply(device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
+    """Computes requests where they were received. Those with NaN or infinities are to run once more, on tensors."""
+    begin = perf_counter()
+    results, broken = apply(device, [request.received for request in batch if request.received is not None])
+    again = {place: batch[place].on_tensors() for place in broken}
+    calls = device.take_kernel_calls()
+    return BatchResult(results, 0.0, perf_counter() - begin, 0.0, kernel_calls=calls, again=again)
 
 
 def run_layer(
@@ -208,7 +237,7 @@ def run_layer(
 ) -> BatchResult:
     """Brings the inputs of requests to the device, has `run` compute them and fetches what comes out."""
     begin = perf_counter()
-    inputs = [_on_device(request.input, device) for request in requests]
+    inputs = [_on_device(request.input, device) for request in requests if request.input is not None]
     after_staging = perf_counter()
     outputs = run(inputs)
     after_compute = perf_counter()

@@ -15,9 +15,11 @@ import torch
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers import cost
+from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of
 from attnserve_server.layers.block import build_steps, passage
 from attnserve_server.layers.checks import check_transformer
+from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
@@ -72,6 +74,10 @@ class TransformerLayer:
         """What sequences cost more that go on from so many resident keys each."""
         pairs = sum(length * keys for length, keys in zip(lengths, resident_lengths, strict=True))
         return pairs * sum(step.attention.scoring.pair_flops for step in self._steps if not step.crossed)
+
+    def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
+        """None: requests are computed on tensors."""
+        return None
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[LayerInput], residents: Residents | None = None) -> list[LayerOutput]:

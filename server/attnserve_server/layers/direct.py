@@ -1,0 +1,200 @@
+"""Requests for a multi-head layer by one call of the native kernel: read where they were received, written as replies
+have it, with no tensors between.
+
+In: requests, by what their applications come to. Out: a result each, and which of them it came upon NaN or infinities
+in: those are computed on tensors. Where a row begins follows from an application, which callers ask for over and over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnserve._wire import Payloads
+from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.devices.compute import Compute
+from attnserve_server.layers.application import Application
+from attnserve_server.layers.specification import Attention
+from attnserve_server.native.library import FLOAT32, Shape, Strides, computes, pack
+from attnserve_server.native.multi_head import PIECE, packed_layer
+from attnserve_server.native.payloads import address, memory_of
+from attnserve_server.native.products import PackedWeight
+from attnserve_server.work import RequestResult
+
+MOST_VARIANTS: Final = 64
+"""So many ways of masking that requests ask for are remembered."""
+_TENSORS: Final = {"input", "lengths"}
+
+
+class Weights(NamedTuple):
+    """Of rows to the heads' queries, keys and values, which begin at these columns; and of all heads' outputs, side by
+    side, to the reply's rows, or None.
+    """
+
+    project: PackedWeight
+    columns: tuple[int, int, int]
+    output: PackedWeight | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How the requests of an application are computed. `group` is equal for those that one call computes.
+
+    `pieces` are its sequences, one a row: where in the payload it begins, where in the reply, how many rows it has, and
+    1; those without rows are left out. `filled` says that there are rows in the reply that no sequence has.
+    """
+
+    layer: bytes
+    group: Hashable
+    payload: int
+    pieces: NDArray[np.int64]
+    reply_bytes: int
+    filled: bool
+    first: tuple[int, ...] = field(init=False)
+    """The only piece, where there is one alone; else nothing."""
+
+    def __post_init__(self) -> None:
+        """Takes the only piece out."""
+        object.__setattr__(self, "first", tuple(self.pieces[0].tolist()) if len(self.pieces) == 1 else ())
+
+
+def direct_of(architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> Direct | None:
+    """The layer, if the library computes such: rows and outputs have to be as wide as the weights that they meet, which
+    may have been filled up.
+    """
+    project, output, heads_width = weights.project, weights.output, architecture.heads * architecture.value_dim
+    there = computes(
+        widest=max(architecture.head_dim, architecture.value_dim),
+        score=None,
+        return_scores=None,
+        mask=False,
+        alibi=slopes is not None,
+    )
+    if not there or project.inputs != architecture.inputs:
+        return None
+    if output is not None and (output.inputs, output.outputs) != (heads_width, architecture.outputs):
+        return None
+    return Direct(architecture, weights, scale, slopes)
+
+
+class Direct:
+    """A multi-head layer on the native kernel."""
+
+    def __init__(self, architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> None:
+        self._architecture = architecture
+        self._weights = weights
+        self._scale = scale
+        self._slopes = slopes
+        self._variants: dict[tuple[int, int], bytes] = {}
+
+    def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
+        """The plan of an application whose sequences have these lengths; None if its requests are computed on tensors:
+        they ask for more than rows, bring more than rows, or in another dtype.
+        """
+        options, spec = application.options, application.tensors["input"]
+        if (
+            not application.tensors.keys() <= _TENSORS
+            or application.resident
+            or options.return_lse
+            or options.return_scores is not None
+            or spec.dtype != pb.DATA_TYPE_FLOAT32
+            or not sum(lengths)
+        ):
+            return None
+        architecture = self._architecture
+        causal = architecture.causal if options.causal is None else options.causal
+        left, right = architecture.window if options.window is None else options.window
+        within = left, 0 if causal else right
+        pieces = np.ones((len(lengths), 4), np.int64)
+        rows = pieces[:, 2] = lengths
+        if application.batched:
+            starts = np.arange(len(lengths)) * application.length
+        else:
+            starts = np.cumsum(pieces[:, 2]) - pieces[:, 2]
+        pieces[:, 0], pieces[:, 1] = starts * (4 * architecture.inputs), starts * (4 * architecture.outputs)
+        return Plan(
+            layer=self._layer(within),
+            group=(self, within),
+            payload=spec.payload,
+            pieces=pieces[pieces[:, 2] > 0],
+            reply_bytes=application.rows * 4 * architecture.outputs,
+            filled=sum(rows) < application.rows,
+        )
+
+    def _layer(self, within: tuple[int, int]) -> bytes:
+        """The layer for queries that reach so far to the left and to the right."""
+        found = self._variants.get(within)
+        if found is not None:
+            return found
+        own, (project, columns, output) = self._architecture, self._weights
+        inside = Strides(project.outputs, own.head_dim)
+        values = Strides(project.outputs, own.value_dim)
+        shape = Shape(
+            query_length=0,
+            kv_length=0,
+            offset=0,
+            query_heads=own.heads,
+            kv_heads=own.kv_heads,
+            head_dim=own.head_dim,
+            value_dim=own.value_dim,
+            query_dtype=FLOAT32,
+            kv_dtype=FLOAT32,
+            page_tokens=0,
+            query=inside,
+            key=inside,
+            value=values,
+            output=Strides(own.heads * own.value_dim, own.value_dim),
+            lse_head=0,
+            mask=(0, 0, 0),
+            bias=(0, 0, 0),
+            left=within[0],
+            right=within[1],
+            scale=self._scale,
+            softcap=own.softcap,
+        )
+        slopes = 0 if self._slopes is None else self._slopes.data_ptr()
+        call = pack((0, 0, 0, 0, 0, 0, 0, slopes, 0), shape.packed())
+        found = packed_layer(project, columns, output, call)
+        if len(self._variants) >= MOST_VARIANTS:
+            self._variants.clear()
+        self._variants[within] = found
+        return found
+
+
+class Received(NamedTuple):
+    """A request where it was received: its plan and its payloads; what it costs, in FLOPs."""
+
+    plan: Plan
+    payloads: Payloads
+    flops: int
+
+
+def apply(compute: Compute, requests: Sequence[Received]) -> tuple[list[RequestResult], set[int]]:
+    """The result of each request of one group, and the places of those whose result has no meaning. Raises
+    MemoryError.
+    """
+    results, pieces, owners = [], bytearray(), []
+    for place, (plan, payloads, _) in enumerate(requests):
+        # Of its own: who is slow to take a reply is not to hold the memory of others'.
+        memory, to = memory_of(plan.reply_bytes)
+        if plan.filled:
+            ctypes.memset(to, 0, plan.reply_bytes)
+        begin = address(payloads, plan.payload)
+        if plan.first:
+            of_input, of_output, rows, finite = plan.first
+            pieces += PIECE.pack(begin + of_input, to + of_output, rows, finite)
+            owners.append(place)
+        else:
+            own = plan.pieces + np.array((begin, to, 0, 0))
+            pieces += own.tobytes()
+            owners += [place] * len(own)
+        results.append(RequestResult(memory, None, None))
+    assert compute.apply_packed is not None
+    broken = compute.apply_packed(requests[0].plan.layer, pieces, sum(request.flops for request in requests))
+    return results, {owners[piece] for piece in broken}

@@ -1,0 +1,61 @@
+"""Multi-head layers by the native library, in one call from the rows that were received to those of replies.
+
+In: a layer and sequences, packed as the library reads them (`attention.h`). Out: results where the sequences want them,
+and which of them are not finite.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, Final
+
+from attnserve_server.native import library
+from attnserve_server.native.library import Threads
+from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
+
+PIECE: Final = struct.Struct("=2Q2q")
+"""A sequence: where its rows are, where those of the reply are to be, how many, and 1."""
+_FINITE: Final = 3
+"""The place of a piece's `finite` among its fields."""
+_COLUMNS: Final = struct.Struct("=3q")
+
+
+def packed_layer(
+    project: PackedWeight, columns: tuple[int, int, int], output: PackedWeight | None, call: bytes
+) -> bytes:
+    """A layer: where the heads' queries, keys and values begin among what its rows are projected to, and the attention
+    of a sequence, packed but for addresses and lengths. It is good for as long as the weights are there.
+    """
+    return project.struct + _COLUMNS.pack(*columns) + (bytes(PRODUCT_BYTES) if output is None else output.struct) + call
+
+
+class MultiHeads:
+    """The library's layers, by one set of instructions."""
+
+    def __init__(self, instructions: str) -> None:
+        """Raises OSError if there is no library."""
+        name = f"attnserve_multi_head_{library.symbol(instructions)}"
+        self._aside = _function(ctypes.CDLL(str(library.PATH)), name)
+        self._at_once = _function(ctypes.PyDLL(str(library.PATH)), name)
+
+    def apply(self, layer: bytes, pieces: bytearray, threads: Threads | None = None) -> list[int]:
+        """Computes pieces by a layer. Returns the places of those whose attention came to NaN or infinities: of such a
+        piece, nothing has any meaning. `threads` as for the library's attention. Raises MemoryError.
+        """
+        first, count = ctypes.c_char.from_buffer(pieces), len(pieces) // PIECE.size
+        function, team, helpers = self._at_once, None, 0
+        if threads is not None:
+            function, helpers = self._aside, threads.helpers
+            team = None if threads.team is None else threads.team.address
+        if function(layer, ctypes.addressof(first), count, team, helpers):
+            raise MemoryError("no memory for what the native library keeps while it computes")
+        finite = memoryview(pieces).cast("q")[_FINITE :: PIECE.size // 8].tolist()
+        return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
+
+
+def _function(loaded: ctypes.CDLL, name: str) -> Any:
+    function = getattr(loaded, name)
+    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = ctypes.c_int64
+    return function

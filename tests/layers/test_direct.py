@@ -1,0 +1,354 @@
+"""Requests for multi-head layers by one call of the native kernel: what they get, and which are computed otherwise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import random_layers as make
+import torch
+from forward import attended
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve._apply import encode_apply
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.layers import direct
+from attnserve_server.layers.extent import Extents
+from attnserve_server.layers.outline import outline
+from attnserve_server.layers.registry import Loaded
+from attnserve_server.layers.request import LayerRequest, read_layer_request
+from attnserve_server.layers.specification import Attention, Rotary
+from attnserve_server.native.library import Library, Team, available
+from attnserve_server.work import Phases, Work
+
+pytestmark = pytest.mark.skipif(
+    not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here"
+)
+
+WIDTH: Final = 48
+"""Of most inputs here."""
+ARCHITECTURES: Final[dict[str, Attention]] = {
+    "causal": make.attention(32, 4, inputs=WIDTH, contexts=WIDTH, causal=True),
+    "window, no biases": make.attention(
+        48, 3, inputs=WIDTH, contexts=WIDTH, window=(5, 2), query_bias=False, key_bias=False, value_bias=False,
+        output_bias=False,
+    ),
+    "grouped, widths of their own": make.attention(
+        WIDTH, 8, kv_heads=2, head_dim=7, value_dim=6, outputs=16, causal=True, key_bias=False
+    ),
+    "no output projection": make.attention(
+        WIDTH, 3, head_dim=8, value_dim=5, outputs=15, output=False, output_bias=False
+    ),
+    "capped, scaled": make.attention(32, 2, inputs=WIDTH, contexts=WIDTH, softcap=2.0, scale=0.5),
+    "alibi": make.attention(
+        32, 4, inputs=WIDTH, contexts=WIDTH, alibi=(0.5, 0.25, 0.125, 0.0625), causal=True
+    ),
+    "wide": make.attention(272, 4, inputs=528, contexts=528, causal=True),
+}  # fmt: skip
+EACH = pytest.mark.parametrize("name", ARCHITECTURES)
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=4)
+
+
+class Layers:
+    """One registry's worth of layers with random weights, on a device of some threads."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.device = device
+        self._loaded: dict[str, Loaded] = {}
+
+    def get(self, name: str) -> Loaded:
+        """As the registry has it."""
+        if name not in self._loaded:
+            layer = make.layer_of(ARCHITECTURES[name], parameters(name), self.device)
+            shape = outline(layer.specification)
+            self._loaded[name] = Loaded(layer, shape, 1, Extents(layer, shape))
+        return self._loaded[name]
+
+    def read(self, name: str, rows: Any, shift: int = 0, **options: Any) -> LayerRequest:
+        """A request, received so many bytes behind an aligned address."""
+        message = b"".join(encode_apply(name, rows, **options).pieces)
+        registry: Any = self
+        return read_layer_request(registry, b"\0" * shift + message + b"\0", shift, shift + len(message))
+
+    def outputs(self, *requests: LayerRequest) -> list[Any]:
+        """What requests of one group get together, those that are to run once more by that."""
+        return [reply(request, *each) for request, each in zip(requests, results(self.device, requests), strict=True)]
+
+
+def results(device: CpuDevice, requests: Any) -> list[Any]:
+    batch = requests[0].run_batch(device, list(requests))
+    again: dict[int, Work] = dict(batch.again)
+    whole = list(batch.results)
+    for place, request in again.items():
+        (whole[place],) = request.run_batch(device, [request]).results
+    return [(result,) for result in whole]
+
+
+def reply(request: LayerRequest, result: Any) -> Any:
+    """The output of an encoded reply."""
+    pieces, size = request.encode(result, Phases(0, 0, 0, 0, 0), 1)
+    message = b"".join(pieces)
+    assert len(message) == size
+    output = pb.ApplyResponse.FromString(message).output
+    return np.frombuffer(output.data, np.float32).reshape(output.shape)
+
+
+def parameters(name: str) -> make.Parameters:
+    return make.random_parameters(ARCHITECTURES[name], 1)
+
+
+def rows_of(name: str, *shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((*shape, ARCHITECTURES[name].inputs), np.float32)
+
+
+def exact(name: str, rows: Any, **changes: Any) -> Any:
+    """One sequence's output by the oracle."""
+    architecture = replace(ARCHITECTURES[name], **changes)
+    rows = rows.astype(np.float64)
+    return attended(rows, rows, architecture, make.doubles(parameters(name)))[0]
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6)
+
+
+@pytest.fixture(scope="module")
+def layers() -> Iterator[dict[tuple[str, int], Layers]]:
+    """By instructions and threads. Teams are patient: all who are to compute do."""
+    before, opened = torch.get_num_threads(), {}
+    for instructions in available():
+        for threads in (1, 2):
+            device = CpuDevice(threads, 0, Library(instructions))
+            if device._team is not None:
+                device._team.close()
+                device._team = Team(1, patient=True)
+            opened[instructions, threads] = Layers(device)
+    yield opened
+    for each in opened.values():
+        each.device.close()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def best(layers: dict[tuple[str, int], Layers]) -> Layers:
+    return layers[available()[0], 2]
+
+
+@pytest.mark.parametrize("instructions", available() or ["none"])
+@EACH
+@settings(max_examples=max(10, settings().max_examples // 8))
+@given(lengths=LENGTHS, seed=st.integers(0, 99), shift=st.integers(0, 70))
+def test_it_is_the_layer(
+    layers: dict[tuple[str, int], Layers], instructions: str, name: str, lengths: list[int], seed: int, shift: int
+) -> None:
+    """Of sequences packed, padded and each by itself, wherever they were received: the same bits three times, and those
+    that tensors give.
+    """
+    own = layers[instructions, 1]
+    sequences = [rows_of(name, length, seed=seed + n) for n, length in enumerate(lengths)]
+    expected = np.concatenate(
+        [exact(name, each) if len(each) else each[:, :0] for each in sequences if len(each)]
+        or [np.zeros((0, ARCHITECTURES[name].outputs))]
+    )
+    packed = own.read(name, np.concatenate(sequences), shift, lengths=lengths)
+    assert (packed.received is not None) == (sum(lengths) > 0)
+    (found,) = own.outputs(packed)
+    assert_near(found, expected)
+    padded = np.full((len(lengths), max(lengths), ARCHITECTURES[name].inputs), np.nan, np.float32)
+    for n, each in enumerate(sequences):
+        padded[n, : len(each)] = each
+    (of_padded,) = own.outputs(own.read(name, padded, shift, lengths=lengths))
+    assert not any(of_padded[n, length:].any() for n, length in enumerate(lengths))
+    same(np.concatenate([of_padded[n, :length] for n, length in enumerate(lengths)]), found)
+    alone = [own.outputs(own.read(name, each))[0] for each in sequences]
+    same(np.concatenate(alone), found)
+    if packed.received is not None:
+        same(own.outputs(packed.on_tensors())[0], found)
+
+
+def same(one: Any, other: Any) -> None:
+    np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
+
+
+@EACH
+@settings(max_examples=max(8, settings().max_examples // 12))
+@given(drawn=st.lists(st.tuples(LENGTHS.filter(any), st.integers(0, 99)), min_size=2, max_size=6))
+def test_company_changes_nothing(layers: dict[tuple[str, int], Layers], name: str, drawn: Any) -> None:
+    """Alone and together, in either order, by one thread and by two."""
+    first = layers[available()[0], 1]
+    alone = [first.outputs(first.read(name, rows_of(name, sum(n), seed=seed), lengths=n))[0] for n, seed in drawn]
+    for threads in (1, 2):
+        own = layers[available()[0], threads]
+        requests = [own.read(name, rows_of(name, sum(n), seed=seed), 3 * seed, lengths=n) for n, seed in drawn]
+        for found, expected in zip(own.outputs(*requests), alone, strict=True):
+            same(found, expected)
+        for found, expected in zip(reversed(own.outputs(*requests[::-1])), alone, strict=True):
+            same(found, expected)
+
+
+def test_work_that_is_divided_among_threads(layers: dict[tuple[str, int], Layers]) -> None:
+    """Of rows enough for both threads, and for several units of each."""
+    lengths = [300, 1, 16, 77, 129]
+    found = []
+    for threads in (1, 2):
+        own = layers[available()[0], threads]
+        requests = [own.read("wide", rows_of("wide", length, seed=length)) for length in lengths]
+        found.append(own.outputs(*requests))
+    for length, one, two in zip(lengths, *found, strict=True):
+        same(one, two)
+        assert_near(one, exact("wide", rows_of("wide", length, seed=length)))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"causal": False}, {"causal": False}),
+        ({"causal": True}, {}),
+        ({"window": (2, 3)}, {"window": (2, 3)}),
+        ({"causal": False, "window": (1, 1)}, {"causal": False, "window": (1, 1)}),
+    ],
+    ids=str,
+)
+def test_who_attends_whom(best: Layers, options: Any, changes: Any) -> None:
+    """As the request says, and else as the layer is; those that differ in it are not of one call."""
+    rows = rows_of("causal", 9)
+    request = best.read("causal", rows, **options)
+    assert request.received is not None
+    assert_near(best.outputs(request)[0], exact("causal", rows, **changes))
+    assert (request.group == best.read("causal", rows).group) == (not changes)
+
+
+def test_masks_beyond_all_bounds_are_not_remembered(best: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MOST_VARIANTS", 3)
+    rows = rows_of("causal", 5)
+    loaded: Any = best.get("causal")
+    for left in range(6):
+        assert best.read("causal", rows, window=(left, 0)).received is not None
+        assert len(loaded.layer._direct._variants) <= 3
+    assert_near(best.outputs(best.read("causal", rows, window=(0, 0)))[0], exact("causal", rows, window=(0, 0)))
+
+
+ROWS: Final = rows_of("causal", 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"context": ROWS},
+        {"mask": np.ones((1, 1, 4, 4), bool)},
+        {"bias": np.zeros((1, 1, 4, 4), np.float32)},
+        {"return_lse": True},
+        {"return_scores": "weights"},
+        {"query_offset": [2]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_asks_for_more_is_computed_on_tensors(best: Layers, options: Any) -> None:
+    """By the same products, and scores apart by the same kernel: with the same bits, where it means the same."""
+    request, plain = best.read("causal", ROWS, causal=True, **options), best.read("causal", ROWS)
+    assert request.received is None
+    assert plain.received is not None
+    assert request.group != plain.group
+    if options.keys().isdisjoint(("context", "query_offset", "return_scores")):
+        same(best.outputs(request)[0], best.outputs(plain)[0])
+
+
+def test_another_dtype_is_computed_on_tensors(best: Layers) -> None:
+    assert best.read("causal", ROWS.astype(np.float64)).received is None
+    assert best.read("causal", ROWS.astype(np.float16)).received is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"rotary": Rotary(width=8)}, "float32"),
+        ({"outputs": 20}, "float32"),
+        ({"inputs": 40, "contexts": 40}, "float32"),
+        ({"value_dim": 7}, "float32"),
+        ({"contexts": 64}, "float32"),
+        ({}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_layers_that_are_computed_on_tensors(best: Layers, changes: Any, dtype: make.Dtype) -> None:
+    """Of widths that are no whole number of panels, among others: what is filled up is not in requests and replies."""
+    architecture = replace(ARCHITECTURES["causal"], **changes)
+    layer = make.layer_of(architecture, make.random_parameters(architecture, 0, dtype), best.device, dtype)
+    application = best.read("causal", ROWS).application
+    assert layer.plan(application, [4]) is None
+
+
+def test_without_the_kernel_all_is_computed_on_tensors() -> None:
+    device = CpuDevice(1, 0)
+    own = Layers(device)
+    request = own.read("causal", ROWS)
+    assert request.received is None
+    assert_near(own.outputs(request)[0], exact("causal", ROWS))
+    device.close()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_what_is_not_finite_is_computed_once_more_alone(best: Layers, value: float) -> None:
+    """The late token of a causal sequence: what comes before it is what it is without, and what is beside it has the
+    same bits.
+    """
+    rows = [rows_of("causal", 12, seed=n) for n in range(3)]
+    before = best.outputs(*(best.read("causal", each) for each in rows))
+    rows[1][7, 3] = value
+    requests = [best.read("causal", each) for each in rows]
+    batch = requests[0].run_batch(best.device, requests)
+    assert batch.again.keys() == {1}
+    (again,) = batch.again.values()
+    assert again.group != requests[1].group
+    assert again.cost == requests[1].cost
+    found = best.outputs(*requests)
+    same(found[0], before[0])
+    same(found[2], before[2])
+    assert_near(found[1][:7], before[1][:7])
+    assert not np.isfinite(found[1][7:]).any() or value == 3e38
+
+
+def test_one_of_several_sequences_that_is_not_finite(best: Layers) -> None:
+    """Its request runs once more, whichever piece of it that was."""
+    rows = rows_of("causal", 9)
+    lengths = [2, 0, 4, 3]
+    first = best.read("causal", rows_of("causal", 5, seed=1), lengths=[3, 2])
+    expected = best.outputs(best.read("causal", rows, lengths=lengths))[0]
+    rows[8] = np.inf
+    batch = first.run_batch(best.device, [first, best.read("causal", rows, lengths=lengths), first])
+    assert batch.again.keys() == {1}
+    found = best.outputs(best.read("causal", rows, lengths=lengths))[0]
+    assert_near(found[:8], expected[:8])
+    assert np.isnan(found[8]).all()
+
+
+def test_calls_are_counted(best: Layers) -> None:
+    """One a sequence, as everywhere."""
+    best.device.take_kernel_calls()
+    requests = [best.read("causal", ROWS), best.read("causal", ROWS, lengths=[1, 0, 3])]
+    assert sum(requests[0].run_batch(best.device, requests).kernel_calls.values()) == 3
+
+
+def test_a_request_keeps_its_message_and_its_layer(best: Layers) -> None:
+    """And neither outlives it, without the garbage collector."""
+    own = Layers(best.device)
+    expected = best.outputs(best.read("causal", ROWS))[0]
+    request = own.read("causal", ROWS)
+    layer = weakref.ref(own.get("causal").layer)
+    gc.disable()
+    try:
+        del own
+        same(best.outputs(request)[0], expected)
+        assert layer() is not None
+        del request
+        assert layer() is None
+    finally:
+        gc.enable()
