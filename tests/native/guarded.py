@@ -1,4 +1,4 @@
-"""`python guarded.py LIBRARY CALLS`: random calls and products by a library, whose arrays lie against forbidden memory.
+"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, all in memory against forbidden.
 
 Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
 does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
@@ -19,9 +19,11 @@ import numpy as np
 from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
 from oracle import Array
 from random_calls import random_call, sharing
+from random_multi_heads import random_multi_head
 from random_products import random_product
 
 from attnserve_server.native import library
+from attnserve_server.native.multi_head import MultiHeads
 from attnserve_server.native.products import Products
 
 PAGE = mmap.PAGESIZE
@@ -99,6 +101,8 @@ def main() -> None:
             if number % 5 == 0:
                 product = random_product(random, room=guarded.room)
                 product.assert_right(Products(each.instructions).multiply(product.weight, product.rows))
+                layer = random_multi_head(random, room=guarded.room)
+                layer.assert_right(layer.outcome(MultiHeads(each.instructions)))
             if number % 10 == 0:
                 attend(each, sharing(random, 20, 16), random.choice((1, 3)), guarded.room)
     print("sound")
