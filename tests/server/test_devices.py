@@ -205,8 +205,8 @@ def test_kernels_run_on_one_thread_each_whatever_torch_was_told(devices: dict[in
         assert {pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
 
 
-def test_what_a_device_says_of_itself(devices: dict[int, CpuDevice]) -> None:
-    device = devices[2]
+def test_what_a_device_says_of_itself(tensor_devices: dict[int, CpuDevice]) -> None:
+    device = tensor_devices[2]
     device.warm_up()
     assert (device.name, device.threads, device.memory()) == ("cpu", 2, {})
     assert device.description
@@ -219,9 +219,9 @@ def test_what_a_device_says_of_itself(devices: dict[int, CpuDevice]) -> None:
 
 
 def test_every_kernel_for_requests_is_warm_before_they_come(
-    devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
+    tensor_devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = devices[2]
+    device = tensor_devices[2]
     device.take_kernel_calls()
     with monkeypatch.context() as patch:
         patch.setattr(device, "take_kernel_calls", Counter)  # which leaves them to be looked at
