@@ -20,7 +20,7 @@ CHECK_NATIVE = @test -e $(NATIVE)/attention.so || \
   echo "without a C compiler, or not on Linux on x86-64: attention on the processor is torch's alone" >&2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench bench-peers bench-tune chaos fuzz sbom audit protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench bench-peers bench-tune gpu chaos fuzz sbom audit protos protos-baseline clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-peers: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## the same, and s
 
 bench-tune: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## find the fastest settings of Triton and Mosec on this machine
 	$(BIN)/python -m benchmarks.peers.tune $(ARGS)
+
+gpu: $(VENV)/.dev ## on a machine with a GPU: the tests and figures that need one, each written as it comes
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)

@@ -86,7 +86,7 @@ def main() -> None:
     # Between the turns of torch in process, its threads must not take the cores from the service.
     torch.set_num_threads(1)
     console = Console(width=max(table.WIDTH, Console().width), highlight=False)
-    begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe()
+    begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe(chosen.device)
     flags, peers = ["--device", chosen.device, *chosen.server_flags], [PEERS[name] for name in chosen.peers]
     suite = SUITES[chosen.device]
     results: list[WorkloadResult] = []

@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import Final
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
+from attnserve import __version__
 from attnserve_server.cpus import usable_cpus
 
-DISTRIBUTIONS: Final = ("attnserve", "torch", "grpcio", "protobuf", "numpy")
+DISTRIBUTIONS: Final = ("torch", "grpcio", "protobuf", "numpy")
 
 
-def describe() -> dict[str, str | int]:
-    """The machine and the versions of what matters to speed."""
+def describe(device: str = "cpu") -> dict[str, str | int]:
+    """The machine, the device that computes if it is another than the CPU, and the versions of what matters to speed.
+
+    Of this project's it is not asked who installed it: it runs from its sources, too.
+    """
     return {
         "cpu": cpu_model(),
         "cores": usable_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
         "platform": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
+        **({} if device == "cpu" else {"GPU": torch.cuda.get_device_name()}),
         "python": platform.python_version(),
+        "attnserve": __version__,
         **{name: metadata.version(name) for name in DISTRIBUTIONS},
     }
 

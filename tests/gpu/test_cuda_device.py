@@ -22,7 +22,7 @@ from attnserve_server.batching import BatchQueue
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry, Outcome
-from attnserve_server.errors import ComputationFailed, RequestError
+from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS
 from attnserve_server.metrics import Metrics
 from attnserve_server.request import Request
@@ -130,6 +130,7 @@ async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice)
     """In one batch of an engine: it gets its own error, and what it had allocated does not stand in others' way."""
     queue: BatchQueue[Entry] = BatchQueue(10**15, 64, 0.1)
     engine = Engine(device, queue, Admission(100, 10**12, 10**16), Metrics("0", torch.__version__, device.name))
+    engine.open()
     replies: dict[Entry, Outcome | RequestError] = {}
     answered = asyncio.Event()
 
@@ -150,7 +151,7 @@ async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice)
         engine.submit(entries[-1])
     await asyncio.wait_for(answered.wait(), 60)
     engine.close()
-    assert isinstance(replies[entries[0]], ComputationFailed)
+    assert isinstance(replies[entries[0]], OutOfMemory)
     for case, entry in zip(cases, entries[1:], strict=True):
         outcome = replies[entry]
         assert isinstance(outcome, Outcome)

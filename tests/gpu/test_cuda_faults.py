@@ -27,7 +27,7 @@ for what in (
     try:
         what()
     except Exception as error:
-        print(device.blame(error))
+        print(device.blame(error), flush=True)
 """
 
 

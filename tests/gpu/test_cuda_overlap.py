@@ -28,6 +28,8 @@ def test_what_is_staged_does_not_wait_for_what_computes(device: CudaDevice) -> N
     transfers = device._transfers
     begin, computed, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     host = device.allocate(1 << 24)
+    device.upload(host)  # so that there is memory for it: to be given some may take until the device has nothing to do
+    torch.cuda.synchronize()
     with transfers.computing():
         begin.record()
         torch.cuda._sleep(CYCLES)

@@ -1,0 +1,221 @@
+"""All that needs a GPU, in one command for the day when there is one: what is there, the tests, the figures.
+
+Each step is a process with a time limit of its own. What it says goes to DIR/gpu.log line by line, how it ended to
+DIR/steps.json, and the figures to DIR/bench.json, each as it comes: when the time is up, what has been done is there.
+The steps are in the order of what their answers are worth; those that ended well are not repeated by the next command
+with the same DIR. From the sources, with any Python that has what is needed: nothing is installed.
+
+    python scripts/gpu.py --results DIR --time 570          # twice, if commands may take ten minutes
+    python scripts/gpu.py --results DIR --steps look,kernels
+    python scripts/gpu.py --results DIR --device cpu        # without a GPU: the same steps, to see that they run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PATHS: Final = ("client", "server", ".")
+NEEDED: Final = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "hypothesis": "hypothesis",
+    "matplotlib": "matplotlib",
+    "ml_dtypes": "ml_dtypes",
+    "numpy": "numpy",
+    "prometheus_client": "prometheus-client",
+    "psutil": "psutil",
+    "pytest": "pytest",
+    "pytest_asyncio": "pytest-asyncio",
+    "pytest_timeout": "pytest-timeout",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "torch": "torch",
+}
+"""What the steps import, and the distribution that it is in."""
+LEAST_S: Final = 20.0
+"""With less time than this left, no other step begins."""
+
+LOOK: Final = """\
+import platform, sys, torch
+print(platform.platform(), "python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+for n in range(torch.cuda.device_count()):
+    found = torch.cuda.get_device_properties(n)
+    print(n, found.name, f"{found.major}.{found.minor}", found.total_memory >> 20, "MiB")
+from attnserve_server.devices import open_device
+device = open_device(sys.argv[1], 1, 0)
+device.warm_up()
+print("warm:", device.description, device.memory(), [name for name, _ in device.kernels()])
+device.close()
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command on a device, the seconds that it may take, and the file in which it leaves figures, if it does."""
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    figures: Path | None = None
+    device: str = "cuda"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a step ended: `well`, `badly` or `stopped` at its limit."""
+
+    name: str
+    how: str
+    seconds: float
+    command: str
+
+
+def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]:
+    """All steps on a device. `measured` are further arguments of the benchmark."""
+    python, tests = sys.executable, "tests/gpu"
+    pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
+    yield Step("look", (python, "-c", LOOK, device), 120)
+    yield Step("kernels", (*pytest, f"{tests}/test_cuda_device.py", "tests/server/test_cuda_fake.py"), 240)
+    yield Step("overlap", (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py"), 240)
+
+    def bench(name: str, *arguments: str, limit: float = 150) -> Step:
+        figures = results / f"{name}.json"
+        command = (python, "-m", "benchmarks", "--device", device, "--peers", "none", "--growth", "0")
+        command = (*command, *arguments, "--json", str(figures), *measured)
+        return Step(name, command, limit, figures)
+
+    workloads = [bench(name, "--workloads", name, "--no-curves", "--no-memory") for name in _workloads(device)]
+    yield from workloads[:3]
+    yield Step("service", (*pytest, f"{tests}/test_cuda_service.py"), 480, device=device)
+    yield from workloads[3:]
+    yield bench("curves", "--workloads", "none", "--open", "none", limit=300)
+
+
+def _workloads(device: str) -> list[str]:
+    """The workloads of a device, the most telling first."""
+    from benchmarks.suites import SUITES
+
+    first = ("G128", "C1", "C64")
+    return sorted(SUITES[device].workloads, key=lambda name: first.index(name) if name in first else len(first))
+
+
+def run(step: Step, log: Path, seconds: float) -> Ending:
+    """Runs a step, for so long at most, and writes what it says to the log and the terminal as it is said."""
+    paths = [*(str(ROOT / path) for path in PATHS), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment["GPU_TESTS_ON"] = step.device
+    begun, stopped = monotonic(), threading.Event()
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+    def stop() -> None:
+        stopped.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the servers that it has started
+
+    timer = threading.Timer(seconds, stop)
+    timer.start()
+    assert process.stdout is not None
+    with log.open("a", encoding="utf-8") as file, process.stdout as said:
+        for line in (f"=== {step.name}\n", *said):
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            file.write(line)
+            file.flush()
+    failed = process.wait() != 0
+    timer.cancel()
+    how = "stopped" if stopped.is_set() else "badly" if failed else "well"
+    return Ending(step.name, how, round(monotonic() - begun, 1), shlex.join(step.command))
+
+
+def gather(figures: Path, into: Path) -> None:
+    """Adds the figures of one run of the benchmark to those of others."""
+    from benchmarks.results import Result
+
+    found = Result.read(figures)
+    if into.exists():
+        others = Result.read(into)
+        found = replace(
+            others,
+            took_seconds=others.took_seconds + found.took_seconds,
+            load_after=found.load_after,
+            workloads=[*others.workloads, *found.workloads],
+            curves=[*others.curves, *found.curves],
+            waiting=[*others.waiting, *found.waiting],
+        )
+    found.write(into)
+    figures.unlink()
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 if anything ended otherwise than well, or is left to do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "bench-results" / "gpu", metavar="DIR")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=lambda text: text.split(","), help="which, by name; default: all")
+    parser.add_argument("--time", type=float, default=3600.0, help="seconds for all of them")
+    parser.add_argument("measured", nargs="*", help="arguments of the benchmark, after --")
+    chosen = parser.parse_args()
+    end = monotonic() + chosen.time
+    sys.path[:0] = [str(ROOT / path) for path in PATHS]
+    if missing := [distribution for module, distribution in NEEDED.items() if not _there(module)]:
+        print(f"missing: {' '.join(missing)}", file=sys.stderr)
+        return 2
+    results: Path = chosen.results.resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    every = list(steps(chosen.device, results, chosen.measured))
+    if unknown := set(chosen.steps or ()) - {step.name for step in every}:
+        parser.error(f"no such steps: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in every)}")
+    ended = results / "steps.json"
+    endings = {each["name"]: Ending(**each) for each in json.loads(ended.read_text())} if ended.exists() else {}
+    wanted = [step for step in every if chosen.steps is None or step.name in chosen.steps]
+    for step in wanted:
+        left = end - monotonic()
+        if (step.name in endings and endings[step.name].how == "well") or left < LEAST_S:
+            continue
+        endings[step.name] = run(step, results / "gpu.log", min(step.limit, left))
+        if step.figures is not None and step.figures.exists():
+            gather(step.figures, results / "bench.json")
+        ended.write_text(json.dumps([asdict(each) for each in endings.values()], indent=1) + "\n")
+    for step in wanted:
+        ending = endings.get(step.name)
+        print(f"{step.name:<10} not begun" if ending is None else f"{step.name:<10} {ending.how}, {ending.seconds} s")
+    return 0 if all(step.name in endings and endings[step.name].how == "well" for step in wanted) else 1
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
