@@ -15,8 +15,8 @@ What is computed is what the model's own `eager` attention computes: the mask de
 `is_causal` nor a `sliding_window` argument is consulted beside it. Rows that attend nothing (the padding's own) give 0
 where eager gives a mean of all values. Models that do not go through `AttentionInterface` (transformers runs those
 on their own attention, whatever is asked for) do not reach the service either. One that goes there in part only, for
-which transformers has no `sdpa`, may add the bool mask to scores of its own, as BigBirdPegasus' encoder does with padded
-inputs: what `sdpa` refuses is to be compared with `eager` first.
+which transformers has no `sdpa`, may add the bool mask to scores of its own, as BigBirdPegasus' encoder does with
+padded inputs: what `sdpa` refuses is to be compared with `eager` first.
 """
 
 from __future__ import annotations
