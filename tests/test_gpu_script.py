@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.results import Result
 from benchmarks.suites import SUITES
@@ -53,6 +54,15 @@ def test_the_tests_of_the_service_are_right_themselves() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_nothing_looks_well(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/gpu.py", "--results", str(tmp_path), "--steps", "look,kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert [each["how"] for each in json.loads((tmp_path / "steps.json").read_text())] == ["badly"]
+    assert "not begun" in done.stdout
 
 
 @pytest.mark.timeout(600)
