@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
+from urllib.parse import unquote
 
 Address: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
 """One address, several, or what says which there are now."""
 
 _DNS: Final = re.compile(r"dns:///(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d+)")
-_LISTS: Final = ("ipv4:", "ipv6:")
+_LIST: Final = re.compile(r"ipv[46]:((//)?/)?(?P<places>.*)")
 _NO_PORT: Final = ("unix:", "unix-abstract:", "vsock:", "xds:", "google-c2p:")
 """What gRPC finds without a port, or with one that it checks itself."""
-_DNS_SERVER: Final = re.compile(r"^dns:(//[^/\s]*/)?")
+_NAME: Final = re.compile(r"dns:((//[^/\s]*)?/)?(?P<place>.*)")
 _HOST_AND_PORT: Final = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/,]+):(?P<port>[0-9]+)")
 _LAST_PORT: Final = 65535
 _EXPECTED: Final = "expected host:port, unix:/path or dns:///name:port"
@@ -68,7 +69,8 @@ def check_address(address: str) -> None:
     """
     if address.startswith(_NO_PORT):
         return
-    for place in _listed(address) or [_DNS_SERVER.sub("", address)]:
+    named = _NAME.fullmatch(address)
+    for place in _listed(address) or [address if named is None else unquote(named["place"])]:
         found = _HOST_AND_PORT.fullmatch(place)
         if found is None:
             raise ValueError(f"address: {_EXPECTED}, found {address!r}")
@@ -77,9 +79,9 @@ def check_address(address: str) -> None:
 
 
 def _listed(address: str) -> list[str]:
-    """The addresses in one that lists them, as gRPC does; none if it does not."""
-    scheme = next((scheme for scheme in _LISTS if address.startswith(scheme)), None)
-    return [] if scheme is None else address.removeprefix(scheme).split(",")
+    """The addresses in one that lists them, each as it is by itself; none if it does not."""
+    found = _LIST.fullmatch(address)
+    return [] if found is None else unquote(found["places"]).split(",")
 
 
 def look_up(host: str, port: int) -> list[str]:

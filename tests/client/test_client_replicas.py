@@ -269,6 +269,7 @@ def test_what_addresses_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target_of("host:1").fixed == ("host:1",)
     assert target_of("unix:/run/a.sock").fixed == ("unix:/run/a.sock",)
     assert target_of("ipv4:127.0.0.1:1,127.0.0.1:2").fixed == ("127.0.0.1:1", "127.0.0.1:2")
+    assert target_of("ipv6:///%5B::1%5D:1,%5B::2%5D:2").fixed == ("[::1]:1", "[::2]:2")
     assert target_of("dns://8.8.8.8/name:1").fixed == ("dns://8.8.8.8/name:1",), "its own DNS server is gRPC's to ask"
     assert target_of(["a:1", "b:2"]).fixed == ("a:1", "b:2")
     assert target_of(lambda: ["a:1"]).look_up is not None
