@@ -2,11 +2,12 @@
 
 Each step is a process with a time limit of its own. What it says goes to DIR/gpu.log line by line, how it ended to
 DIR/steps.json, and the figures to DIR/bench.json, each as it comes: when the time is up, what has been done is there.
-The steps are in the order of what their answers are worth; those that ended well are not repeated by the next command
-with the same DIR. From the sources, with any Python that has what is needed: nothing is installed.
+The steps are in the order of what their answers are worth, and before all others it is looked what is there; those that
+ended well are not repeated by the next command with the same DIR and device. From the sources, with any Python that has
+what is needed: nothing is installed.
 
     python scripts/gpu.py --results DIR --time 570          # twice, if commands may take ten minutes
-    python scripts/gpu.py --results DIR --steps look,kernels
+    python scripts/gpu.py --results DIR --steps kernels,overlap
     python scripts/gpu.py --results DIR --device cpu        # without a GPU: the same steps, to see that they run
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -81,9 +83,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a step ended: `well`, `badly` or `stopped` at its limit."""
+    """How a step, of all those on a device, ended: `well`, `badly` or `stopped` at its limit."""
 
     name: str
+    device: str
     how: str
     seconds: float
     command: str
@@ -93,15 +96,17 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
     """All steps on a device. `measured` are further arguments of the benchmark."""
     python, tests = sys.executable, "tests/gpu"
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
-    yield Step("look", (python, "-c", LOOK, device), 120)
-    yield Step("kernels", (*pytest, f"{tests}/test_cuda_device.py", "tests/server/test_cuda_fake.py"), 240)
-    yield Step("overlap", (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py"), 240)
+    kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/server/test_cuda_fake.py")
+    overlap = (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py")
+    yield Step("look", (python, "-c", LOOK, device), 120, device=device)
+    yield Step("kernels", kernels, 240, device=device)
+    yield Step("overlap", overlap, 240, device=device)
 
     def bench(name: str, *arguments: str, limit: float = 150) -> Step:
         figures = results / f"{name}.json"
         command = (python, "-m", "benchmarks", "--device", device, "--peers", "none", "--growth", "0")
         command = (*command, *arguments, "--json", str(figures), *measured)
-        return Step(name, command, limit, figures)
+        return Step(name, command, limit, figures, device)
 
     workloads = [bench(name, "--workloads", name, "--no-curves", "--no-memory") for name in _workloads(device)]
     yield from workloads[:3]
@@ -119,7 +124,9 @@ def _workloads(device: str) -> list[str]:
 
 
 def run(step: Step, log: Path, seconds: float) -> Ending:
-    """Runs a step, for so long at most, and writes what it says to the log and the terminal as it is said."""
+    """Runs a step, for so long at most, and writes what it says to the log and the terminal as it is said. When this is
+    over, be it by an interrupt, nothing of it is left.
+    """
     paths = [*(str(ROOT / path) for path in PATHS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     environment["GPU_TESTS_ON"] = step.device
@@ -143,16 +150,22 @@ def run(step: Step, log: Path, seconds: float) -> Ending:
     timer = threading.Timer(seconds, stop)
     timer.start()
     assert process.stdout is not None
-    with log.open("a", encoding="utf-8") as file, process.stdout as said:
-        for line in (f"=== {step.name}\n", *said):
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            file.write(line)
-            file.flush()
-    failed = process.wait() != 0
-    timer.cancel()
+    try:
+        with log.open("a", encoding="utf-8") as file, process.stdout as said:
+            for line in chain([f"=== {step.name}\n"], said):
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                file.write(line)
+                file.flush()
+        failed = process.wait() != 0
+    except BaseException:
+        stop()
+        process.wait()
+        raise
+    finally:
+        timer.cancel()
     how = "stopped" if stopped.is_set() else "badly" if failed else "well"
-    return Ending(step.name, how, round(monotonic() - begun, 1), shlex.join(step.command))
+    return Ending(step.name, step.device, how, round(monotonic() - begun, 1), shlex.join(step.command))
 
 
 def gather(figures: Path, into: Path) -> None:
@@ -194,8 +207,10 @@ def main() -> int:
     if unknown := set(chosen.steps or ()) - {step.name for step in every}:
         parser.error(f"no such steps: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in every)}")
     ended = results / "steps.json"
-    endings = {each["name"]: Ending(**each) for each in json.loads(ended.read_text())} if ended.exists() else {}
-    wanted = [step for step in every if chosen.steps is None or step.name in chosen.steps]
+    before = [Ending(**each) for each in json.loads(ended.read_text())] if ended.exists() else []
+    endings = {each.name: each for each in before if each.device == chosen.device}
+    # Without a device, tests would be skipped, and that would look well: it is looked whether there is one first.
+    wanted = [step for step in every if chosen.steps is None or step.name in ("look", *chosen.steps)]
     for step in wanted:
         left = end - monotonic()
         if (step.name in endings and endings[step.name].how == "well") or left < LEAST_S:
@@ -205,7 +220,7 @@ def main() -> int:
             gather(step.figures, results / "bench.json")
         ended.write_text(json.dumps([asdict(each) for each in endings.values()], indent=1) + "\n")
         if step.name == "look" and endings[step.name].how != "well":
-            break  # without a device, tests would be skipped, and that would look well
+            break
     for step in wanted:
         ending = endings.get(step.name)
         print(f"{step.name:<10} not begun" if ending is None else f"{step.name:<10} {ending.how}, {ending.seconds} s")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +32,80 @@ def test_every_test_and_every_figure_is_a_step(tmp_path: Path) -> None:
     assert all(step.command[-2:] == ("--rounds", "2") for step in steps if step.figures is not None)
 
 
-def test_what_was_said_before_the_time_was_up_is_in_the_log(tmp_path: Path) -> None:
+ENDLESS = """
+import signal, subprocess, sys
+if len(sys.argv) < 3:
+    subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[1], "itself"])
+print("begun", flush=True)
+open({told!r}, "w").close()
+signal.pause()
+"""
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> tuple[gpu.Step, Path]:
+    """A step that starts a process without an end, and what opens once that has begun."""
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    program = ENDLESS.format(told=str(told))
+    return gpu.Step("endless", (sys.executable, "-c", program, program), 600), told
+
+
+def test_what_was_said_before_the_time_was_up_is_in_the_log(
+    tmp_path: Path, endless: tuple[gpu.Step, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The processes that a step has started end with it."""
-    endless = "import signal; print('begun', flush=True); signal.pause()"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {endless!r}])"
+    step, told = endless
+    limits: list[float] = []
+
+    class Timer(threading.Thread):
+        """Its time is up when the step has begun."""
+
+        def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
+            super().__init__()
+            self.stop = stop
+            limits.append(seconds)
+
+        def run(self) -> None:
+            told.read_bytes()
+            self.stop()
+
+        def cancel(self) -> None:
+            self.join()
+
+    monkeypatch.setattr(threading, "Timer", Timer)
     log = tmp_path / "gpu.log"
-    ending = gpu.run(gpu.Step("endless", (sys.executable, "-c", starts), 600), log, 10)
-    assert ending.how == "stopped"
+    ending = gpu.run(step, log, 7)
+    assert limits == [7]
+    assert (ending.how, ending.device) == ("stopped", "cuda")
     assert log.read_text().splitlines() == ["=== endless", "begun"]
+
+
+def test_an_interrupt_leaves_nothing_running(
+    tmp_path: Path, endless: tuple[gpu.Step, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, _ = endless
+
+    class Interrupted(io.StringIO):
+        """A terminal at which somebody sees that the step has begun, and ends all."""
+
+        def write(self, line: str) -> int:
+            if line == "begun\n":
+                raise KeyboardInterrupt
+            return len(line)
+
+    begun: list[subprocess.Popen[str]] = []
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(subprocess.Popen(*arguments, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run(step, tmp_path / "gpu.log", 600)
+    assert begun[0].returncode == -signal.SIGKILL
 
 
 def test_the_tests_of_the_service_are_right_themselves() -> None:
@@ -58,7 +130,7 @@ def test_the_tests_of_the_service_are_right_themselves() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_nothing_looks_well(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/gpu.py", "--results", str(tmp_path), "--steps", "look,kernels"]
+    command = [sys.executable, "scripts/gpu.py", "--results", str(tmp_path), "--steps", "kernels"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert [each["how"] for each in json.loads((tmp_path / "steps.json").read_text())] == ["badly"]
