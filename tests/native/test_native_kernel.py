@@ -42,6 +42,8 @@ def test_any_call_is_as_the_oracle_has_it(instructions: str, random: Random) -> 
     ("length", "keys", "width"),
     [
         (1, 8192, 64),
+        (1, 8200, 64),
+        (3, 8200, 40),
         (1, 8192, 256),
         (5, 8192, 128),
         (32, 4096, 256),

@@ -99,11 +99,12 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
 
 /* Keys or values that few rows meet next, NULL if none. They are asked for row by row while those before them are met:
    few rows wait for memory, and a processor by itself looks ahead no further than its next page, and not at all while
-   there are scores to be weighed. 7 to 9 % of the time where they come from memory. Strides and widths are in bytes. */
+   there are scores to be weighed. Strides and widths are in bytes. */
 struct ahead {
     const char *rows;
     int64_t stride, width;
 };
+#define NOTHING ((struct ahead){NULL, 0, 0}) /* for this, code of its own: to look whether there is any takes a tenth */
 
 INLINE void ask_for(struct ahead ahead, int64_t row) {
     if (!ahead.rows) return;
@@ -185,6 +186,15 @@ INLINE void few_scores(int rows, const float *queries, int64_t stride, const flo
     }
 }
 
+INLINE void any_few_scores(int rows, const float *queries, int64_t stride, const float *keys, int64_t n, float *scores,
+                           struct ahead ahead) {
+    switch (rows) {
+    case 1: few_scores(1, queries, stride, keys, n, scores, ahead); break;
+    case 2: few_scores(2, queries, stride, keys, n, scores, ahead); break;
+    default: few_scores(3, queries, stride, keys, n, scores, ahead);
+    }
+}
+
 #define FOR_VECTORS(function, rows, vectors, ...) \
     switch (vectors) { \
     case 1: function(rows, 1, __VA_ARGS__); break; \
@@ -224,8 +234,10 @@ static void add_outputs(int few, int rows, const float *weights, const float *fa
     weights += from, values += from * stride;
     for (int64_t c = 0; c < stride; c += TILE_VECTORS * V) {
         int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
-        if (few)
+        if (few && ahead.rows)
             FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, ahead)
+        else if (few)
+            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, NOTHING)
         else
             FOR_TILE(rows, vectors, tile_outputs, weights, fades, values + c, n, stride, outputs + c)
         ahead.rows = NULL;
