@@ -9,9 +9,9 @@ enum {
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
     AHEAD = 8,                          /* so many inputs before it is needed, what is of one is asked for */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
-    PRODUCT_ROWS = 112,                 /* of a unit of work, at most: they share what is read of the weight */
+    PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share what is read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of inputs, unless one block has more: they stay in a cache of a processor */
-    UNITS_EACH = 4,                     /* of work for each thread, at least, if there are enough columns to divide */
+    UNITS_EACH = 2,                     /* of work for each thread, at least, if there are enough columns to divide */
     UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows by itself */
 };
 
@@ -126,7 +126,7 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
     int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     find_rows(&work->from, first, rows, from);
     find_rows(&work->to, first, rows, to);
-    int64_t inputs = product->inputs, panel = inputs * PANEL, apart = V == PANEL ? panel : V;
+    int64_t inputs = product->inputs, panel = inputs * PANEL, apart = (int)V == PANEL ? panel : V;
     for (int64_t b = 0; b < blocks; b++) {
         int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
         arrange(from + top, bottom - top, inputs, left + b * inputs * V);
@@ -170,8 +170,11 @@ static int multiply_all(const struct product *product, struct side from, struct 
                         struct team *team, int64_t helpers) {
     if (!rows || !product->outputs) return 1;
     int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
-    int64_t wanted = team && helpers > 0 ? UNITS_EACH * (helpers + 1) : 1;
-    int64_t panel_groups = least((wanted + row_groups - 1) / row_groups, most(panels / UNIT_PANELS, 1));
+    int64_t threads = team ? most(helpers, 0) + 1 : 1;
+    /* Rows are divided first, since who has other columns of the same rows arranges these once more: evenly. */
+    row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+    int64_t missing = (UNITS_EACH * threads + row_groups - 1) / row_groups;
+    int64_t panel_groups = threads > 1 ? least(missing, most(panels / UNIT_PANELS, 1)) : 1;
     struct multiplication work = {product, from, to, rows, row_groups, panel_groups, 0, 0};
     share(team, helpers, multiply_units, &work);
     return work.begun;
