@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import calls
 import grpc
 import numpy as np
 import pytest
 from checkpoints import VOCABULARY
 from conftest import Server
 from numpy.typing import NDArray
+from occupied import Occupied
 
 from attnserve import Client, InvalidRequestError, NotFoundError, _dtypes
 from attnserve._errors import AttnServeError, error_from_status, status_from_rpc_error
@@ -194,24 +196,23 @@ def test_the_field_is_named(channel: grpc.Channel, fields: Fields, path: str) ->
     assert str(caught.value).startswith(f"{path}: expected ")
 
 
-def test_bad_requests_among_good_ones(channel: grpc.Channel) -> None:
+def test_bad_requests_among_good_ones(channel: grpc.Channel, layer_server: Server) -> None:
     """Every bad one between two good ones in a single message: each gets its own reply, the good ones run together."""
     broken = [case for cases in BROKEN.values() for case in cases]
     unknown: Fields = SELF | {"layer": "nobody"}
-    calls = []
+    sent = []
     for n, (fields, _) in enumerate([*broken, (unknown, "")]):
-        calls += [
+        sent += [
             pb.AttendStreamCall(id=2 * n, apply=request(SELF)),
             pb.AttendStreamCall(id=2 * n + 1, apply=request(fields)),
         ]
-    method: Any = channel.stream_stream(SERVICE + "AttendStream")
-    message = pb.AttendStreamRequest(calls=calls).SerializeToString()
-    replies = {
-        reply.id: reply
-        for received in method(iter([message]), timeout=PATIENCE_S)
-        for reply in pb.AttendStreamResponse.FromString(received).replies
-    }
-    assert len(replies) == len(calls)
+    stream = calls.Stream(channel)
+    with Occupied(layer_server) as device:  # however long it takes to read them all
+        stream.send(*sent)
+        stream.half_close()
+        device.until_waiting(len(broken) + 1)
+    replies = {reply.id: reply for reply in stream.rest()}
+    assert len(replies) == len(sent)
     expected = apply(channel, request(SELF).SerializeToString()).output
     for n, (_, path) in enumerate(broken):
         assert replies[2 * n].apply.output == expected
