@@ -46,7 +46,8 @@ class Watchdog:
         self._end = end
         self._beat_s = min(patience / BEATS, LONGEST_BEAT_S)
         self._loop = asyncio.get_running_loop()
-        self._oldest: object | None = None
+        # Told by when it began: a batch holds messages, results and layers, and is not to live until the next beat.
+        self._oldest: float | None = None
         self._batch_beats = 0
         self._unanswered = 0
         self._stop = threading.Event()
@@ -77,8 +78,8 @@ class Watchdog:
         """On the loop: it turns, and the oldest batch that runs is looked at."""
         self._unanswered = 0
         worker = self._engine.worker
-        oldest = worker.runs[0] if worker.runs else None
-        self._batch_beats = self._batch_beats + 1 if oldest is self._oldest else 0
+        oldest = worker.runs[0].begin if worker.runs else None
+        self._batch_beats = self._batch_beats + 1 if oldest == self._oldest else 0
         self._oldest = oldest
         allowed = self._patience + worker.cost / SLOWEST_FLOPS  # what it has beside that may be computed first
         if oldest is not None and self._batch_beats * self._beat_s > allowed:

@@ -292,3 +292,14 @@ async def test_a_deadline_counts_all_that_the_device_has() -> None:
     first, second = bench.engine.worker.runs
     assert bench.engine.worker.free_at == second.end == max(first.end, second.begin) + 100.0
     await bench.finish()
+
+
+async def test_who_watches_a_batch_does_not_hold_it() -> None:
+    """It is gone with its last reply, and not seconds later: with it go messages, results and layers."""
+    bench = PairBench()
+    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)
+    await bench.given(Asked(1))
+    (run,) = bench.engine.worker.runs
+    watchdog._beat()
+    assert not any(each is run for each in vars(watchdog).values())
+    await bench.finish()
