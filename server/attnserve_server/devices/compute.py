@@ -27,6 +27,10 @@ functions like exp and tanh applied, at widths that are multiples of 16 too. Pro
 """
 MAX_ROWS = 512
 
+ALONE_FLOPS = 4_000_000
+"""Work below this is done by the native library before another thread could have taken the interpreter, and given it
+back.
+"""
 
 UNEVEN = 1.15
 """Items are shared out among threads if the busiest has no more than so many times its part: then each computes its own

@@ -22,6 +22,7 @@ import torch
 from attnserve_server.caches import step
 from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import (
+    ALONE_FLOPS,
     ApplyPacked,
     AttendPacked,
     Item,
@@ -49,11 +50,6 @@ SPLIT_FLOPS = 20_000_000
 HELPED_FLOPS = 4_000_000
 """The native kernel has a thread for so many FLOPs, or what counts as many (`Request.effort`): the team that helps is
 there in microseconds. For less, the help would cost about as much time as it saves, and more of the processors'.
-"""
-
-ALONE_FLOPS = 4_000_000
-"""Work below this is done by the native kernel before another thread could have taken the interpreter, and given it
-back.
 """
 
 TASKS = 8

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from attnserve_server.cpus import is_amd
-from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.devices.compute import ALONE_FLOPS, MAX_ROWS, ROWS
 from attnserve_server.native.library import Threads
 from attnserve_server.native.products import PackedWeight, Products
 
@@ -39,10 +39,6 @@ class Product(Protocol):
 
 GENERATION_FLOPS: Final = 200_000_000
 """A product that costs more takes as long as generating the code for it, about a millisecond: the first may wait."""
-
-
-HELD_FLOPS: Final = 4_000_000
-"""A product that costs less is done before another thread could have taken the interpreter, and given it back."""
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:
@@ -69,7 +65,7 @@ class NativeProduct:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flops = 2 * len(rows) * self.weight.inputs * self.weight.outputs
-        result = self._products.multiply(self.weight, rows, None if flops < HELD_FLOPS else Threads())
+        result = self._products.multiply(self.weight, rows, None if flops < ALONE_FLOPS else Threads())
         return result if self._outputs == self.weight.outputs else result[:, : self._outputs].contiguous()
 
     def part(self, columns: slice) -> Product:

@@ -172,16 +172,41 @@ class Threads(NamedTuple):
     helpers: int = 0
 
 
+class Function:
+    """A function of the library for one set of instructions, which takes a team and a number of helpers behind its own
+    arguments, and returns 0, or that there was no memory.
+    """
+
+    def __init__(self, what: str, instructions: str, *arguments: Any) -> None:
+        """`arguments` are the types of its own. Raises OSError if there is no library."""
+        name = f"attnserve_{what}_{_symbol(instructions)}"
+        self._aside = getattr(ctypes.CDLL(str(PATH)), name)
+        # Work that takes less than to hand over the interpreter's lock and wait to have it back.
+        self._at_once = getattr(ctypes.PyDLL(str(PATH)), name)
+        for function in (self._aside, self._at_once):
+            function.argtypes = [*arguments, ctypes.c_void_p, ctypes.c_int64]
+            function.restype = ctypes.c_int64
+
+    def __call__(self, threads: Threads | None, *arguments: object) -> None:
+        """Calls it, with these `threads`; without them the caller computes, and holds the interpreter. Raises
+        MemoryError.
+        """
+        if threads is None:
+            status = self._at_once(*arguments, None, 0)
+        else:
+            team, helpers = threads
+            status = self._aside(*arguments, None if team is None else team.address, helpers)
+        if status:
+            raise MemoryError("no memory for what the native library keeps while it computes")
+
+
 class Library:
     """The kernel for one set of instructions."""
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
-        name = f"attnserve_attend_{symbol(instructions)}"
         self.instructions = instructions
-        self._aside = _function(ctypes.CDLL(str(PATH)), name)
-        # Work that takes less than to hand over the interpreter's lock and wait to have it back.
-        self._at_once = _function(ctypes.PyDLL(str(PATH)), name)
+        self._attend = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
 
     def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
         """Computes packed calls. Returns the places of those that did not come out finite, but for rows with nothing to
@@ -190,22 +215,9 @@ class Library:
         Without `threads` the caller computes, and holds the interpreter. Raises MemoryError.
         """
         first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
-        if threads is None:
-            status = self._at_once(ctypes.addressof(first), count, None, 0)
-        else:
-            team, helpers = threads
-            status = self._aside(ctypes.addressof(first), count, None if team is None else team.address, helpers)
-        if status:
-            raise MemoryError("no memory for what the native kernel keeps while it computes")
+        self._attend(threads, ctypes.addressof(first), count)
         finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
-
-
-def _function(library: ctypes.CDLL, name: str) -> Any:
-    function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-    function.restype = ctypes.c_int64
-    return function
 
 
 def best(wanted: str = "auto") -> Library | None:
@@ -214,7 +226,7 @@ def best(wanted: str = "auto") -> Library | None:
     """
     if wanted == "off":
         return None
-    found = {symbol(name): name for name in available()}
+    found = {_symbol(name): name for name in available()}
     if wanted != "auto" and wanted not in found:
         there = ", ".join(found) or f"none, since {hindrance()}"
         raise LookupError(f"the native kernel for {wanted} is not to be had: there is {there}")
@@ -222,8 +234,7 @@ def best(wanted: str = "auto") -> Library | None:
     return None if name is None else Library(found[name])
 
 
-def symbol(instructions: str) -> str:
-    """How functions for a set of instructions end."""
+def _symbol(instructions: str) -> str:
     return instructions.replace("-", "").lower()
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, Final
+from typing import Final
 
-from attnserve_server.native import library
-from attnserve_server.native.library import Threads
+from attnserve_server.native.library import Function, Threads
 from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
 
 PIECE: Final = struct.Struct("=2Q2q")
@@ -35,27 +34,14 @@ class MultiHeads:
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
-        name = f"attnserve_multi_head_{library.symbol(instructions)}"
-        self._aside = _function(ctypes.CDLL(str(library.PATH)), name)
-        self._at_once = _function(ctypes.PyDLL(str(library.PATH)), name)
+        address, size = ctypes.c_void_p, ctypes.c_int64
+        self._apply = Function("multi_head", instructions, ctypes.c_char_p, address, size)
 
     def apply(self, layer: bytes, pieces: bytearray, threads: Threads | None = None) -> list[int]:
         """Computes pieces by a layer. Returns the places of those whose attention came to NaN or infinities: of such a
         piece, nothing has any meaning. `threads` as for the library's attention. Raises MemoryError.
         """
         first, count = ctypes.c_char.from_buffer(pieces), len(pieces) // PIECE.size
-        function, team, helpers = self._at_once, None, 0
-        if threads is not None:
-            function, helpers = self._aside, threads.helpers
-            team = None if threads.team is None else threads.team.address
-        if function(layer, ctypes.addressof(first), count, team, helpers):
-            raise MemoryError("no memory for what the native library keeps while it computes")
+        self._apply(threads, layer, ctypes.addressof(first), count)
         finite = memoryview(pieces).cast("q")[_FINITE :: PIECE.size // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
-
-
-def _function(loaded: ctypes.CDLL, name: str) -> Any:
-    function = getattr(loaded, name)
-    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-    function.restype = ctypes.c_int64
-    return function

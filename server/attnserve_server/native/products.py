@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.native import library
-from attnserve_server.native.library import Threads
+from attnserve_server.native.library import Function, Threads
 
 PANEL: Final = 16
 """Outputs come in multiples of so many, and can be divided there."""
@@ -54,9 +53,8 @@ class Products:
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
-        name = f"attnserve_multiply_{library.symbol(instructions)}"
-        self._aside = _function(ctypes.CDLL(str(library.PATH)), name)
-        self._at_once = _function(ctypes.PyDLL(str(library.PATH)), name)
+        address, size = ctypes.c_void_p, ctypes.c_int64
+        self._multiply = Function("multiply", instructions, ctypes.c_char_p, address, size, address, size, size)
 
     def multiply(self, weight: PackedWeight, rows: torch.Tensor, threads: Threads | None = None) -> torch.Tensor:
         """[n, inputs] to [n, outputs]. `threads` as for the library's attention. Raises MemoryError."""
@@ -64,21 +62,7 @@ class Products:
             rows = rows.contiguous()
         count = len(rows)
         result = rows.new_empty(count, weight.outputs)
-        function, team, helpers = self._at_once, None, 0
-        if threads is not None:
-            function, helpers = self._aside, threads.helpers
-            team = None if threads.team is None else threads.team.address
-        status = function(
-            weight.struct, rows.data_ptr(), rows.stride(0), result.data_ptr(), weight.outputs, count, team, helpers
+        self._multiply(
+            threads, weight.struct, rows.data_ptr(), rows.stride(0), result.data_ptr(), weight.outputs, count
         )
-        if status:
-            raise MemoryError("no memory for what the native library keeps while it multiplies")
         return result
-
-
-def _function(loaded: ctypes.CDLL, name: str) -> Any:
-    function = getattr(loaded, name)
-    size, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_char_p, address, size, address, size, size, address, size]
-    function.restype = ctypes.c_int64
-    return function
