@@ -179,6 +179,32 @@ class Admission:
             usage.flops += flops
             usage.work.add(kind, flops)
 
+    def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
+        """Whether so many requests of a caller's, of so many bytes together, would be admitted now, while nothing
+        waits. Refuses nothing.
+        """
+        everybody, own = self._everybody, self._callers.get(caller, NOTHING)
+        left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
+        return (
+            left >= 0
+            and bytes_left >= 0
+            and own.requests + requests - 1 <= SHARE * (left + 1)  # before the last of them
+            and own.bytes <= SHARE * bytes_left
+            and not everybody.waiting
+            and caller not in self._told
+        )
+
+    def admit_computed(self, caller: Hashable, size: int, requests: int) -> None:
+        """Counts requests of a caller's in for which there is room, of so many bytes together: they are computed."""
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = Usage()
+        self._stands = False
+        self._told.clear()
+        for usage in (self._everybody, own):
+            usage.requests += requests
+            usage.bytes += size
+
     def recount(
         self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str = ""
     ) -> None:

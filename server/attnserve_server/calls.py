@@ -29,7 +29,8 @@ OPERATIONS: Final = {
 _CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
 _ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
 _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
-_LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
+LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
+"""What the metrics call operations on a stream."""
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
 
 
@@ -48,7 +49,7 @@ class Call(NamedTuple):
     @property
     def label(self) -> str:
         """What the metrics call it."""
-        return _LABELS[self.operation or "attend"]
+        return LABELS[self.operation or "attend"]
 
 
 def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:

@@ -19,7 +19,7 @@ from attnserve_server.admission import Admission
 from attnserve_server.batching import Batch, BatchQueue
 from attnserve_server.deadlines import Deadlines
 from attnserve_server.delivery import Delivery
-from attnserve_server.entry import Entry
+from attnserve_server.entry import Entry, Held
 from attnserve_server.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,6 +31,7 @@ from attnserve_server.errors import (
 )
 from attnserve_server.laps import Laps
 from attnserve_server.metrics import Metrics
+from attnserve_server.pace import Amount
 from attnserve_server.turns import Turns
 from attnserve_server.work import BatchResult
 from attnserve_server.worker import Part, Run, Worker
@@ -149,10 +150,33 @@ class Engine:
         if some and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
-    def release(self, *entries: Entry) -> None:
-        """Says that the replies of admitted requests of one caller have left, or never will."""
-        if entries:
-            self._admission.release(entries[0].caller, sum([entry.size for entry in entries]), len(entries))
+    @property
+    def is_free(self) -> bool:
+        """Whether what comes now has nothing before it, and needs no company: it can be computed at once."""
+        return not (self._closed or self._queue.requests or self.worker.runs or self._max_wait)
+
+    def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
+        """Whether a free engine would take so many requests of a caller's, of so many bytes together."""
+        return self._admission.has_room_for(caller, size, requests)
+
+    def computed_at_once(
+        self, caller: Hashable, size: int, requests: int, work: Amount | None, begin: float, end: float
+    ) -> None:
+        """Takes such requests, which have been computed meanwhile, as one batch from `begin` to `end`; if it says what
+        `work` that was, something is learnt of it. The caller of this calls `release` when they have been replied to.
+        """
+        self._admission.admit_computed(caller, size, requests)
+        self._idle.clear()
+        self.worker.computed_at_once(end - begin)
+        if work is not None:
+            self._laps.end(work, begin, end)
+            self._loop.call_soon(self._laps.learn)  # when replies are on their way
+
+    def release(self, *held: Held) -> None:
+        """Says that the replies to admitted requests of one caller have left, or never will."""
+        if held:
+            requests, size = sum([each.requests for each in held]), sum([each.size for each in held])
+            self._admission.release(held[0].caller, size, requests)
         if not self._admission.requests:
             self._idle.set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from attnserve_server.errors import RequestError
 from attnserve_server.work import Phases, RequestResult, Work
@@ -21,6 +21,22 @@ class Outcome(NamedTuple):
     batch_size: int
 
 
+class Held(Protocol):
+    """What admission holds for a caller until a reply has left: so many requests, of so many bytes together."""
+
+    @property
+    def caller(self) -> Hashable:
+        """Whose it is."""
+
+    @property
+    def requests(self) -> int:
+        """How many."""
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+
+
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 
 
@@ -32,6 +48,8 @@ class Entry:
     `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was cancelled before
     it ran. If it fails with an outcome, it is called once more, with an error.
     """
+
+    requests: ClassVar[int] = 1
 
     request: Work
     reply: Reply

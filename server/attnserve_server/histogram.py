@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Exemplar, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
@@ -22,7 +23,7 @@ _GATHERED: Final = 512
 class Series:
     """The values of one histogram, or of one label value of it."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "_pending", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_pending", "_rows", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds, np.float64)
@@ -30,13 +31,21 @@ class Series:
         self._sum = 0.0
         self._pending: list[float] = []
         self._exemplars: dict[int, Exemplar] = {}
+        self._rows: Rows | None = None
 
-    def observe(self, value: float) -> None:
-        """Takes one value in."""
+    def observe(self, value: float, times: int = 1) -> None:
+        """Takes one value in, so many times."""
         pending = self._pending
-        pending.append(value)
+        if times == 1:
+            pending.append(value)
+        else:
+            pending += [value] * times
         if len(pending) >= _GATHERED:
             self._sort_in()
+
+    def fill_from(self, rows: Rows) -> None:
+        """Has the values of some rows, too."""
+        self._rows = rows
 
     def exemplify(self, value: float, labels: dict[str, str]) -> None:
         """Makes a value, which `observe` takes too, the example of its bucket. The labels say where to find it."""
@@ -51,6 +60,10 @@ class Series:
     def _sort_in(self) -> None:
         values = np.array(self._pending, np.float64)
         self._pending.clear()
+        self.take(values)
+
+    def take(self, values: NDArray[np.float64]) -> None:
+        """Takes many values in."""
         # A bucket's bound belongs to it ("le"), hence the left side.
         buckets = np.searchsorted(self._bounds, values, side="left")
         self._counts += np.bincount(buckets, minlength=len(self._counts))
@@ -58,8 +71,39 @@ class Series:
 
     def cumulative(self) -> tuple[list[int], float]:
         """How many values were at most each bound, and how many there were at all; and their sum."""
+        if self._rows is not None:
+            self._rows.sort_in()
         self._sort_in()
         return np.cumsum(self._counts).tolist(), self._sum
+
+
+class Rows:
+    """Values that come together, one for each of some series, which have them when they are looked at."""
+
+    __slots__ = ("_pending", "_series")
+
+    def __init__(self, series: Sequence[Series]) -> None:
+        self._series = series
+        self._pending: list[tuple[float, ...]] = []
+        for each in series:
+            each.fill_from(self)
+
+    def observe(self, values: tuple[float, ...], times: int = 1) -> None:
+        """Takes one value in for each series, so many times."""
+        if times == 1:
+            self._pending.append(values)
+        else:
+            self._pending += [values] * times
+        if len(self._pending) >= _GATHERED:
+            self.sort_in()
+
+    def sort_in(self) -> None:
+        """Gives the series their values."""
+        if self._pending:
+            columns = np.array(self._pending, np.float64).T
+            self._pending.clear()
+            for series, values in zip(self._series, columns, strict=True):
+                series.take(values)
 
 
 class Histogram:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 
 from attnserve_server import scraped
 from attnserve_server.counter import Counter
-from attnserve_server.histogram import Histogram
+from attnserve_server.histogram import Histogram, Rows
 from attnserve_server.usage import UsageByCaller
 
 if TYPE_CHECKING:
@@ -186,9 +186,7 @@ class Metrics:
         self._requests = {(o, code): requests.total(o, code).add for o in OPERATIONS for code in CODES}
         self._examples, self._phase_examples = duration, phases
         self._duration = {operation: duration.series(operation).observe for operation in OPERATIONS}
-        self._decode, self._queue, self._staging, self._compute, self._encode = (
-            phases.series(phase).observe for phase in PHASES
-        )
+        self._phases = Rows([phases.series(phase) for phase in PHASES]).observe
         self._rejected = {reason: rejected.total(reason).add for reason in REJECTIONS}
         self._cancelled = {reason: cancelled.total(reason).add for reason in CANCELLATIONS}
         self._batch_requests = batch_requests.series().observe
@@ -203,19 +201,17 @@ class Metrics:
         self.stream_opened: Callable[[], None] = streams.inc
         self.stream_closed: Callable[[], None] = streams.dec
 
-    def finished(self, operation: str, code: str, duration_s: float) -> None:
-        """A request was answered, with this gRPC status code, so many seconds after it came."""
+    def finished(self, operation: str, code: str, duration_s: float, requests: int = 1) -> None:
+        """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
+        together.
+        """
         count = self._requests.get((operation, code)) or self._requests[operation, "UNKNOWN"]
-        count()
-        self._duration[operation](duration_s)
+        count(requests)
+        self._duration[operation](duration_s, requests)
 
-    def phases(self, decode_s: float, queue_s: float, staging_s: float, compute_s: float, encode_s: float) -> None:
-        """A request was computed, and its phases took so many seconds."""
-        self._decode(decode_s)
-        self._queue(queue_s)
-        self._staging(staging_s)
-        self._compute(compute_s)
-        self._encode(encode_s)
+    def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
+        """A request was computed, and its phases took so many seconds; or several, each of which they took that."""
+        self._phases(seconds, requests)
 
     def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
         """Has the buckets of a request's times lead to it, by the labels of its trace. It is counted elsewhere."""

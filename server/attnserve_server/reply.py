@@ -48,6 +48,21 @@ def encode_attend_response(
     return [timings, *pieces], len(timings) + size
 
 
+def reply_template(problem: Problem, sizes: Sequence[int]) -> list[bytes]:
+    """What is before, between and behind the payloads of replies without scores, but for the timings before it all:
+    output and, if it was asked for, lse, of so many bytes.
+    """
+    payloads = [memoryview(bytes(size)) for size in sizes]
+    pieces, _ = _wire.join(pb.AttendResponse, _tensors_header(problem, 0, tuple(sizes)), payloads)
+    around = [b""]
+    for piece in pieces:
+        if any(piece is payload for payload in payloads):
+            around.append(b"")
+        else:
+            around[-1] += piece
+    return around
+
+
 def payloads_of(result: RequestResult) -> list[memoryview]:
     """The payloads of a reply, in the order of its tensors."""
     return [payload for payload in (result.output, result.lse, result.scores) if payload is not None]

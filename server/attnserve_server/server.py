@@ -28,6 +28,7 @@ from attnserve_server.devices import Device, DeviceError, open_device
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry
 from attnserve_server.errors import OutOfMemory
+from attnserve_server.fast_path import FastPath
 from attnserve_server.grants import GrantsFile
 from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
@@ -137,6 +138,16 @@ class Server:
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
         )
+        fast_path = None
+        if self.device.messages is not None and config.inline_flops:
+            fast_path = FastPath(
+                self.engine,
+                self.metrics,
+                self.device.messages,
+                limits,
+                min(config.max_message_calls, config.max_batch_requests),
+                config.max_message_bytes,
+            )
         self._service = AttentionService(
             self.engine,
             self.metrics,
@@ -148,6 +159,7 @@ class Server:
             self.tracing,
             config.max_caller_streams,
             stream_life,
+            fast_path,
         )
         self._layer_service = LayerService(self.registry, rpcs, administration=config.layer_administration)
         self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, limits)

@@ -21,6 +21,7 @@ from attnserve_server.callers import Caller, Role
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import RequestError, TooManyStreams, error_for_caller
+from attnserve_server.fast_path import FastPath
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Context, Rpcs
 from attnserve_server.stream import CallStream
@@ -51,6 +52,7 @@ class AttentionService:
         tracing: Tracing | None = None,
         max_caller_streams: int = 1024,
         stream_life: StreamLife | None = None,
+        fast_path: FastPath | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -62,6 +64,7 @@ class AttentionService:
         self._tracing = tracing
         self._max_caller_streams = max_caller_streams
         self._stream_life = stream_life
+        self._fast_path = fast_path
         self._streams: set[CallStream] = set()
         self._streams_by_share: Counter[Hashable] = Counter()
 
@@ -126,6 +129,12 @@ class AttentionService:
         trace: Trace | None = None,
     ) -> bytes:
         """The reply to a unary call. Raises RequestError."""
+        if self._fast_path is not None and trace is None and read is self._readers["attend"]:
+            answered = self._fast_path.answer_request(caller.share, message, arrival, timeout)
+            if answered is not None:
+                self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
+                self._engine.release(answered)
+                return answered.message
         self._engine.check(caller.share, len(message))
         request = read(caller, message, 0, len(message))
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
@@ -154,7 +163,7 @@ class AttentionService:
             reply_message = b"".join(pieces)
             end = perf_counter()
             encode = phases.encode + end - begin
-            self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
+            self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
             if trace is not None:
                 trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
             self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
@@ -182,6 +191,7 @@ class AttentionService:
                 self._max_unanswered,
                 self._tracing,
                 self._rpcs.refusals,
+                self._fast_path,
             )
             self._streams.add(stream)
             if self._stream_life is not None:

@@ -21,9 +21,9 @@ from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.begun import Begun
 from attnserve_server.callers import Caller, Callers
-from attnserve_server.calls import Call, read_message
+from attnserve_server.calls import LABELS, Call, read_message
 from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
+from attnserve_server.entry import Entry, Held, Outcome
 from attnserve_server.errors import (
     CallerChanged,
     Cancelled,
@@ -33,6 +33,7 @@ from attnserve_server.errors import (
     RequestError,
     error_for_caller,
 )
+from attnserve_server.fast_path import FastPath
 from attnserve_server.metrics import Metrics
 from attnserve_server.refusals import Refusals, request_id_of
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
@@ -48,16 +49,20 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_TURN_SECONDS: Final = 0.005
 """For about so long the calls of one message are read before the loop goes round, to others' messages and replies."""
 
+ATTENDED: Final = LABELS["attend"]
+"""What the metrics call what the fast path answers."""
+
 CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
 """What asks a caller to close a stream."""
 
 
 class Unsent(NamedTuple):
-    """A reply that is ready, and the entry whose admission ends when it has been sent."""
+    """A reply that is ready, or several, and what is held of the server until it has been sent."""
 
     pieces: list[_fields.Buffer]
     size: int
-    entry: Entry | None
+    held: Held | None
+    replies: int = 1
 
 
 class CallStream:
@@ -75,6 +80,7 @@ class CallStream:
         max_unanswered: int,
         tracing: Tracing | None = None,
         refusals: Refusals | None = None,
+        fast_path: FastPath | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -89,10 +95,12 @@ class CallStream:
         self._tracing = tracing
         self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
         self._refusals = Refusals() if refusals is None else refusals
+        self._fast_path = fast_path if tracing is None else None  # of which no trace is kept
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
+        self._unsent_replies = 0
         self._begun: Begun | None = None
         self._writing = False
         self._ready = asyncio.Event()
@@ -122,7 +130,7 @@ class CallStream:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
             self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
-            self._engine.release(*[unsent.entry for unsent in self._outbox if unsent.entry is not None])
+            self._engine.release(*[unsent.held for unsent in self._outbox if unsent.held is not None])
             self._outbox.clear()
             tasks = (whole, self._reader, writer)
             for task in tasks:
@@ -134,7 +142,7 @@ class CallStream:
     @property
     def _unanswered(self) -> int:
         """The calls that have been read and not yet answered, as far as the caller knows."""
-        return len(self._in_flight) + len(self._outbox)
+        return len(self._in_flight) + self._unsent_replies
 
     def retire(self, grace: float) -> None:
         """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
@@ -169,12 +177,13 @@ class CallStream:
             self._metrics.received(len(message))
             if self._callers.edition is not self._edition:
                 self._look_again()
-            self._receiving = True
-            try:
-                await self._receive(message, arrival)
-            finally:
-                self._receiving = False
-                self._engine.hurry()
+            if not self._answer_at_once(message, arrival):
+                self._receiving = True
+                try:
+                    await self._receive(message, arrival)
+                finally:
+                    self._receiving = False
+                    self._engine.hurry()
             if self._ended:
                 return
             del message  # which may be large, and the next one long in coming
@@ -195,6 +204,18 @@ class CallStream:
             raise CallerChanged from None
         if caller.name != self._caller.name:
             raise CallerChanged
+
+    def _answer_at_once(self, message: bytes, arrival: float) -> bool:
+        """Answers a message as a whole, if the fast path has an answer to it."""
+        if self._fast_path is None:
+            return False
+        answered = self._fast_path.answer_message(self._caller.share, message, arrival, self._in_flight)
+        if answered is None:
+            return False
+        self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
+        self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
+        self._send(Unsent([answered.message], len(answered.message), answered, answered.requests))
+        return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
         """Starts the calls of a message. The loop goes round between them, and what has been read begins to run:
@@ -260,7 +281,7 @@ class CallStream:
         pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
         end = perf_counter()
         encode = phases.encode + end - begin
-        self._metrics.phases(phases.decode, phases.queue, phases.staging, phases.compute, encode)
+        self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
         self._metrics.finished(label, "OK", end - entry.arrival)
         if entry.trace is not None:
             entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
@@ -296,6 +317,7 @@ class CallStream:
     def _send(self, unsent: Unsent) -> None:
         self._outbox.append(unsent)
         self._unsent_bytes += unsent.size
+        self._unsent_replies += unsent.replies
         self._ready.set()
 
     async def _write(self) -> None:
@@ -322,11 +344,12 @@ class CallStream:
         while self._outbox and size + self._outbox[0].size <= MAX_JOINED_BYTES:
             unsent.append(self._outbox.popleft())
             size += unsent[-1].size
+        self._unsent_replies -= sum([each.replies for each in unsent])
         try:
             await self._write_bytes(b"".join([piece for reply in unsent for piece in reply.pieces]))
         finally:
             self._unsent_bytes -= size
-            self._engine.release(*[reply.entry for reply in unsent if reply.entry is not None])
+            self._engine.release(*[reply.held for reply in unsent if reply.held is not None])
             self._progress.set()
 
     async def _write_bytes(self, message: bytes) -> None:

@@ -25,9 +25,9 @@ class Usage:
         self.flops = 0
         self.rejected = 0
 
-    def computed(self, query_tokens: int, flops: int) -> None:
-        """A request was computed for it."""
-        self.requests += 1
+    def computed(self, query_tokens: int, flops: int, requests: int = 1) -> None:
+        """A request was computed for it, or so many together."""
+        self.requests += requests
         self.query_tokens += query_tokens
         self.flops += flops
 

@@ -118,6 +118,10 @@ class Worker:
         self._busy_seconds += now - since
         return since
 
+    def computed_at_once(self, seconds: float) -> None:
+        """The device, which had nothing, was busy for so long with what it was not given by `take`."""
+        self._busy_seconds += seconds
+
     def give_back(self, run: Run) -> None:
         """Nothing of a batch is left that was to be computed."""
         self.runs.remove(run)

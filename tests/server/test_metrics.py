@@ -82,8 +82,8 @@ def test_every_error_has_its_code() -> None:
 
 
 def test_phases(metrics: Metrics) -> None:
-    metrics.phases(1.0, 2.0, 3.0, 4.0, 5.0)
-    metrics.phases(1.0, 2.0, 3.0, 4.0, 5.0)
+    metrics.phases((1.0, 2.0, 3.0, 4.0, 5.0))
+    metrics.phases((1.0, 2.0, 3.0, 4.0, 5.0))
     for seconds, phase in enumerate(("decode", "queue", "staging", "compute", "encode"), 1):
         assert value(metrics, "attnserve_request_phase_duration_seconds_sum", phase=phase) == 2 * seconds
         assert value(metrics, "attnserve_request_phase_duration_seconds_count", phase=phase) == 2
@@ -228,7 +228,7 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
 
 
 def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
-    metrics.phases(1e-5, 2e-5, 3e-5, 4e-5, 5e-5)
+    metrics.phases((1e-5, 2e-5, 3e-5, 4e-5, 5e-5))
     metrics.batch(1, 1e6, 16, 0.0, {"flash": 1})
     metrics.watch_caches(CacheStore(1 << 20, 1 << 12, 10))
     encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0")

@@ -40,6 +40,7 @@ from attnserve_server.kernels import (
     attend,
     math,
 )
+from attnserve_server.native.messages import Messages
 from attnserve_server.native.products import Products
 from attnserve_server.problem import Problem
 from attnserve_server.request import Request
@@ -68,6 +69,7 @@ class CudaDevice:
 
     attend_packed: AttendPacked | None = None
     apply_packed: ApplyPacked | None = None
+    messages: Messages | None = None
     products: Products | None = None
 
     def __init__(self, index: int) -> None:

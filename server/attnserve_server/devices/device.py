@@ -18,6 +18,8 @@ from attnserve_server.work import BatchResult
 if TYPE_CHECKING:
     import torch
 
+    from attnserve_server.native.messages import Messages
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +45,9 @@ class Device(Compute, Protocol):
     """How many batches it takes at a time, each on a thread of its own: 1 where staging is computing, more where one
     batch can be staged while another computes. In a batch of whatever work, all is called on the batch's thread.
     """
+
+    messages: Messages | None
+    """Who computes whole messages of little work on the caller's thread; None if nobody does."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions of one group. No result depends on the other requests."""

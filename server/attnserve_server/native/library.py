@@ -44,6 +44,10 @@ _FINITE: Final = 10
 """The place of a call's `finite` among its fields."""
 
 
+_NO_MEMORY: Final = -1
+"""What functions return."""
+
+
 class Strides(NamedTuple):
     """From token to token and from head to head, in elements."""
 
@@ -173,31 +177,34 @@ class Threads(NamedTuple):
 
 
 class Function:
-    """A function of the library for one set of instructions, which takes a team and a number of helpers behind its own
-    arguments, and returns 0, or that there was no memory.
+    """A function of the library, for one set of instructions or any, which takes a team and a number of helpers behind
+    its own arguments, and returns 0, or that there was no memory, or what else it has to say.
     """
 
-    def __init__(self, what: str, instructions: str, *arguments: Any) -> None:
+    def __init__(self, what: str, instructions: str | None, *arguments: Any) -> None:
         """`arguments` are the types of its own. Raises OSError if there is no library."""
-        name = f"attnserve_{what}_{_symbol(instructions)}"
+        name = f"attnserve_{what}" if instructions is None else f"attnserve_{what}_{_symbol(instructions)}"
         self._aside = getattr(ctypes.CDLL(str(PATH)), name)
         # Work that takes less than to hand over the interpreter's lock and wait to have it back.
         self._at_once = getattr(ctypes.PyDLL(str(PATH)), name)
         for function in (self._aside, self._at_once):
             function.argtypes = [*arguments, ctypes.c_void_p, ctypes.c_int64]
             function.restype = ctypes.c_int64
+        self.address = ctypes.cast(self._at_once, ctypes.c_void_p).value
+        """Where it is, for other functions of the library."""
 
-    def __call__(self, threads: Threads | None, *arguments: object) -> None:
+    def __call__(self, threads: Threads | None, *arguments: object) -> int:
         """Calls it, with these `threads`; without them the caller computes, and holds the interpreter. Raises
         MemoryError.
         """
         if threads is None:
-            status = self._at_once(*arguments, None, 0)
+            status: int = self._at_once(*arguments, None, 0)
         else:
             team, helpers = threads
             status = self._aside(*arguments, None if team is None else team.address, helpers)
-        if status:
+        if status == _NO_MEMORY:
             raise MemoryError("no memory for what the native library keeps while it computes")
+        return status
 
 
 class Library:
@@ -206,7 +213,8 @@ class Library:
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
         self.instructions = instructions
-        self._attend = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
+        self.function = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
+        """What computes calls at an address, so many."""
 
     def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
         """Computes packed calls. Returns the places of those that did not come out finite, but for rows with nothing to
@@ -215,7 +223,7 @@ class Library:
         Without `threads` the caller computes, and holds the interpreter. Raises MemoryError.
         """
         first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
-        self._attend(threads, ctypes.addressof(first), count)
+        self.function(threads, ctypes.addressof(first), count)
         finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 

@@ -26,8 +26,9 @@ DTYPES: Final[dict[int, int]] = {
 ALIGNMENT: Final = 64
 """Results begin at multiples of so many bytes."""
 
-_bytes_address: Final = ctypes.pythonapi.PyBytes_AsString
-_bytes_address.argtypes, _bytes_address.restype = [ctypes.py_object], ctypes.c_void_p
+address_of_bytes: Final = ctypes.pythonapi.PyBytes_AsString
+"""Where the content of `bytes` is."""
+address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
 
 
 def applies(problem: Problem) -> bool:
@@ -105,7 +106,7 @@ def addresses(payloads: Payloads, places: Sequence[int]) -> list[int]:
     """Where payloads are: known of `bytes` in a tenth of the time that NumPy takes to say it of a view. Those that have
     no elements may be anywhere.
     """
-    begin: int = _bytes_address(payloads.buffer) + payloads.at
+    begin: int = address_of_bytes(payloads.buffer) + payloads.at
     return [begin + payloads.places[place][0] if place >= 0 else ALIGNMENT for place in places]
 
 

@@ -37,7 +37,7 @@ MOST_SEQUENCES: Final = 1 << 14
 _FLOATS: Final = ("bias", "alibi_slopes", "sinks")
 
 
-class _Sequences(NamedTuple):
+class Sequences(NamedTuple):
     """So many sequences alike, one behind the other: where the first one's query, key, value, output, lse, mask and
     bias begin, in bytes from where the request's do.
     """
@@ -47,7 +47,7 @@ class _Sequences(NamedTuple):
     shape: bytes
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The sequences of all requests of a problem with these spans, and by how many bytes the tensors of each are behind
     those of the one before. `inputs` are the payloads of query, key and value; `has_more` says that there are others.
     The output takes so many bytes of a reply, whose lse is behind it at `lse_at`, which is 0 if there is none.
@@ -55,7 +55,7 @@ class _Plan(NamedTuple):
 
     problem: Problem
     spans: tuple[Span, ...]
-    sequences: list[_Sequences]
+    sequences: list[Sequences]
     steps: list[int]
     inputs: tuple[int, int, int]
     has_more: bool
@@ -70,7 +70,7 @@ class NativeRequests:
     def __init__(self, library: Library) -> None:
         """Everything is computed by `library`."""
         self._library = library
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, Plan] = {}
 
     def run(self, requests: Sequence[Request], threads: Threads | None) -> tuple[list[RequestResult | None], Broken]:
         """The result of each request, None for those that are to be computed in another way; and of which sequences
@@ -120,7 +120,7 @@ class NativeRequests:
                 results.append(RequestResult(memory, None, None))
         return results, broken_of(self._library.attend(packed, threads) if packed else [], owners)
 
-    def _plan(self, request: Request) -> _Plan | None:
+    def _plan(self, request: Request) -> Plan | None:
         """The plan for a request, if the kernel computes such requests."""
         problem, spans = request.problem, request.spans
         plan = self._plans.get(id(problem))
@@ -128,7 +128,7 @@ class NativeRequests:
             return plan
         if plan is None and not (applies(problem) and problem.query_length and 0 < problem.batch <= MOST_SEQUENCES):
             return None  # where there is no query, lengths may be beyond all bounds
-        plan = _planned(problem, spans)
+        plan = planned(problem, spans)
         if len(spans) == 1:  # others have lengths of their own, which hardly ever come again
             if len(self._plans) >= MOST_KEPT:
                 self._plans.clear()
@@ -136,7 +136,8 @@ class NativeRequests:
         return plan
 
 
-def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
+def planned(problem: Problem, spans: tuple[Span, ...]) -> Plan:
+    """The plan for all requests of a problem with these spans."""
     itemsize = _dtypes.NUMPY[problem.dtype].itemsize
     heads, kv_heads = problem.query_heads, problem.kv_heads
     rows, keys = problem.query_length, problem.kv_length
@@ -157,11 +158,11 @@ def _planned(problem: Problem, spans: tuple[Span, ...]) -> _Plan:
         if problem.packed:  # tokens come first, but in the lse
             query, key = span.query_start, span.kv_start
             offsets[:5] = query * of_query, key * of_key, key * of_value, query * of_output, 4 * query
-        sequences.append(_Sequences(span.sequences, offsets, shape_of(problem, span.query_length, at)))
+        sequences.append(Sequences(span.sequences, offsets, shape_of(problem, span.query_length, at)))
     query, key, value = (problem.tensors[name].payload for name in ("query", "key", "value"))
     output_bytes = batch * rows * of_output
     lse_at = aligned(output_bytes) if of_lse else 0
-    return _Plan(
+    return Plan(
         problem=problem,
         spans=spans,
         sequences=sequences,

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-UNITS: Final = ("attention.c", "attend_avx2.c", "attend_avx512.c", "team.c")
+UNITS: Final = ("attention.c", "attend_avx2.c", "attend_avx512.c", "messages.c", "team.c")
 """What is compiled; all other sources are included there."""
 
 # Products and sums are one operation only where the sources say so: bits do not follow what a compiler sees together.

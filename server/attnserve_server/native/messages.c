@@ -1,0 +1,251 @@
+/* Messages of a stream, read and written: see messages.h. */
+
+#include "messages.h"
+
+#include <stddef.h>
+#include <string.h>
+#include <time.h>
+
+enum { ALIGNMENT = 64 };
+
+/* A part of a message that has not been read yet. */
+struct rest {
+    const uint8_t *at, *end;
+};
+
+/* Reads a number below 2^56 that takes no more bytes than it must. Returns whether there is one. */
+static int take_number(struct rest *rest, int64_t *number) {
+    *number = 0;
+    for (int shift = 0; shift < 56 && rest->at < rest->end; shift += 7) {
+        uint8_t byte = *rest->at++;
+        *number |= (int64_t)(byte & 127) << shift;
+        if (byte < 128) return byte || !shift;
+    }
+    return 0;
+}
+
+/* Reads a tag. Returns whether it is there; if not, nothing is read. */
+static int take_tag(struct rest *rest, int64_t tag) {
+    if (rest->at == rest->end || *rest->at != tag) return 0;
+    rest->at++;
+    return 1;
+}
+
+/* Reads a length and takes so many bytes apart. Returns whether there are so many. */
+static int take_part(struct rest *rest, struct rest *part) {
+    int64_t length;
+    if (!take_number(rest, &length) || length > rest->end - rest->at) return 0;
+    *part = (struct rest){rest->at, rest->at + length};
+    rest->at += length;
+    return 1;
+}
+
+/* Reads a timeout of more than nothing, if there is one; `nanoseconds` becomes the lesser of the two. Returns whether all
+   is as usual. */
+static int take_timeout(const struct known *known, struct rest *rest, int64_t *nanoseconds) {
+    struct rest part;
+    int64_t seconds = 0, nanos = 0;
+    if (!take_tag(rest, known->timeout_tag)) return 1;
+    if (!take_part(rest, &part)) return 0;
+    if (take_tag(&part, known->seconds_tag) && !take_number(&part, &seconds)) return 0;
+    if (take_tag(&part, known->nanos_tag) && !take_number(&part, &nanos)) return 0;
+    if (part.at != part.end || nanos >= 1000000000 || !(seconds | nanos)) return 0;
+    int64_t most = INT64_MAX / 1000000000 - 1;
+    int64_t whole = (seconds < most ? seconds : most) * 1000000000 + nanos;
+    if (whole < *nanoseconds) *nanoseconds = whole;
+    return 1;
+}
+
+static const int64_t *places_of(const struct layout *layout) { return (const int64_t *)(layout + 1); }
+
+static const uint8_t *fixed_of(const struct layout *layout) { return (const uint8_t *)(places_of(layout) + 2 * layout->pieces); }
+
+static int is_of(const struct layout *layout, const uint8_t *request) {
+    const int64_t *place = places_of(layout);
+    const uint8_t *fixed = fixed_of(layout);
+    for (int64_t piece = 0; piece < layout->pieces; piece++, place += 2) {
+        if (memcmp(request + place[0], fixed, place[1])) return 0;
+        fixed += place[1];
+    }
+    return 1;
+}
+
+/* The layout of a request; NULL if it has none that is known. One without fixed pieces stands for all of its length that
+   have no other. */
+static const struct layout *layout_of(const struct known *known, const uint8_t *request, int64_t length) {
+    const struct layout *found = NULL;
+    for (int64_t place = 0; place < known->count; place++) {
+        const struct layout *layout = known->layouts[place];
+        if (known->lengths[place] != length || !is_of(layout, request)) continue;
+        if (layout->pieces) return layout;
+        found = layout;
+    }
+    return found;
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+/* Adds a request's calls. Returns whether there was room. */
+static int add(struct asked *asked, int64_t place, const struct layout *layout, const uint8_t *request, uint8_t *results,
+               int64_t room) {
+    int64_t lse_at = asked->result_bytes + aligned(layout->output_bytes);
+    int64_t behind = lse_at + aligned(layout->lse_bytes);
+    if (asked->calls + layout->sequences > MOST_CALLS || behind > room) return 0;
+    uint8_t *output = results + asked->result_bytes, *lse = layout->lse_bytes ? results + lse_at : NULL;
+    for (int64_t sequence = 0; sequence < layout->sequences; sequence++) {
+        struct call *call = &asked->call[asked->calls++];
+        *call = layout->call;
+        call->query = request + layout->query + sequence * layout->query_step;
+        call->key = request + layout->key + sequence * layout->key_step;
+        call->value = request + layout->value + sequence * layout->value_step;
+        call->output = output + sequence * layout->output_step;
+        call->lse = lse ? (float *)(lse + sequence * layout->lse_step) : NULL;
+    }
+    asked->layouts[place] = layout;
+    asked->outputs[place] = output;
+    asked->lses[place] = (float *)lse;
+    asked->result_bytes = behind;
+    asked->request_bytes += layout->length;
+    asked->cost += layout->cost;
+    if (layout->cost > asked->largest) asked->largest = layout->cost;
+    asked->effort += layout->effort;
+    asked->flops += layout->flops;
+    asked->tokens += layout->tokens;
+    return 1;
+}
+
+static void begin(struct asked *asked) {
+    memset(asked, 0, offsetof(struct asked, ids));
+    asked->timeout = INT64_MAX;
+}
+
+/* Adds a request to what is asked. Returns 1; 0 if it is for others; -1 if it has no known layout. */
+static int64_t take_request(const struct known *known, const uint8_t *message, const struct rest *request, int64_t place,
+                            uint8_t *results, int64_t room, struct asked *asked) {
+    const struct layout *layout = layout_of(known, request->at, request->end - request->at);
+    if (!layout) {
+        asked->begin = request->at - message;
+        asked->end = request->end - message;
+        return -1;
+    }
+    if (!layout->sequences || (place && layout->kind != asked->kind)) return 0;
+    asked->kind = layout->kind;
+    return add(asked, place, layout, request->at, results, room);
+}
+
+void attnserve_read_message(const struct known *known, const uint8_t *message, int64_t length, int64_t most,
+                            uint8_t *results, int64_t room, struct asked *asked) {
+    begin(asked);
+    if (most > MOST_REQUESTS) most = MOST_REQUESTS;
+    struct rest rest = {message, message + length};
+    int64_t requests = 0;
+    for (; rest.at < rest.end; requests++) {
+        struct rest call, request;
+        if (requests == most || !take_tag(&rest, known->calls_tag) || !take_part(&rest, &call)) return;
+        if (!take_tag(&call, known->id_tag) || !take_number(&call, &asked->ids[requests]) || !asked->ids[requests]) return;
+        if (!take_timeout(known, &call, &asked->timeout)) return;
+        if (!take_tag(&call, known->attend_tag) || !take_part(&call, &request) || call.at != call.end) return;
+        int64_t found = take_request(known, message, &request, requests, results, room, asked);
+        if (found < 0) asked->requests = found;
+        if (found < 1) return;
+    }
+    asked->requests = requests;
+}
+
+void attnserve_read_request(const struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
+                            int64_t room, struct asked *asked) {
+    begin(asked);
+    asked->ids[0] = 0;
+    struct rest request = {message, message + length};
+    asked->requests = take_request(known, message, &request, 0, results, room, asked);
+}
+
+static int64_t number_bytes(int64_t number) {
+    int64_t bytes = 1;
+    while (number >>= 7) bytes++;
+    return bytes;
+}
+
+static uint8_t *put_number(uint8_t *to, int64_t number) {
+    for (; number > 127; number >>= 7) *to++ = (uint8_t)(number | 128);
+    *to++ = (uint8_t)number;
+    return to;
+}
+
+static uint8_t *put_bytes(uint8_t *to, const void *from, int64_t bytes) {
+    memcpy(to, from, bytes);
+    return to + bytes;
+}
+
+static uint8_t *put_field(uint8_t *to, int64_t tag, int64_t number) {
+    if (!number) return to;
+    *to++ = (uint8_t)tag;
+    return put_number(to, number);
+}
+
+/* What a reply takes, but for its envelope; and its envelope, but for what says how long that is. */
+static int64_t reply_bytes(const struct asked *asked, int64_t place) {
+    const struct layout *layout = asked->layouts[place];
+    return asked->timings_bytes + layout->head_bytes + layout->output_bytes + layout->middle_bytes + layout->lse_bytes +
+           layout->tail_bytes;
+}
+
+static int64_t envelope_bytes(const struct asked *asked, int64_t place) {
+    int64_t reply = reply_bytes(asked, place);
+    return 1 + number_bytes(asked->ids[place]) + 1 + number_bytes(reply) + reply;
+}
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+int64_t attnserve_compute_message(const struct known *known, struct asked *asked, int64_t decode, int64_t queue,
+                                  attend_function *attend, struct team *team, int64_t helpers) {
+    int64_t begin = now();
+    if (attend(asked->call, asked->calls, team, helpers)) return -1;
+    for (int64_t place = 0; place < asked->calls; place++)
+        if (!asked->call[place].finite) return -2;
+    asked->compute = now() - begin;
+    uint8_t *to = asked->timings + 2;
+    to = put_field(to, known->decode_tag, decode);
+    to = put_field(to, known->queue_tag, queue);
+    to = put_field(to, known->compute_tag, asked->compute);
+    asked->timings[0] = (uint8_t)known->timings_tag;
+    asked->timings[1] = (uint8_t)(to - asked->timings - 2);
+    asked->timings_bytes = put_field(to, known->batch_tag, asked->requests) - asked->timings;
+    asked->answer_bytes = 0;
+    for (int64_t place = 0; place < asked->requests; place++) {
+        int64_t envelope = envelope_bytes(asked, place);
+        asked->answer_bytes += asked->ids[place] ? 1 + number_bytes(envelope) + envelope : reply_bytes(asked, place);
+    }
+    return 0;
+}
+
+void attnserve_write_message(const struct known *known, const struct asked *asked, uint8_t *to) {
+    for (int64_t place = 0; place < asked->requests; place++) {
+        const struct layout *layout = asked->layouts[place];
+        if (asked->ids[place]) {
+            *to++ = (uint8_t)known->replies_tag;
+            to = put_number(to, envelope_bytes(asked, place));
+            *to++ = (uint8_t)known->reply_id_tag;
+            to = put_number(to, asked->ids[place]);
+            *to++ = (uint8_t)known->reply_tag;
+            to = put_number(to, reply_bytes(asked, place));
+        }
+        to = put_bytes(to, asked->timings, asked->timings_bytes);
+        const uint8_t *head = fixed_of(layout) + layout->fixed_bytes, *middle = head + layout->head_bytes;
+        to = put_bytes(to, head, layout->head_bytes);
+        to = put_bytes(to, asked->outputs[place], layout->output_bytes);
+        to = put_bytes(to, middle, layout->middle_bytes);
+        if (layout->lse_bytes) to = put_bytes(to, asked->lses[place], layout->lse_bytes);
+        to = put_bytes(to, middle + layout->middle_bytes, layout->tail_bytes);
+    }
+}
+
+int64_t attnserve_layout_bytes(void) { return sizeof(struct layout); }
+
+int64_t attnserve_known_bytes(void) { return sizeof(struct known); }
+
+int64_t attnserve_asked_bytes(void) { return sizeof(struct asked); }

@@ -1,0 +1,147 @@
+"""Messages of requests that the library knows the layouts of, what it must make of them, and the same spoilt.
+
+The judge is the way that all other messages take: protobuf, the wire codec, and a device.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, Final
+
+import messages
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.native.messages import Asked, Messages
+from attnserve_server.work import Phases
+
+DTYPES: Final = (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
+MOST: Final = 40
+"""Requests in a message."""
+
+
+def random_request(random: Random) -> pb.AttendRequest:
+    """A request that has no tensors but query, key and value."""
+    heads, width, sequences = random.choice((1, 2, 4)), random.choice((1, 8, 17)), random.choice((1, 1, 3))
+    queries, keys = random.choice((1, 2, 5)), random.choice((1, 3, 6))
+    dtype, rng = _dtypes.NUMPY[random.choice(DTYPES)], np.random.default_rng(random.randrange(1 << 30))
+    shapes = ((sequences, heads, queries, width), (sequences, 1, keys, width), (sequences, 1, keys, 3))
+    options: dict[str, Any] = {"causal": random.random() < 0.5, "return_lse": random.random() < 0.5}
+    if random.random() < 0.3:
+        options["scale"] = random.choice((0.5, 2.0))
+    return messages.attend(*(rng.standard_normal(shape).astype(dtype) for shape in shapes), **options)
+
+
+def with_other_contents(random: Random, request: pb.AttendRequest) -> pb.AttendRequest:
+    """A request of the same layout."""
+    other, rng = pb.AttendRequest(), np.random.default_rng(random.randrange(1 << 30))
+    other.CopyFrom(request)
+    for tensor in (other.query, other.key, other.value):
+        array = messages.array(tensor)
+        tensor.data = rng.standard_normal(array.shape).astype(array.dtype).tobytes()
+    return other
+
+
+def known_requests(random: Random, of: Messages, count: int) -> list[pb.AttendRequest]:
+    """So many requests whose layouts are known from now on, of one kind."""
+    found: list[pb.AttendRequest] = []
+    kind = None
+    while len(found) < count:
+        request = random_request(random)
+        message = request.SerializeToString()
+        read = messages.read_request(message)
+        if kind in (None, read.kind) and of.learn(read, message, 0):
+            kind = read.kind
+            found.append(request)
+    return found
+
+
+def random_message(random: Random, requests: list[pb.AttendRequest], count: int) -> pb.AttendStreamRequest:
+    """A message of so many calls that ask for such requests."""
+    ids = random.sample(range(1, 1 << random.choice((7, 20, 50))), count)
+    calls = []
+    for call_id in ids:
+        call = pb.AttendStreamCall(id=call_id, attend=with_other_contents(random, random.choice(requests)))
+        if random.random() < 0.3:
+            call.timeout.CopyFrom(
+                Duration(seconds=random.choice((0, 1, 600, 1 << 38)), nanos=random.choice((1, 999_999_999)))
+            )
+        calls.append(call)
+    return pb.AttendStreamRequest(calls=calls)
+
+
+def spoilt(random: Random, message: bytes) -> bytes:
+    """A message some of whose bytes are others, or none, or more; most of them among those that are no contents."""
+    changed = bytearray(message)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        at = random.randrange(len(changed)) if random.random() < 0.3 else random.randrange(min(len(changed), 64))
+        match random.randrange(4):
+            case 0:
+                changed[at] ^= 1 << random.randrange(8)
+            case 1:
+                del changed[at : at + random.choice((1, 2, 30))]
+            case 2:
+                changed[at:at] = random.choice((b"\0", b"\x80", b"\xff\xff\xff\xff\x0f", changed[at : at + 9]))
+            case _:
+                del changed[at:]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -> int:
+    """Asserts that what the library takes for its own is what protobuf reads there, and that its answer has what a
+    device makes of the requests, bit for bit. Returns how many there are, or that it is for others.
+    """
+    asked = of.read_message(message, MOST)
+    if asked.requests <= 0:
+        return asked.requests
+    try:
+        parsed = pb.AttendStreamRequest.FromString(message)
+    except DecodeError as error:
+        raise AssertionError("what is no message was taken for one") from error
+    assert parsed.SerializeToString() == message  # nothing else is in it
+    assert len(parsed.calls) == asked.requests
+    assert of.ids(asked) == [call.id for call in parsed.calls]
+    _assert_adds_up(asked, parsed)
+    try:
+        of.compute(asked, 1, 2)
+    except ArithmeticError:
+        assert not all((np.abs(_contents(call.attend)) < 1e3).all() for call in parsed.calls)
+        return asked.requests
+    answer = pb.AttendStreamResponse.FromString(of.write())
+    assert [reply.id for reply in answer.replies] == of.ids(asked)
+    for reply, call in zip(answer.replies, parsed.calls, strict=True):
+        request = messages.read(call.attend)
+        (result,) = device.run([request]).results
+        pieces, _ = request.encode(result, Phases(1e-9, 2e-9, 0.0, reply.attend.timings.compute_ns * 1e-9, 0.0), 1)
+        expected = pb.AttendResponse.FromString(b"".join(pieces))
+        expected.batch_size = asked.requests
+        assert reply.attend == expected
+    return asked.requests
+
+
+def _contents(request: pb.AttendRequest) -> Any:
+    tensors = (request.query, request.key, request.value)
+    with np.errstate(invalid="ignore"):
+        return np.concatenate([messages.array(tensor).astype(np.float64).ravel() for tensor in tensors])
+
+
+def _assert_adds_up(asked: Asked, parsed: pb.AttendStreamRequest) -> None:
+    requests = [messages.read(call.attend) for call in parsed.calls]
+    assert asked.request_bytes == sum(request.received_bytes for request in requests)
+    assert asked.result_bytes >= sum(request.reply_bytes for request in requests)
+    assert asked.cost == sum(request.cost for request in requests)
+    assert asked.largest == max(request.cost for request in requests)
+    assert asked.effort == sum(request.effort for request in requests)
+    assert asked.flops == sum(request.flops for request in requests)
+    assert asked.tokens == sum(request.query_tokens for request in requests)
+    assert asked.calls == sum(request.problem.batch for request in requests)
+    timeouts = [call.timeout.ToNanoseconds() for call in parsed.calls if call.HasField("timeout")]
+    shortest = min(timeouts, default=2**63 - 1)
+    assert asked.timeout == shortest or min(asked.timeout, shortest) > 2**62

@@ -1,0 +1,189 @@
+"""Whole messages by the library: what it takes for its own is what everybody else reads there, and so is its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import messages
+import numpy as np
+import pytest
+from random_messages import (
+    MOST,
+    assert_reads_as_others_do,
+    known_requests,
+    random_message,
+    spoilt,
+    with_other_contents,
+)
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.native import library
+from attnserve_server.native.messages import MOST_LAYOUTS, MOST_REQUESTS, MOST_SEQUENCES, Messages
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+
+
+@pytest.fixture(scope="module", params=library.available())
+def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
+    device = CpuDevice(2, 0, library.best(library._symbol(request.param)))
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def native(device: CpuDevice) -> Messages:
+    assert device.native is not None
+    return Messages(device.native, device._threads_for)
+
+
+def test_messages_of_known_layouts_are_answered_as_by_the_device(native: Messages, device: CpuDevice) -> None:
+    random = Random(1)
+    requests = known_requests(random, native, 12)
+    for count in (1, 1, 2, 3, 8, MOST):
+        message = random_message(random, requests, count).SerializeToString()
+        assert assert_reads_as_others_do(native, device, message) == count
+    assert native.read_message(random_message(random, requests, MOST + 1).SerializeToString(), MOST).requests == 0
+
+
+def test_what_is_spoilt_is_read_as_everybody_reads_it_or_not_at_all(native: Messages, device: CpuDevice) -> None:
+    random, found = Random(2), set()
+    requests = known_requests(random, native, 6)
+    for _ in range(1500):
+        message = random_message(random, requests, random.choice((1, 2, 3))).SerializeToString()
+        found.add(assert_reads_as_others_do(native, device, spoilt(random, message)))
+    assert {-1, 0, 1, 2, 3} <= found
+
+
+def test_a_unary_request_is_answered_without_an_envelope(native: Messages, device: CpuDevice) -> None:
+    random = Random(3)
+    for request in known_requests(random, native, 8):
+        message = with_other_contents(random, request).SerializeToString()
+        asked = native.read_request(message)
+        assert asked.requests == 1
+        native.compute(asked, 0, 0)
+        answer = pb.AttendResponse.FromString(native.write())
+        (result,) = device.run([messages.read_request(message)]).results
+        assert answer.output.data == bytes(result.output)
+        assert answer.lse.data == (b"" if result.lse is None else bytes(result.lse))
+        assert answer.batch_size == 1
+        assert native.read_request(message[:-1]).requests == -1
+        assert native.read_request(message + b"\x08\x01").requests == -1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cancel": [7]},
+        {"calls": [pb.AttendStreamCall(id=1)]},
+        {"calls": [pb.AttendStreamCall(id=1, apply=pb.ApplyRequest(layer="x"))]},
+    ],
+)
+def test_what_else_a_message_has_is_for_others(native: Messages, change: dict[str, object]) -> None:
+    random = Random(4)
+    message = random_message(random, known_requests(random, native, 1), 1)
+    assert native.read_message(message.SerializeToString(), MOST).requests == 1
+    message.MergeFrom(pb.AttendStreamRequest(**change))  # type: ignore[arg-type]
+    assert native.read_message(message.SerializeToString(), MOST).requests == 0
+
+
+@pytest.mark.parametrize("field", ["id", "timeout", "traceparent"])
+def test_a_call_without_an_id_or_time_or_with_a_trace_is_for_others(native: Messages, field: str) -> None:
+    random = Random(5)
+    message = random_message(random, known_requests(random, native, 1), 1)
+    (call,) = message.calls
+    if field == "id":
+        call.id = 0
+    elif field == "timeout":
+        call.timeout.FromNanoseconds(0)
+    else:
+        call.traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert native.read_message(message.SerializeToString(), MOST).requests == 0
+
+
+def test_requests_of_two_kinds_are_for_others(native: Messages) -> None:
+    random = Random(6)
+    calls = []
+    for number, dtype in enumerate((np.float32, np.float16), 1):
+        request = messages.random_attend(number, dtype=dtype)
+        message = request.SerializeToString()
+        assert native.learn(messages.read_request(message), message, 0)
+        calls.append(pb.AttendStreamCall(id=number, attend=with_other_contents(random, request)))
+    assert native.read_message(pb.AttendStreamRequest(calls=calls[:1]).SerializeToString(), MOST).requests == 1
+    assert native.read_message(pb.AttendStreamRequest(calls=calls).SerializeToString(), MOST).requests == 0
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_not_finite_is_said(native: Messages, name: str) -> None:
+    request = messages.random_attend(7)
+    tensor = getattr(request, name)
+    array = messages.array(tensor).copy()
+    array[0, 1, 0, 2] = np.nan
+    tensor.data = array.tobytes()
+    message = request.SerializeToString()
+    assert native.learn(messages.read_request(message), message, 0)
+    asked = native.read_request(message)
+    assert asked.requests == 1
+    with pytest.raises(ArithmeticError):
+        native.compute(asked, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        messages.random_attend(0, mask=np.ones((3, 3), bool)),
+        messages.random_attend(0, sinks=np.zeros(2, np.float32)),
+        messages.random_attend(0, query_offset=np.array([1])),
+        messages.random_attend(0, dtype=np.float64),
+        messages.random_attend(0, 0),
+        messages.random_attend(0, 1, batch=MOST_SEQUENCES + 1),
+    ],
+)
+def test_layouts_of_what_the_library_has_more_to_do_for_are_not_learnt(
+    native: Messages, request_: pb.AttendRequest
+) -> None:
+    message = request_.SerializeToString()
+    assert not native.learn(messages.read_request(message), message, 0)
+    assert native.read_request(message).requests == -1
+    native.leave(len(message))
+    assert native.read_request(message).requests == 0
+
+
+def test_known_layouts_of_a_length_count_though_the_rest_of_it_is_left_to_others(native: Messages) -> None:
+    message, other = (messages.random_attend(0, scale=scale).SerializeToString() for scale in (2.0, 3.0))
+    native.leave(len(message))
+    assert native.read_request(message).requests == 0
+    assert native.learn(messages.read_request(message), message, 0)
+    assert native.read_request(message).requests == 1
+    native.leave(len(message))
+    assert native.read_request(message).requests == 1
+    assert len(other) == len(message)
+    assert native.read_request(other).requests == 0
+
+
+def test_the_oldest_layout_goes_when_there_are_too_many(native: Messages) -> None:
+    first = messages.random_attend(0).SerializeToString()
+    assert native.learn(messages.read_request(first), first, 0)
+    for number in range(MOST_LAYOUTS - 1):
+        native.leave(10_000 + number)
+    assert native.read_request(first).requests == 1
+    native.leave(9_999)
+    assert native.read_request(first).requests == -1
+    assert native.learn(messages.read_request(first), first, 0)
+    assert native.read_request(first).requests == 1
+
+
+def test_no_more_requests_nor_results_than_there_is_room_for(native: Messages) -> None:
+    def read(request: pb.AttendRequest, count: int) -> int:
+        calls = [pb.AttendStreamCall(id=number, attend=request) for number in range(1, count + 1)]
+        return native.read_message(pb.AttendStreamRequest(calls=calls).SerializeToString(), 1000).requests
+
+    small, wide = messages.random_attend(0), messages.random_attend(0, 64, heads=16, width=128)  # half a MiB of results
+    many = messages.random_attend(0, 1, batch=MOST_SEQUENCES // 2)
+    for request in (small, wide, many):
+        message = request.SerializeToString()
+        assert native.learn(messages.read_request(message), message, 0)
+    assert [read(small, count) for count in (MOST_REQUESTS, MOST_REQUESTS + 1)] == [MOST_REQUESTS, 0]
+    assert [read(wide, count) for count in (1, 2, 3)] == [1, 2, 0]
+    assert [read(many, count) for count in (1, 2, 3)] == [1, 2, 0]

@@ -1,0 +1,355 @@
+"""The fast path: what it answers it answers as the way of all others would, counted alike, and what is not for it goes
+that way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import numpy as np
+import oracle
+import pytest
+from engine_bench import Bench, HeldDevice, torch_threads
+from google.rpc import code_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.errors import ShareExceeded
+from attnserve_server.fast_path import LEARNT_FROM, PATIENCE, Answered, FastPath
+from attnserve_server.limits import DEFAULT_LIMITS
+from attnserve_server.native import library
+from attnserve_server.native.messages import Messages
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+__all__ = ["torch_threads"]  # a fixture
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+
+CALLER = "me"
+INLINE = 10**7
+
+
+def message_of(*requests: pb.AttendRequest, first_id: int = 1, **fields: Any) -> bytes:
+    """The message of a stream that asks for these."""
+    numbered = enumerate(requests, first_id)
+    return pb.AttendStreamRequest(
+        calls=[pb.AttendStreamCall(id=number, attend=request, **fields) for number, request in numbered]
+    ).SerializeToString()
+
+
+class Path:
+    """The fast path of an engine, and the engine."""
+
+    def __init__(self, device: CpuDevice, **limits: Any) -> None:
+        native = library.best()
+        assert native is not None
+        self.bench = Bench(device, **limits)
+        self.messages = Messages(native, lambda effort: None)
+        self.path = FastPath(self.bench.engine, self.bench.metrics, self.messages, DEFAULT_LIMITS, 64, 1 << 20)
+
+    def answer(self, message: bytes, in_flight: tuple[int, ...] = ()) -> Answered | None:
+        return self.path.answer_message(CALLER, message, perf_counter(), in_flight)
+
+    def learn(self, *requests: pb.AttendRequest) -> None:
+        """Has each come twice."""
+        for request in requests:
+            assert self.answer(message_of(request)) is None
+            assert self.answer(message_of(request)) is None
+
+    def replies(self, answered: Answered | None) -> list[pb.AttendStreamReply]:
+        """The replies of an answer, which have left."""
+        assert answered is not None
+        self.bench.engine.release(answered)
+        return list(pb.AttendStreamResponse.FromString(answered.message).replies)
+
+
+@pytest.fixture
+def device(torch_threads: None) -> Iterator[CpuDevice]:
+    device = CpuDevice(1, INLINE, library.best())
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def held(torch_threads: None) -> Iterator[HeldDevice]:
+    device = HeldDevice(-1)
+    device.inline_flops = INLINE
+    yield device
+    device.may_run.set()
+    device.close()
+
+
+async def test_a_layout_that_has_come_twice_is_answered_at_once(device: CpuDevice) -> None:
+    path, requests = Path(device), [messages.random_attend(seed, causal=True) for seed in range(5)]
+    assert path.answer(message_of(requests[0])) is None
+    assert path.answer(message_of(requests[1])) is None
+    answered = path.answer(message_of(*requests, first_id=7))
+    assert answered is not None
+    assert answered.requests == 5
+    assert path.bench.admission.requests == 5  # until it has left
+    assert not await path.bench.engine.drain(0.0)
+    replies = path.replies(answered)
+    assert await path.bench.engine.drain(0.0)
+    assert [reply.id for reply in replies] == [7, 8, 9, 10, 11]
+    for reply, request in zip(replies, requests, strict=True):
+        calls.assert_answers(reply.attend, request)
+        assert reply.attend.batch_size == 5
+        assert reply.attend.timings.compute_ns > 0
+    assert (path.bench.admission.requests, path.bench.admission.bytes) == (0, 0)
+
+
+async def test_it_has_the_bits_of_the_other_way_and_is_counted_like_it(device: CpuDevice) -> None:
+    requests = [messages.random_attend(seed, 6, return_lse=True) for seed in range(3)]
+    other, path = Bench(device), Path(device)
+    path.learn(requests[0])
+    replies = path.replies(path.answer(message_of(*requests)))
+    outcomes = await other.outcomes([other.submit(request) for request in requests])
+    for reply, outcome in zip(replies, outcomes, strict=True):
+        assert reply.attend.output.data == bytes(outcome.result.output)  # type: ignore[union-attr]
+        assert reply.attend.lse.data == bytes(outcome.result.lse)  # type: ignore[union-attr,arg-type]
+    for name in ("query_tokens_total", "flops_total", "batch_requests_sum", "batch_requests_count", "batch_flops_sum"):
+        assert path.bench.count(f"attnserve_{name}") == other.count(f"attnserve_{name}") > 0
+    assert path.bench.count("attnserve_kernel_calls_total", kernel=library.NAME) == 3
+    name = "attnserve_request_phase_duration_seconds"
+    for phase in ("decode", "queue", "staging", "compute", "encode"):
+        assert path.bench.count(f"{name}_count", phase=phase) == 3
+    assert path.bench.engine.worker.busy_seconds == pytest.approx(path.bench.count(f"{name}_sum", phase="compute") / 3)
+
+
+async def test_a_unary_request_is_answered_at_once(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(3)
+
+    def answer(timeout: float | None) -> Answered | None:
+        return path.path.answer_request(CALLER, request.SerializeToString(), perf_counter(), timeout)
+
+    assert answer(None) is None
+    assert answer(None) is None
+    for timeout in (None, 60.0):
+        answered = answer(timeout)
+        assert answered is not None
+        path.bench.engine.release(answered)
+        calls.assert_answers(pb.AttendResponse.FromString(answered.message), request)
+    assert answer(1e-3) is None  # whether that is enough is for deadlines to say
+
+
+async def test_nothing_is_answered_while_the_device_computes_or_something_waits(held: HeldDevice) -> None:
+    path, message = Path(held), message_of(messages.random_attend(1))
+    path.learn(messages.random_attend(1))
+    running = path.bench.submit(messages.random_attend(2, 256, heads=8, width=64))  # beside the loop
+    assert path.answer(message) is None  # it waits
+    held.may_run.clear()
+    await held.until_entered()
+    assert path.answer(message) is None  # it runs
+    held.may_run.set()
+    await path.bench.outcome(running)
+    assert len(path.replies(path.answer(message))) == 1
+
+
+async def test_nothing_is_answered_by_a_server_that_takes_nothing(device: CpuDevice) -> None:
+    path, message = Path(device), message_of(messages.random_attend(1))
+    path.learn(messages.random_attend(1))
+    assert await path.bench.engine.drain(0.0)
+    assert path.answer(message) is None
+
+
+async def test_nothing_is_answered_where_everything_waits_for_company(device: CpuDevice) -> None:
+    path, message = Path(device, max_wait=0.01), message_of(messages.random_attend(1))
+    for _ in range(3):
+        assert path.answer(message) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "in_flight"),
+    [
+        (message_of(messages.random_attend(1)), (1,)),
+        (message_of(messages.random_attend(1)) + message_of(messages.random_attend(2)), ()),
+        (message_of(messages.random_attend(1), timeout={"nanos": 1000}), ()),
+        (message_of(*[messages.random_attend(1)] * 65), ()),
+        (message_of(messages.random_attend(1)) + b"\x12\x01\x05", ()),
+    ],
+    ids=["id in flight", "an id twice", "little time", "many requests", "ids to cancel"],
+)
+async def test_what_others_have_something_to_say_to_goes_to_them(
+    device: CpuDevice, message: bytes, in_flight: tuple[int, ...]
+) -> None:
+    path = Path(device)
+    path.learn(messages.random_attend(1))
+    assert path.answer(message, in_flight) is None
+    assert (path.bench.admission.requests, path.bench.admission.bytes) == (0, 0)
+    assert len(path.replies(path.answer(message_of(messages.random_attend(1)), (2,)))) == 1
+
+
+async def test_what_is_not_finite_goes_the_other_way(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(1)
+    path.learn(request)
+    array = messages.array(request.value).copy()
+    array[0, 0, 1, 1] = np.inf
+    request.value.data = array.tobytes()
+    assert path.answer(message_of(request)) is None
+    assert (path.bench.admission.requests, path.bench.admission.bytes) == (0, 0)
+
+
+async def test_want_of_memory_goes_the_other_way(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, request = Path(device), messages.random_attend(1)
+    path.learn(request)
+
+    def compute(*arguments: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(path.messages, "compute", compute)
+    assert path.answer(message_of(request)) is None
+    assert path.bench.admission.requests == 0
+
+
+async def test_more_than_is_computed_on_the_loop_goes_the_other_way(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(1, 64, heads=8, width=64)
+    cost = messages.read(request).cost
+    path.learn(request)
+    fitting = INLINE // cost
+    assert fitting >= 1
+    assert len(path.replies(path.answer(message_of(*[request] * fitting)))) == fitting
+    assert path.answer(message_of(*[request] * (fitting + 1))) is None
+    large = messages.random_attend(1, 256, heads=8, width=64)
+    for _ in range(3):
+        assert path.answer(message_of(large)) is None
+
+
+async def test_a_caller_has_no_more_of_the_server_than_elsewhere(device: CpuDevice) -> None:
+    path, request = Path(device, max_requests=10), messages.random_attend(1)
+    path.learn(request)
+    answers = [path.answer(message_of(request)) for _ in range(10)]
+    assert [answered is not None for answered in answers] == [True] * 9 + [False]
+    with pytest.raises(ShareExceeded):
+        path.bench.engine.check(CALLER, 1)
+    assert path.answer(message_of(request)) is None
+    for answered in filter(None, answers):
+        path.bench.engine.release(answered)
+    assert len(path.replies(path.answer(message_of(request)))) == 1
+
+
+async def test_the_rate_is_learnt_from_some(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(1)
+    path.learn(request)
+    for _ in range(2 * LEARNT_FROM + 1):
+        path.replies(path.answer(message_of(request)))
+        await asyncio.sleep(0)
+    assert path.bench.admission.pace.batches == 3
+    assert path.bench.admission.pace.least_seconds_of(messages.read(request).kind, 1) > 0
+
+
+async def test_a_length_whose_requests_never_repeat_is_left_to_others(device: CpuDevice) -> None:
+    path = Path(device)
+    for number in range(PATIENCE + 2):
+        request = messages.random_attend(1, scale=1.0 + number)
+        assert path.answer(message_of(request)) is None
+    assert path.messages.read_request(request.SerializeToString()).requests == 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.AttendRequest(query=messages.random_attend(1).query, caches=[pb.CacheReference(name="x" * 24)]),
+        pb.AttendRequest(query=messages.random_attend(1).query),
+        messages.random_attend(1, mask=np.ones((3, 3), bool)),
+        messages.random_attend(1, dtype=np.float64),
+    ],
+    ids=["a cache", "invalid", "a mask", "float64"],
+)
+async def test_what_is_never_for_it_is_looked_at_twice_and_no_more(
+    device: CpuDevice, request_: pb.AttendRequest
+) -> None:
+    path = Path(device)
+    for _ in range(4):
+        assert path.answer(message_of(request_)) is None
+    assert path.messages.read_request(request_.SerializeToString()).requests == 0
+
+
+@pytest.mark.parametrize("message", [b"", b"\x0a\x07\x08\x01\x1a\x03\x0a\x01\xff", b"\xff" * 40, b"\0" * 5_000_000])
+async def test_what_is_no_message_is_for_others(device: CpuDevice, message: bytes) -> None:
+    path = Path(device)
+    for _ in range(3):
+        assert path.answer(message) is None
+
+
+# On a real server, where all this is seen from outside.
+
+
+@pytest.fixture
+def channel(server: Server) -> Iterator[grpc.Channel]:
+    options = (*calls.ANY_LENGTH, ("grpc.use_local_subchannel_pool", 1))
+    with grpc.insecure_channel(server.address, options=options) as channel:
+        yield channel
+
+
+def ask(stream: calls.Stream, request: pb.AttendRequest, call_id: int) -> pb.AttendStreamReply:
+    stream.send(calls.call(call_id, request))
+    (reply,) = stream.replies(1)
+    assert reply.id == call_id
+    return reply
+
+
+def test_a_stream_is_answered_at_once_from_the_third_time_on(server: Server, channel: grpc.Channel) -> None:
+    """Nothing waits there, not even for a moment: that is how it is seen."""
+    calls.until_nothing_is_in_flight(server.http_address)
+    counted = {"operation": "attend_stream", "code": "OK"}
+    before = calls.metric(server.http_address, "attnserve_requests_total", **counted)
+    stream = calls.Stream(channel)
+    replies = [ask(stream, messages.random_attend(seed, 7, scale=0.731), seed + 1) for seed in range(20)]
+    for seed, reply in enumerate(replies):
+        calls_of = messages.random_attend(seed, 7, scale=0.731)
+        expected = _attended(calls_of)
+        np.testing.assert_allclose(messages.array(reply.attend.output), expected, rtol=0, atol=2e-6)
+    assert replies[0].attend.timings.queue_ns > 0
+    assert any(reply.attend.timings.queue_ns == 0 for reply in replies[2:])
+    assert calls.metric(server.http_address, "attnserve_requests_total", **counted) == before + 20
+    calls.until_nothing_is_in_flight(server.http_address)
+
+
+def _attended(request: pb.AttendRequest) -> messages.Array:
+    arrays = (messages.array(getattr(request, name)) for name in ("query", "key", "value"))
+    return oracle.attend(*arrays, scale=request.scale).output
+
+
+def test_unary_calls_are_answered_at_once_from_the_third_time_on(server: Server, channel: grpc.Channel) -> None:
+    calls.until_nothing_is_in_flight(server.http_address)
+    counted = {"operation": "attend", "code": "OK"}
+    before = calls.metric(server.http_address, "attnserve_requests_total", **counted)
+    waited = set()
+    for seed in range(20):
+        request = messages.random_attend(seed, 11)
+        reply = pb.AttendResponse.FromString(calls.unary(channel, "Attend", request.SerializeToString()))
+        calls.assert_answers(reply, request)
+        waited.add(reply.timings.queue_ns > 0)
+    assert waited == {True, False}
+    assert calls.metric(server.http_address, "attnserve_requests_total", **counted) == before + 20
+
+
+def spoil(request: pb.AttendRequest) -> None:
+    array = messages.array(request.key).copy()
+    array[0, 0, 0, 0] = np.nan
+    request.key.data = array.tobytes()
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_nan_and_duplicate_ids_are_what_they_are_elsewhere(server: Server, channel: grpc.Channel, times: int) -> None:
+    """However often requests of the layout came before."""
+    calls.until_nothing_is_in_flight(server.http_address)
+    stream = calls.Stream(channel)
+    request = messages.random_attend(0, 9, causal=True)
+    for number in range(times):
+        ask(stream, request, number + 1)
+    stream.send(calls.call(50, request), calls.call(50, request))
+    twice = stream.replies(2)
+    assert sorted(reply.error.code for reply in twice) == [0, code_pb2.INVALID_ARGUMENT]
+    spoil(request)
+    reply = ask(stream, request, 60)
+    found = messages.array(reply.attend.output)
+    assert np.isnan(found[0, 0]).all()  # every query of the first head sees the first key
+    assert np.isfinite(found[0, 1]).all()
