@@ -1,8 +1,9 @@
-"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, all in memory against forbidden.
+"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, all in memory against forbidden, and
+messages, whole and spoilt.
 
 Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
 does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
-a library that was built with sanitizers, what it keeps for itself is watched as well.
+a library that was built with sanitizers, what it keeps for itself is watched as well, and what messages lie in.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import numpy as np
 from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
 from oracle import Array
 from random_calls import random_call, sharing
+from random_messages import assert_reads_as_others_do, known_requests, random_message, spoilt
 from random_multi_heads import random_multi_head
 from random_products import random_product
 
+from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
+from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import MultiHeads
 from attnserve_server.native.products import Products
 
@@ -103,6 +107,14 @@ def main() -> None:
                 product.assert_right(Products(each.instructions).multiply(product.weight, product.rows))
                 layer = random_multi_head(random, room=guarded.room)
                 layer.assert_right(layer.outcome(MultiHeads(each.instructions)))
+                device = CpuDevice(1, 0, each)
+                messages = Messages(each, lambda effort: None)
+                requests = known_requests(random, messages, 3)
+                for _ in range(20):
+                    message = random_message(random, requests, random.choice((1, 2, 9))).SerializeToString()
+                    assert assert_reads_as_others_do(messages, device, message) > 0
+                    assert_reads_as_others_do(messages, device, spoilt(random, message))
+                device.close()
             if number % 10 == 0:
                 attend(each, sharing(random, 20, 16), random.choice((1, 3)), guarded.room)
     print("sound")
