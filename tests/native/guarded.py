@@ -1,5 +1,4 @@
-"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, all in memory against forbidden, and
-messages, whole and spoilt.
+"""`python guarded.py LIBRARY CALLS`: random calls, products, layers and messages by a library, in guarded memory.
 
 Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
 does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
