@@ -16,23 +16,20 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from attnserve_server.admission import Admission
-from attnserve_server.batching import Batch, BatchQueue
+from attnserve_server.batching import BatchQueue
 from attnserve_server.deadlines import Deadlines
 from attnserve_server.delivery import Delivery
 from attnserve_server.entry import Entry, Held
 from attnserve_server.errors import (
-    Cancelled,
-    DeadlineExceeded,
     DeviceFailed,
     Draining,
     RequestError,
     Starting,
-    error_for_caller,
 )
 from attnserve_server.laps import Laps
 from attnserve_server.metrics import Metrics
 from attnserve_server.pace import Amount
-from attnserve_server.turns import Turns
+from attnserve_server.waiting_room import WaitingRoom
 from attnserve_server.work import BatchResult
 from attnserve_server.worker import Part, Run, Worker
 
@@ -61,11 +58,10 @@ class Engine:
         self._max_wait = max_wait
         self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
-        self._turns: Turns[Entry] = Turns()
+        self._room = WaitingRoom(queue, admission, self._delivery, metrics)
         self._deadlines = Deadlines(queue, admission.pace)
         self._laps = Laps(admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
-        self._cancelled: list[Entry] = []
         self._next_step: asyncio.Handle | None = None
         self._waits = False
         self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
@@ -107,19 +103,8 @@ class Engine:
         self.check_open()
         if entry.deadline < inf:
             self._deadlines.check(entry, self.worker.free_at)
-        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes, entry.kind)
-        if entry.request.needs:
-            try:
-                entry.request.enter()
-            except Exception:
-                self._admission.computed(entry.caller, entry.cost, entry.kind)
-                self._admission.release(entry.caller, entry.size)
-                raise
-            if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
-                self._idle.clear()
-                return
+        self._room.enter(entry)
         self._idle.clear()
-        self._queue.push(entry)
 
     def hurry(self) -> None:
         """Has run what has been taken: without waiting for a turn of the loop, if it is little and all that is in
@@ -142,12 +127,7 @@ class Engine:
         """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
         run already: those go on.
         """
-        some = False
-        for entry in entries:
-            some = entry.cancelled = True
-            if entry.request.needs:
-                self._cancelled.append(entry)
-        if some and self._drop_due is None:
+        if self._room.cancel(entries) and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
     @property
@@ -195,7 +175,7 @@ class Engine:
     @property
     def waiting_for_turns(self) -> int:
         """How many admitted requests wait for what others need before them."""
-        return self._turns.waiting
+        return self._room.waiting_for_turns
 
     @property
     def stuck(self) -> bool:
@@ -224,7 +204,7 @@ class Engine:
         except Exception:  # those whom it holds learn it by the end of the process
             logger.exception("the queue is broken")
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
-        for entry in dict.fromkeys([*waiting, *self._turns.everyone()]):
+        for entry in dict.fromkeys([*waiting, *self._room.all_at_turns()]):
             if not entry.answered:
                 self._delivery.reply(entry, DeviceFailed())
         self.failed.set()
@@ -276,10 +256,7 @@ class Engine:
         self._laps.learn(begin)
         batch = self._queue.pop(begin)
         run = self.worker.take(batch, begin)
-        self._drop(batch.cancelled, "cancelled", Cancelled)
-        self._drop(batch.expired, "deadline", DeadlineExceeded)
-        if batch.entries and batch.entries[0].request.needs:
-            self._begin(batch)
+        self._room.begin(batch)
         if not batch.entries:
             self.worker.give_back(run)
             self._schedule()
@@ -288,68 +265,16 @@ class Engine:
         if self.worker.depth > 1:  # there may be enough for another
             self._schedule()
 
-    def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
-        """Replies to what will not run, because nobody waits for it."""
-        for entry in entries:
-            self._admission.computed(entry.caller, entry.cost, entry.kind)
-            self._metrics.cancelled(reason)
-            self._leave(entry)
-            self._delivery.reply(entry, error())
-
     def _drop_cancelled(self) -> None:
         """Replies to what has been cancelled and not run yet."""
         self._drop_due = None
-        cancelled, self._cancelled = self._cancelled, []
         if self.failure is not None:  # everybody has been told
             return
         try:
-            for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
-                self._drop(entries, "cancelled", Cancelled)
+            self._room.drop_cancelled()
         except Exception as bug:
             self._fail_by(bug)
         self._schedule()  # those whose turn has come
-
-    def _begin(self, batch: Batch[Entry]) -> None:
-        """Has the requests of a batch do what they must at their turn; those that cannot run leave it."""
-        able = []
-        for entry in batch.entries:
-            try:
-                entry.request.begin()
-                self._recount(batch, entry)
-            except Exception as error:
-                self._admission.computed(entry.caller, entry.cost, entry.kind)
-                batch.cost -= entry.cost
-                batch.work.remove(entry.kind, entry.cost)
-                self._leave(entry)
-                self._delivery.reply(entry, error_for_caller(error))
-            else:
-                able.append(entry)
-        batch.entries = able
-
-    def _recount(self, batch: Batch[Entry], entry: Entry) -> None:
-        """Takes notice of what a request costs that has had its turn. Raises what `admit` does if there is no room."""
-        cost, size = entry.cost, entry.size
-        entry.count()
-        if entry.cost == cost and entry.size == size:
-            return
-        try:
-            reply_bytes = entry.request.reply_bytes
-            self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes, entry.kind)
-        except RequestError:
-            entry.cost, entry.size = cost, size
-            entry.request.end(failed=True)
-            raise
-        batch.cost += entry.cost - cost
-        batch.work.remove(entry.kind, cost)
-        batch.work.add(entry.kind, entry.cost)
-
-    def _leave(self, entry: Entry) -> None:
-        """Gives up what a request needed; who waited for it has its turn."""
-        if not entry.request.needs:
-            return
-        entry.request.leave()
-        for ready in self._turns.leave(entry):
-            self._queue.push(ready)
 
     def _complete(self, run: Run, parts: list[Part]) -> None:
         """Hands results to their callers, and has the next batch run."""
@@ -383,7 +308,7 @@ class Engine:
                 for place, entry in enumerate(entries):
                     if place not in again:  # it has its turn until it is whole
                         entry.request.end(failed)
-                        self._leave(entry)
+                        self._room.leave(entry)
         whole = [self._whole(entries, outcome) for entries, outcome in parts]
         self._schedule()
         for entries, outcome in whole:
@@ -394,11 +319,7 @@ class Engine:
         if isinstance(outcome, RequestError) or not outcome.again:
             return entries, outcome
         for place, request in outcome.again.items():
-            entry = entries[place]
-            entry.request = request
-            entry.count()
-            self._admission.again(entry.caller, entry.cost, entry.kind)
-            self._queue.push(entry)
+            self._room.enter_again(entries[place], request)
         places = [place for place in range(len(entries)) if place not in outcome.again]
         results = [outcome.results[place] for place in places]
         return [entries[place] for place in places], replace(outcome, results=results, again={})

@@ -38,10 +38,12 @@ def codes(replies: list[pb.AttendStreamReply]) -> dict[int, int]:
     return {reply.id: reply.error.code for reply in replies}
 
 
-def test_many_calls_in_one_message_are_a_batch(stream: calls.Stream) -> None:
+def test_many_calls_in_one_message_are_a_batch(server: Server, stream: calls.Stream) -> None:
     requests = {3 * number: messages.random_attend(number, causal=number % 2 == 0) for number in range(1, 40)}
-    stream.send(*(calls.call(number, request) for number, request in requests.items()))
-    stream.half_close()
+    with Occupied(server) as occupied:  # however long it takes to read them
+        stream.send(*(calls.call(number, request) for number, request in requests.items()))
+        stream.half_close()
+        occupied.until_waiting(len(requests))
     replies = stream.rest()
     assert codes(replies) == dict.fromkeys(requests, 0)
     for reply in replies:
