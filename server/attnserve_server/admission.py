@@ -109,17 +109,24 @@ class Admission:
         """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
         before more work is put into it than refusing it takes.
         """
+        if (refusal := self.refusal(caller, size)) is not None:
+            raise refusal.again()
+
+    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
+        """What `check` would raise, not to be raised: what many are told is made once."""
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.batches == self.pace.batches:
             self._stands = True  # as with every refusal
-            raise told.error.again()
+            return told.error
         try:
             self._check_room(caller, size)
         except Overloaded as error:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
-            self._told[caller] = Told(error.again(), size, self.pace.batches)
-            raise
+            refusal = error.again()
+            self._told[caller] = Told(refusal, size, self.pace.batches)
+            return refusal
+        return None
 
     def _check_room(self, caller: Hashable, size: int) -> None:
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)

@@ -1,40 +1,58 @@
 """Coroutines that begin before anybody waits for them.
 
-In: a coroutine. Out: something to await once, which goes on from where the coroutine first had to wait. A task would
-begin a turn of the event loop later, and take another turn to say that it is done.
+In: a coroutine. Out: a call, when it has ended. A task would begin a turn of the event loop later, and who waits for
+one is told another turn later; here what the coroutine waits for has it go on, and its end is told, at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
 class Begun:
-    """A coroutine that has run to where it first waits. What it raised on the way there, it raises when awaited."""
+    """A coroutine that has run to where it first waits, for a future or a turn of the loop, and goes on by itself.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    `ended` is called with this when there is nothing left of it to run: before the constructor returns, if it never
+    waits.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], ended: Callable[[Begun], None]) -> None:
         self._coroutine = coroutine
-        self._waits_for: Any = None
-        self._end: BaseException | None = None
-        try:
-            self._waits_for = coroutine.send(None)
-        except BaseException as end:
-            self._end = end
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        if self._end is None:
-            try:
-                yield self._waits_for
-            except BaseException as error:  # whoever awaits it is cancelled
-                self._coroutine.throw(error)
-            yield from self._coroutine.__await__()
-        elif not isinstance(self._end, StopIteration):
-            raise self._end
+        self._ended = ended
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._closed = False
+        self.has_ended = False
+        self.error: BaseException | None = None
+        """What it raised, if it has ended with that."""
+        self._go_on()
 
     def close(self) -> None:
-        """Ends it where it is, if nobody is going to await it, nor what it waits for."""
+        """Ends it where it is, if it has not ended, and what it waits for. Nobody is told."""
+        self._closed = True
         self._coroutine.close()
-        if asyncio.isfuture(self._waits_for):
+        if self._waits_for is not None:
             self._waits_for.cancel()  # otherwise asyncio would tell of an error there that nobody has met
+
+    def _go_on(self, _: asyncio.Future[Any] | None = None) -> None:
+        if self._closed:
+            return
+        self._waits_for = None
+        try:
+            waits_for = self._coroutine.send(None)
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+        else:
+            if waits_for is None:
+                asyncio.get_running_loop().call_soon(self._go_on)
+                return
+            waits_for._asyncio_future_blocking = False  # a task says so too: it has seen what it is to wait for
+            waits_for.add_done_callback(self._go_on)
+            self._waits_for = waits_for
+
+    def _end(self, error: BaseException | None) -> None:
+        self.has_ended, self.error = True, error
+        self._ended(self)

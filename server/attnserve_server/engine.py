@@ -23,6 +23,7 @@ from attnserve_server.entry import Entry, Held
 from attnserve_server.errors import (
     DeviceFailed,
     Draining,
+    Overloaded,
     RequestError,
     Starting,
 )
@@ -88,6 +89,11 @@ class Engine:
         """
         self.check_open()
         self._admission.check(caller, size)
+
+    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
+        """The same, but the Overloaded is returned: to raise and catch one takes as long as to find it."""
+        self.check_open()
+        return self._admission.refusal(caller, size)
 
     def submit(self, entry: Entry) -> None:
         """Admits and queues a request, which runs when the loop has handed over what it has received. Raises what

@@ -86,6 +86,10 @@ class RequestError(Exception):
         encoded: bytes = self.status().SerializeToString()
         return encoded
 
+    def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata with which an RPC ends that ends with this error."""
+        return (("grpc-status-details-bin", self.encoded_status()),)
+
 
 def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
@@ -157,6 +161,9 @@ class Overloaded(RequestError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
+    _encoded: bytes | None = None
+    """Its status as it travels, once it has been asked for; for all that are told the same (`again`)."""
+
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         super().__init__(
             f"the server is full: {bound} is {limit:.9g}; retry in {retry_delay:.3f} s", "OVERLOADED", bound=bound
@@ -180,10 +187,17 @@ class Overloaded(RequestError):
         return _overload_details(self.reason, self.metadata, self.retry_delay)
 
     def encoded_status(self) -> bytes:
-        """As of every error, but looked up: many are told the same, and what that costs is taken from those whose
-        requests are computed.
+        """As of every error, but kept, and looked up: many are told the same, and what that costs is taken from those
+        whose requests are computed.
         """
-        return _encoded_overload(self.message, self.reason, self.retry_delay, tuple(self.metadata.items()))
+        if self._encoded is None:
+            metadata = tuple(self.metadata.items())
+            self._encoded = _encoded_overload(self.message, self.reason, self.retry_delay, metadata)
+        return self._encoded
+
+    def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """As of every error, and how long gRPC's own retries are to wait."""
+        return *super().trailers(), ("grpc-retry-pushback-ms", str(max(1, round(self.retry_delay * 1000))))
 
 
 def _overload_details(reason: str, metadata: Mapping[str, str], retry_delay: float) -> list[Message]:

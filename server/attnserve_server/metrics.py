@@ -209,6 +209,12 @@ class Metrics:
         count(requests)
         self._duration[operation](duration_s, requests)
 
+    def refused(self, operation: str, reason: str, duration_s: float) -> None:
+        """A request was not admitted for want of room, for one of `REJECTIONS`, so many seconds after it came."""
+        self._rejected[reason]()
+        self._requests[operation, "RESOURCE_EXHAUSTED"]()
+        self._duration[operation](duration_s)
+
     def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
         """A request was computed, and its phases took so many seconds; or several, each of which they took that."""
         self._phases(seconds, requests)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
+from attnserve._fields import cached
 from attnserve_server.allowance import Allowance
 from attnserve_server.errors import RequestError
 
@@ -36,8 +37,9 @@ _LEVELS: Final = {
     grpc.StatusCode.INTERNAL: logging.ERROR,
     grpc.StatusCode.RESOURCE_EXHAUSTED: logging.WARNING,
     grpc.StatusCode.UNAVAILABLE: logging.WARNING,
+    grpc.StatusCode.CANCELLED: logging.NOTSET,
 }
-"""Mistakes of callers are INFO."""
+"""Mistakes of callers are INFO. A caller that gives a request up is no refusal."""
 
 _numbers = itertools.count(1)
 
@@ -48,6 +50,12 @@ def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
         if key == REQUEST_ID and isinstance(value, str) and value:
             return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
     return f"rpc-{next(_numbers)}"
+
+
+@cached(64)
+def _level_of(error: type[RequestError]) -> int:
+    """The level of a kind of errors: to look up a status code takes a call of Python, and a flood is refused here."""
+    return _LEVELS.get(error.code, logging.INFO)
 
 
 class Refusals:
@@ -61,12 +69,10 @@ class Refusals:
     def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
         """Writes a line for a request that ends with an error, unless there have been too many for its reason.
 
-        A caller that gives a request up is no refusal. `request_id` is asked only if a line is written.
+        `request_id` is asked only if a line is written.
         """
-        if error.code is grpc.StatusCode.CANCELLED:
-            return
-        level = _LEVELS.get(error.code, logging.INFO)
-        if not logger.isEnabledFor(level):
+        level = _level_of(type(error))
+        if not level or not logger.isEnabledFor(level):
             return
         now = self._clock()
         allowance = self._allowances.get(error.reason)

@@ -19,7 +19,6 @@ from attnserve_server.errors import (
     LIMIT_EXCEEDED,
     InvalidRequest,
     Malformed,
-    Overloaded,
     RequestError,
     error_for_caller,
 )
@@ -90,7 +89,4 @@ def parsed(message_type: type[M], data: bytes) -> M:
 
 async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends an RPC with an error's status and details."""
-    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", error.encoded_status())]
-    if isinstance(error, Overloaded):
-        metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_delay * 1000)))))
-    await context.abort(error.code, error.message, tuple(metadata))
+    await context.abort(error.code, error.message, error.trailers())

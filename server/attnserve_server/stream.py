@@ -30,6 +30,7 @@ from attnserve_server.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Malformed,
+    Overloaded,
     RequestError,
     error_for_caller,
 )
@@ -101,9 +102,9 @@ class CallStream:
         self._outbox: deque[Unsent] = deque()
         self._unsent_bytes = 0
         self._unsent_replies = 0
-        self._begun: Begun | None = None
-        self._writing = False
-        self._ready = asyncio.Event()
+        self._writing: Begun | None = None
+        self._write_due: asyncio.Handle | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._progress = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
@@ -114,15 +115,14 @@ class CallStream:
 
     async def serve(self) -> None:
         """Serves the stream to its end. Raises RequestError if the caller sends what is no message."""
-        writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
         if self._ended:
             self._reader.cancel()
         whole = asyncio.create_task(self._read_and_drain(self._reader))
         try:
-            await asyncio.wait((whole, writer), return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                writer.result()  # it ends by itself only if it fails
+            await asyncio.wait((whole, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                self._broken.result()
             whole.result()
         finally:
             self._gone = True
@@ -132,12 +132,12 @@ class CallStream:
             self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
             self._engine.release(*[unsent.held for unsent in self._outbox if unsent.held is not None])
             self._outbox.clear()
-            tasks = (whole, self._reader, writer)
+            if self._writing is not None:
+                self._writing.close()
+            tasks = (whole, self._reader, self._broken)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._begun is not None:
-                self._begun.close()
 
     @property
     def _unanswered(self) -> int:
@@ -149,7 +149,7 @@ class CallStream:
         many seconds ends as by `end`.
         """
         self._closing = True
-        self._ready.set()
+        self._write_soon()
         if self._retiring is None:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
@@ -177,19 +177,19 @@ class CallStream:
             self._metrics.received(len(message))
             if self._callers.edition is not self._edition:
                 self._look_again()
-            if not self._answer_at_once(message, arrival):
-                self._receiving = True
-                try:
-                    await self._receive(message, arrival)
-                finally:
-                    self._receiving = False
-                    self._engine.hurry()
+            self._receiving = True
+            try:
+                if not self._answer_at_once(message, arrival):
+                    try:
+                        await self._receive(message, arrival)
+                    finally:
+                        self._engine.hurry()
+            finally:
+                self._receiving = False
+                self._write_now()  # what has its answer by now is on its way a turn of the loop sooner
             if self._ended:
                 return
             del message  # which may be large, and the next one long in coming
-            if self._outbox and not self._writing:
-                self._writing = True  # what has its answer by now is on its way a turn of the loop sooner
-                self._begun = Begun(self._write_message())
             while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 self._progress.clear()
                 await self._progress.wait()
@@ -233,17 +233,21 @@ class CallStream:
             if self._tracing is not None:
                 trace = self._tracing.begin(call.label, call.parent or self._parent, arrival)
             try:
-                self._start(call, arrival, begin, trace)
+                refusal = self._start(call, arrival, begin, trace)
             except Exception as error:
                 self._answer_error(call.id, call.label, error_for_caller(error), arrival, None, trace)
+            else:
+                if refusal is not None:
+                    self._refuse(call, refusal, arrival, trace)
             begin = perf_counter()
             if begin - turn > MAX_TURN_SECONDS:
                 self._engine.hurry()  # the device would wait for the last of them
+                self._write_now()
                 await asyncio.sleep(0)
                 begin = turn = perf_counter()
 
-    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> None:
-        """Submits a call whose decoding began at `begin`. Raises RequestError."""
+    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> Overloaded | None:
+        """Submits a call whose decoding began at `begin`; or says why there is no room for it. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
         if call.error is not None:
@@ -256,12 +260,28 @@ class CallStream:
                 raise DeadlineExceeded
             deadline = arrival + call.timeout
         _, begin_at, end_at = call.request
-        self._engine.check(self._caller.share, end_at - begin_at)
+        if (refusal := self._engine.refusal(self._caller.share, end_at - begin_at)) is not None:
+            return refusal
         request = self._readers[call.operation](self._caller, *call.request)
         reply = partial(self._answer, call.id, call.label)
         entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
         self._engine.take(entry)
         self._in_flight[call.id] = entry
+        return None
+
+    def _refuse(self, call: Call, error: Overloaded, arrival: float, trace: Trace | None) -> None:
+        """Answers a call for which there is no room. Most of what a flood costs is here: as `_answer_error`, but with
+        the fewest steps.
+        """
+        label = call.label
+        self._metrics.refused(label, error.rejection, perf_counter() - arrival)
+        self._usage.rejected += 1
+        if trace is not None:
+            trace.finish(error.code.name, perf_counter())
+        self._refusals.note(label, error, lambda: self._request_id(call.id), self._caller.name)
+        status = error.encoded_status()
+        pieces, size = stream_reply(call.id, REPLY_ERROR_FIELD, [status], len(status))
+        self._send(Unsent(pieces, size, None))
 
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
@@ -318,22 +338,37 @@ class CallStream:
         self._outbox.append(unsent)
         self._unsent_bytes += unsent.size
         self._unsent_replies += unsent.replies
-        self._ready.set()
+        if not self._receiving:  # otherwise with all else that is ready then
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        """Has what is ready written in the loop's next turn, with what becomes ready in this one."""
+        if self._writing is None and self._write_due is None:
+            self._write_due = asyncio.get_running_loop().call_soon(self._write_now)
+
+    def _write_now(self) -> None:
+        """Begins to write what is ready, unless something is being written: then it is written next."""
+        if self._write_due is not None:
+            self._write_due.cancel()
+            self._write_due = None
+        if self._writing is None and (self._outbox or self._closing) and not self._gone:
+            writing = Begun(self._write(), self._written)
+            if not writing.has_ended:
+                self._writing = writing
 
     async def _write(self) -> None:
-        while True:
-            self._writing = False
-            await self._ready.wait()
-            self._ready.clear()
-            self._writing = True
-            if self._begun is not None:
-                begun, self._begun = self._begun, None
-                await begun
-            while self._outbox:
+        """Writes until nothing is ready."""
+        while self._outbox or self._closing:
+            if self._outbox:
                 await self._write_message()
-            if self._closing:
+            else:
                 self._closing = False
                 await self._write_bytes(CLOSING)
+
+    def _written(self, writing: Begun) -> None:
+        self._writing = None
+        if writing.error is not None and not self._broken.done():
+            self._broken.set_exception(writing.error)
 
     async def _write_message(self) -> None:
         """Writes what is ready, as much as one message takes. By itself, so that a stream that idles holds nothing of

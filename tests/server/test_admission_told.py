@@ -25,8 +25,12 @@ ACTIONS = st.tuples(
 class Forgetful(Admission):
     """Looks at everybody again."""
 
-    def check(self, caller: Hashable, size: int) -> None:
-        self._check_room(caller, size)
+    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
+        try:
+            self._check_room(caller, size)
+        except Overloaded as error:
+            return error
+        return None
 
 
 class Life:

@@ -20,71 +20,74 @@ class Steps:
         self.seen.append("begun")
         try:
             await self.gate
+            self.seen.append("through")
             await asyncio.sleep(0)
             self.seen.append("done")
         finally:
             self.seen.append("left")
 
+    def ended(self, begun: Begun) -> None:
+        assert begun.has_ended
+        self.seen.append("told" if begun.error is None else f"told of {type(begun.error).__name__}")
 
-async def test_it_begins_at_once_and_ends_when_awaited() -> None:
+
+async def test_it_begins_at_once_and_goes_on_by_itself() -> None:
     steps = Steps()
-    begun = Begun(steps.run())
+    begun = Begun(steps.run(), steps.ended)
     assert steps.seen == ["begun"]
-    waiting = asyncio.create_task(_result(begun))
     await asyncio.sleep(0)
-    assert not waiting.done()
+    assert not begun.has_ended
     steps.gate.set_result(None)
-    await waiting
-    assert steps.seen == ["begun", "done", "left"]
+    await asyncio.sleep(0)
+    assert steps.seen == ["begun", "through"], "no turn of the loop is lost"
+    await asyncio.sleep(0)
+    assert steps.seen == ["begun", "through", "done", "left", "told"]
+    assert begun.has_ended
+    assert begun.error is None
 
 
-async def test_what_it_waits_for_may_be_there_before_it_is_awaited() -> None:
-    steps = Steps()
-    begun = Begun(steps.run())
-    steps.gate.set_result(None)
-    await begun
-    assert steps.seen == ["begun", "done", "left"]
-
-
-async def test_what_need_not_wait_is_done_at_once() -> None:
-    seen = []
+async def test_what_need_not_wait_has_ended_at_once() -> None:
+    seen: list[str] = []
 
     async def run() -> None:
         seen.append("done")
 
-    begun = Begun(run())
-    assert seen == ["done"]
-    await begun
+    begun = Begun(run(), lambda _: seen.append("told"))
+    assert begun.has_ended
+    assert seen == ["done", "told"]
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_it_raises_when_awaited(waits: bool) -> None:
+async def test_what_it_raises_is_told(waits: bool) -> None:
+    told: list[Begun] = []
+
     async def run() -> None:
         if waits:
             await asyncio.sleep(0)
         raise LookupError
 
-    begun = Begun(run())
-    with pytest.raises(LookupError):
-        await begun
-
-
-async def test_who_awaits_it_may_be_cancelled() -> None:
-    steps = Steps()
-    waiting = asyncio.create_task(_result(Begun(steps.run())))
+    begun = Begun(run(), told.append)
     await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert steps.seen == ["begun", "left"]
+    assert told == [begun]
+    assert isinstance(begun.error, LookupError)
 
 
-async def test_what_nobody_awaits_is_closed() -> None:
+async def test_what_it_waits_for_may_fail() -> None:
     steps = Steps()
-    Begun(steps.run()).close()
+    Begun(steps.run(), steps.ended)
+    steps.gate.set_exception(LookupError())
+    await asyncio.sleep(0)
+    assert steps.seen == ["begun", "left", "told of LookupError"]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_what_nobody_asks_for_is_closed_and_nobody_told(answered: bool) -> None:
+    steps = Steps()
+    begun = Begun(steps.run(), steps.ended)
+    if answered:
+        steps.gate.set_result(None)  # it would go on in the loop's next turn
+    begun.close()
     assert steps.seen == ["begun", "left"]
-    assert steps.gate.cancelled(), "an error there would be logged, as one that was never retrieved"
-
-
-async def _result(begun: Begun) -> None:
-    await begun
+    assert answered or steps.gate.cancelled(), "an error there would be logged, as one that was never retrieved"
+    await asyncio.sleep(0)
+    assert steps.seen == ["begun", "left"]
