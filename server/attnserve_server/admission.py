@@ -188,15 +188,15 @@ class Admission:
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
         """Whether so many requests of a caller's, of so many bytes together, would be admitted now, while nothing
-        waits. Refuses nothing.
+        waits, and leave it no more than its share. Refuses nothing: what `admit` says of them may be something else.
         """
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
         return (
             left >= 0
             and bytes_left >= 0
-            and own.requests + requests - 1 <= SHARE * (left + 1)  # before the last of them
-            and own.bytes <= SHARE * bytes_left
+            and own.requests + requests <= SHARE * left
+            and own.bytes + size <= SHARE * bytes_left
             and not everybody.waiting
             and caller not in self._told
         )

@@ -146,7 +146,7 @@ class Config:
         kinds.flops(0),
         10**7,
         "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
-        "thread costs more than they do.",
+        "thread costs more than they do. Messages of such requests are answered as they are read, unless this is 0.",
     )
     native_kernel: str = _setting(
         kinds.words("auto", "off", "avx512", "avx2"),

@@ -29,7 +29,6 @@ from attnserve_server.errors import (
 )
 from attnserve_server.laps import Laps
 from attnserve_server.metrics import Metrics
-from attnserve_server.pace import Amount
 from attnserve_server.waiting_room import WaitingRoom
 from attnserve_server.work import BatchResult
 from attnserve_server.worker import Part, Run, Worker
@@ -145,18 +144,13 @@ class Engine:
         """Whether a free engine would take so many requests of a caller's, of so many bytes together."""
         return self._admission.has_room_for(caller, size, requests)
 
-    def computed_at_once(
-        self, caller: Hashable, size: int, requests: int, work: Amount | None, begin: float, end: float
-    ) -> None:
-        """Takes such requests, which have been computed meanwhile, as one batch from `begin` to `end`; if it says what
-        `work` that was, something is learnt of it. The caller of this calls `release` when they have been replied to.
+    def computed_at_once(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
+        """Takes such requests, which have been computed meanwhile, in so many seconds. Nothing is learnt of these: in a
+        queue each takes more time than that. The caller of this calls `release` when they have been replied to.
         """
         self._admission.admit_computed(caller, size, requests)
         self._idle.clear()
-        self.worker.computed_at_once(end - begin)
-        if work is not None:
-            self._laps.end(work, begin, end)
-            self._loop.call_soon(self._laps.learn)  # when replies are on their way
+        self.worker.computed_at_once(seconds)
 
     def release(self, *held: Held) -> None:
         """Says that the replies to admitted requests of one caller have left, or never will."""

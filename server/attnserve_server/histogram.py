@@ -1,8 +1,9 @@
 """A histogram that many values a request can afford: Prometheus' own format, sorted into buckets in bulk.
 
-In: values, one at a time, from one thread. Out: a metric family whenever the registry is scraped from that thread.
-Values gather in a list and NumPy sorts a few hundred at once. Per value, on a 2-core machine with Python 3.11 and
-prometheus_client 0.26: 0.07 us, the sorting included, against 0.53 us for `prometheus_client.Histogram.observe`.
+In: values from one thread, one at a time, several times the same, or one for each of several series. Out: a metric
+family whenever the registry is scraped from that thread. Values gather in a list and NumPy sorts a few hundred at once.
+Per value, on a 2-core machine with Python 3.11 and prometheus_client 0.26: 0.07 us, the sorting included, against
+0.53 us for `prometheus_client.Histogram.observe`.
 """
 
 from __future__ import annotations

@@ -144,7 +144,6 @@ class Server:
                 self.engine,
                 self.metrics,
                 self.device.messages,
-                limits,
                 min(config.max_message_calls, config.max_batch_requests),
                 config.max_message_bytes,
             )

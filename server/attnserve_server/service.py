@@ -129,14 +129,18 @@ class AttentionService:
         trace: Trace | None = None,
     ) -> bytes:
         """The reply to a unary call. Raises RequestError."""
+        learns = False
         if self._fast_path is not None and trace is None and read is self._readers["attend"]:
             answered = self._fast_path.answer_request(caller.share, message, arrival, timeout)
             if answered is not None:
                 self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
                 self._engine.release(answered)
                 return answered.message
+            learns = self._fast_path.lacks_layout
         self._engine.check(caller.share, len(message))
         request = read(caller, message, 0, len(message))
+        if learns and self._fast_path is not None:
+            self._fast_path.came(request, message, 0)
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:

@@ -97,6 +97,7 @@ class CallStream:
         self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
         self._refusals = Refusals() if refusals is None else refusals
         self._fast_path = fast_path if tracing is None else None  # of which no trace is kept
+        self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
         self._outbox: deque[Unsent] = deque()
@@ -210,6 +211,7 @@ class CallStream:
         if self._fast_path is None:
             return False
         answered = self._fast_path.answer_message(self._caller.share, message, arrival, self._in_flight)
+        self._learns = self._fast_path.lacks_layout
         if answered is None:
             return False
         self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
@@ -259,10 +261,12 @@ class CallStream:
             if call.timeout <= 0:
                 raise DeadlineExceeded
             deadline = arrival + call.timeout
-        _, begin_at, end_at = call.request
+        message, begin_at, end_at = call.request
         if (refusal := self._engine.refusal(self._caller.share, end_at - begin_at)) is not None:
             return refusal
         request = self._readers[call.operation](self._caller, *call.request)
+        if self._learns and self._fast_path is not None:
+            self._fast_path.came(request, message, begin_at)
         reply = partial(self._answer, call.id, call.label)
         entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
         self._engine.take(entry)

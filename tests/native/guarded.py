@@ -1,8 +1,9 @@
-"""`python guarded.py LIBRARY CALLS`: random calls, products, layers and messages by a library, in guarded memory.
+"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, in guarded memory; and messages.
 
 Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
 does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
-a library that was built with sanitizers, what it keeps for itself is watched as well, and what messages lie in.
+a library that was built with sanitizers, what it keeps for itself is watched as well, and what messages
+lie in, if Python takes its memory by `malloc`.
 """
 
 from __future__ import annotations

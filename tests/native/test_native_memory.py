@@ -66,4 +66,4 @@ needs_sanitizers = pytest.mark.skipif(
 @pytest.mark.parametrize(("script", "count"), [("guarded.py", 150), ("dismissed.py", 40)])
 def test_sanitizers_find_nothing(sanitized: Path, script: str, count: int) -> None:
     preloaded = f"{runtime('libasan.so')} {runtime('libubsan.so')}"
-    run(script, sanitized, count, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0")
+    run(script, sanitized, count, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")

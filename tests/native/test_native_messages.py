@@ -102,18 +102,6 @@ def test_a_call_without_an_id_or_time_or_with_a_trace_is_for_others(native: Mess
     assert native.read_message(message.SerializeToString(), MOST).requests == 0
 
 
-def test_requests_of_two_kinds_are_for_others(native: Messages) -> None:
-    random = Random(6)
-    calls = []
-    for number, dtype in enumerate((np.float32, np.float16), 1):
-        request = messages.random_attend(number, dtype=dtype)
-        message = request.SerializeToString()
-        assert native.learn(messages.read_request(message), message, 0)
-        calls.append(pb.AttendStreamCall(id=number, attend=with_other_contents(random, request)))
-    assert native.read_message(pb.AttendStreamRequest(calls=calls[:1]).SerializeToString(), MOST).requests == 1
-    assert native.read_message(pb.AttendStreamRequest(calls=calls).SerializeToString(), MOST).requests == 0
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_what_is_not_finite_is_said(native: Messages, name: str) -> None:
     request = messages.random_attend(7)
@@ -138,40 +126,42 @@ def test_what_is_not_finite_is_said(native: Messages, name: str) -> None:
         messages.random_attend(0, dtype=np.float64),
         messages.random_attend(0, 0),
         messages.random_attend(0, 1, batch=MOST_SEQUENCES + 1),
+        messages.random_attend(0, batch=0),
+        messages.random_attend(0, batch=0, return_lse=True),
     ],
 )
-def test_layouts_of_what_the_library_has_more_to_do_for_are_not_learnt(
+def test_layouts_of_what_there_is_something_else_to_do_for_are_not_learnt(
     native: Messages, request_: pb.AttendRequest
 ) -> None:
     message = request_.SerializeToString()
-    assert not native.learn(messages.read_request(message), message, 0)
+    read = messages.read_request(message)
+    assert not native.learn(read, message, 0)
+    assert not native.knows(read.problem)
     assert native.read_request(message).requests == -1
-    native.leave(len(message))
-    assert native.read_request(message).requests == 0
 
 
-def test_known_layouts_of_a_length_count_though_the_rest_of_it_is_left_to_others(native: Messages) -> None:
-    message, other = (messages.random_attend(0, scale=scale).SerializeToString() for scale in (2.0, 3.0))
-    native.leave(len(message))
-    assert native.read_request(message).requests == 0
-    assert native.learn(messages.read_request(message), message, 0)
-    assert native.read_request(message).requests == 1
-    native.leave(len(message))
-    assert native.read_request(message).requests == 1
-    assert len(other) == len(message)
-    assert native.read_request(other).requests == 0
+def test_a_request_of_another_message_is_not_learnt(native: Messages) -> None:
+    request, message = messages.read(messages.random_attend(0)), messages.random_attend(0).SerializeToString()
+    assert not native.learn(request, message, 0)
 
 
-def test_the_oldest_layout_goes_when_there_are_too_many(native: Messages) -> None:
-    first = messages.random_attend(0).SerializeToString()
-    assert native.learn(messages.read_request(first), first, 0)
+def test_layouts_that_are_used_stay_when_there_are_too_many(native: Messages) -> None:
+    def learn(number: int) -> bytes:
+        message = messages.random_attend(0, scale=1.0 + number).SerializeToString()
+        request = messages.read_request(message)
+        assert native.learn(request, message, 0)
+        assert native.knows(request.problem)
+        return message
+
+    learnt = [learn(number) for number in range(MOST_LAYOUTS)]
+    learn(MOST_LAYOUTS)  # all were used of late: the first goes, and is looked at anew are they all
+    assert native.read_request(learnt[0]).requests == -1
+    assert not native.knows(messages.read_request(learnt[0]).problem)
     for number in range(MOST_LAYOUTS - 1):
-        native.leave(10_000 + number)
-    assert native.read_request(first).requests == 1
-    native.leave(9_999)
-    assert native.read_request(first).requests == -1
-    assert native.learn(messages.read_request(first), first, 0)
-    assert native.read_request(first).requests == 1
+        assert native.read_request(learnt[1]).requests == 1
+        learn(MOST_LAYOUTS + 1 + number)
+    assert native.read_request(learnt[1]).requests == 1
+    assert native.read_request(learnt[2]).requests == -1
 
 
 def test_no_more_requests_nor_results_than_there_is_room_for(native: Messages) -> None:

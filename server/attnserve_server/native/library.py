@@ -213,7 +213,7 @@ class Library:
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
         self.instructions = instructions
-        self.function = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
+        self.attend_function = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
         """What computes calls at an address, so many."""
 
     def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
@@ -223,7 +223,7 @@ class Library:
         Without `threads` the caller computes, and holds the interpreter. Raises MemoryError.
         """
         first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
-        self.function(threads, ctypes.addressof(first), count)
+        self.attend_function(threads, ctypes.addressof(first), count)
         finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 

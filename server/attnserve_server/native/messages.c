@@ -47,8 +47,8 @@ static int take_timeout(const struct known *known, struct rest *rest, int64_t *n
     int64_t seconds = 0, nanos = 0;
     if (!take_tag(rest, known->timeout_tag)) return 1;
     if (!take_part(rest, &part)) return 0;
-    if (take_tag(&part, known->seconds_tag) && !take_number(&part, &seconds)) return 0;
-    if (take_tag(&part, known->nanos_tag) && !take_number(&part, &nanos)) return 0;
+    if (take_tag(&part, known->seconds_tag) && (!take_number(&part, &seconds) || !seconds)) return 0;
+    if (take_tag(&part, known->nanos_tag) && (!take_number(&part, &nanos) || !nanos)) return 0;
     if (part.at != part.end || nanos >= 1000000000 || !(seconds | nanos)) return 0;
     int64_t most = INT64_MAX / 1000000000 - 1;
     int64_t whole = (seconds < most ? seconds : most) * 1000000000 + nanos;
@@ -70,17 +70,14 @@ static int is_of(const struct layout *layout, const uint8_t *request) {
     return 1;
 }
 
-/* The layout of a request; NULL if it has none that is known. One without fixed pieces stands for all of its length that
-   have no other. */
-static const struct layout *layout_of(const struct known *known, const uint8_t *request, int64_t length) {
-    const struct layout *found = NULL;
+/* The layout of a request, which is used; NULL if it has none that is known. */
+static const struct layout *layout_of(struct known *known, const uint8_t *request, int64_t length) {
     for (int64_t place = 0; place < known->count; place++) {
-        const struct layout *layout = known->layouts[place];
-        if (known->lengths[place] != length || !is_of(layout, request)) continue;
-        if (layout->pieces) return layout;
-        found = layout;
+        if (known->lengths[place] != length || !is_of(known->layouts[place], request)) continue;
+        known->used[place] = 1;
+        return known->layouts[place];
     }
-    return found;
+    return NULL;
 }
 
 static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
@@ -107,7 +104,6 @@ static int add(struct asked *asked, int64_t place, const struct layout *layout, 
     asked->result_bytes = behind;
     asked->request_bytes += layout->length;
     asked->cost += layout->cost;
-    if (layout->cost > asked->largest) asked->largest = layout->cost;
     asked->effort += layout->effort;
     asked->flops += layout->flops;
     asked->tokens += layout->tokens;
@@ -119,21 +115,14 @@ static void begin(struct asked *asked) {
     asked->timeout = INT64_MAX;
 }
 
-/* Adds a request to what is asked. Returns 1; 0 if it is for others; -1 if it has no known layout. */
-static int64_t take_request(const struct known *known, const uint8_t *message, const struct rest *request, int64_t place,
-                            uint8_t *results, int64_t room, struct asked *asked) {
+/* Adds a request to what is asked. Returns 1; 0 if there is no room; -1 if it has no known layout. */
+static int64_t take_request(struct known *known, const struct rest *request, int64_t place, uint8_t *results,
+                            int64_t room, struct asked *asked) {
     const struct layout *layout = layout_of(known, request->at, request->end - request->at);
-    if (!layout) {
-        asked->begin = request->at - message;
-        asked->end = request->end - message;
-        return -1;
-    }
-    if (!layout->sequences || (place && layout->kind != asked->kind)) return 0;
-    asked->kind = layout->kind;
-    return add(asked, place, layout, request->at, results, room);
+    return layout ? add(asked, place, layout, request->at, results, room) : -1;
 }
 
-void attnserve_read_message(const struct known *known, const uint8_t *message, int64_t length, int64_t most,
+void attnserve_read_message(struct known *known, const uint8_t *message, int64_t length, int64_t most,
                             uint8_t *results, int64_t room, struct asked *asked) {
     begin(asked);
     if (most > MOST_REQUESTS) most = MOST_REQUESTS;
@@ -145,19 +134,19 @@ void attnserve_read_message(const struct known *known, const uint8_t *message, i
         if (!take_tag(&call, known->id_tag) || !take_number(&call, &asked->ids[requests]) || !asked->ids[requests]) return;
         if (!take_timeout(known, &call, &asked->timeout)) return;
         if (!take_tag(&call, known->attend_tag) || !take_part(&call, &request) || call.at != call.end) return;
-        int64_t found = take_request(known, message, &request, requests, results, room, asked);
+        int64_t found = take_request(known, &request, requests, results, room, asked);
         if (found < 0) asked->requests = found;
         if (found < 1) return;
     }
     asked->requests = requests;
 }
 
-void attnserve_read_request(const struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
+void attnserve_read_request(struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
                             int64_t room, struct asked *asked) {
     begin(asked);
     asked->ids[0] = 0;
     struct rest request = {message, message + length};
-    asked->requests = take_request(known, message, &request, 0, results, room, asked);
+    asked->requests = take_request(known, &request, 0, results, room, asked);
 }
 
 static int64_t number_bytes(int64_t number) {

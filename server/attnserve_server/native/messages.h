@@ -15,17 +15,16 @@ struct layout {
     int64_t length;         /* of a request, in bytes */
     int64_t pieces;         /* so many pieces of it are fixed: `places` says where each begins, and its length */
     int64_t fixed_bytes;    /* `fixed` has them, end to end */
-    int64_t sequences;      /* as many calls it comes to; 0: it is for others */
+    int64_t sequences;      /* as many calls it comes to */
     int64_t query, key, value;                                      /* where they begin in it */
     int64_t query_step, key_step, value_step, output_step, lse_step; /* in bytes, from a sequence to the next */
     int64_t output_bytes, lse_bytes;    /* of the reply's tensors */
     int64_t head_bytes, middle_bytes, tail_bytes;   /* of its reply, but for the timings: head, output, middle, lse, tail */
     int64_t cost, effort, flops, tokens;
-    int64_t kind;           /* requests of one message are all of one */
     struct call call;       /* a sequence, but for addresses */
 };
 
-/* The layouts that are known, by the lengths of their requests; and the tags of the fields of messages, of a byte each:
+/* The layouts that are known, by the lengths of their requests, and which were used since somebody looked; and the tags of the fields of messages, of a byte each:
    the calls of a request; id, timeout and attention of a call; seconds and nanoseconds of a timeout; the replies of a
    response; id and attention of a reply; timings and batch size of an attention, and how long was taken for decoding,
    waiting and computing. */
@@ -35,16 +34,15 @@ struct known {
     int64_t count;
     int64_t lengths[MOST_LAYOUTS];
     const struct layout *layouts[MOST_LAYOUTS];
+    int64_t used[MOST_LAYOUTS];
 };
 
 /* What a message asks for. */
 struct asked {
-    int64_t requests;       /* 0 if the message is for others; -1 if it may be for here once the layout of one is known */
+    int64_t requests;       /* 0 if the message is for others; -1 if that is so for a layout that is not known */
     int64_t calls;          /* `call` has so many */
-    int64_t request_bytes, result_bytes, cost, largest, effort, flops, tokens;  /* together, but for the largest cost */
-    int64_t kind;           /* of all requests */
+    int64_t request_bytes, result_bytes, cost, effort, flops, tokens;   /* together */
     int64_t timeout;        /* the shortest, in nanoseconds; the largest number if there is none */
-    int64_t begin, end;     /* where a request lies that has no known layout */
     int64_t compute;        /* how long computing took, in nanoseconds */
     int64_t answer_bytes;   /* of the message that answers it */
     int64_t timings_bytes;
@@ -58,11 +56,11 @@ struct asked {
 
 /* Reads a message of a stream, of at most `most` requests. Their results are to lie in `results`, of so many bytes, the
    first of which is at a multiple of 64. */
-void attnserve_read_message(const struct known *known, const uint8_t *message, int64_t length, int64_t most,
+void attnserve_read_message(struct known *known, const uint8_t *message, int64_t length, int64_t most,
                             uint8_t *results, int64_t room, struct asked *asked);
 
 /* The same of a message that is one request, of a unary call. */
-void attnserve_read_request(const struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
+void attnserve_read_request(struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
                             int64_t room, struct asked *asked);
 
 /* Computes what a message asks for, by `attend`, for which the last two are. Decoding and waiting took each request so many

@@ -16,12 +16,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from attnserve._fields import LENGTH_DELIMITED
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.native.library import PATH, Function, Library, Threads, pack
+from attnserve_server.native import library
+from attnserve_server.native.library import CALL_BYTES, Function, Library, Threads, pack
 from attnserve_server.native.payloads import ALIGNMENT, address_of_bytes, applies
 from attnserve_server.native.requests import planned
 from attnserve_server.reply import reply_template
 
 if TYPE_CHECKING:
+    from attnserve_server.problem import Problem
     from attnserve_server.request import Request
 
 MOST_REQUESTS: Final = 64
@@ -31,7 +33,7 @@ MOST_LAYOUTS: Final = 256
 MOST_RESULT_BYTES: Final = 1 << 20
 """What the results of a message may take."""
 
-_LAYOUT: Final = struct.Struct("=22q")
+_LAYOUT: Final = struct.Struct("=21q")
 _NOWHERE: Final = (0,) * 9
 _TAGS: Final = tuple(
     number << 3 | wire_type
@@ -55,20 +57,28 @@ _TAGS: Final = tuple(
 _COUNT: Final = len(_TAGS)
 _LENGTHS: Final = _COUNT + 1
 _LAYOUTS: Final = _LENGTHS + MOST_LAYOUTS
-_KNOWN_WORDS: Final = _LAYOUTS + MOST_LAYOUTS
+_USED: Final = _LAYOUTS + MOST_LAYOUTS
+_KNOWN_WORDS: Final = _USED + MOST_LAYOUTS
 """Places in a `struct known`."""
-_ASKED: Final = struct.Struct("=13q")
-_COMPUTE, _ANSWER_BYTES, _IDS = 13, 14, 24
+_ASKED: Final = struct.Struct("=9q")
+_COMPUTE, _ANSWER_BYTES, _IDS = 9, 10, 20
+_ASKED_WORDS: Final = _IDS + 4 * MOST_REQUESTS
 """Places in a `struct asked`."""
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_char_p, ctypes.c_ssize_t], ctypes.py_object
 
 
+class _Kept(NamedTuple):
+    """A layout that is known, where the library has it, and the problem of all requests that have it."""
+
+    problem: Problem
+    memory: ctypes.Array[ctypes.c_char]
+
+
 class Asked(NamedTuple):
-    """What a message asks for: so many requests; 0 if it is for others, and -1 if it may be for here once the layout of
-    its request from `begin` to `end` is known. Bytes, costs, FLOPs and tokens are of all together, but for the largest
-    cost; `timeout` is the shortest, in nanoseconds.
+    """What a message asks for: so many requests; 0 if it is for others, and -1 if that is for a layout that is not
+    known. Bytes, costs, FLOPs and tokens are of all together; `timeout` is the shortest, in nanoseconds.
     """
 
     requests: int
@@ -76,26 +86,22 @@ class Asked(NamedTuple):
     request_bytes: int
     result_bytes: int
     cost: int
-    largest: int
     effort: int
     flops: int
     tokens: int
-    kind: int
     timeout: int
-    begin: int
-    end: int
 
 
 class Messages:
     """Who reads and answers them, one after the other, and the layouts that are known."""
 
-    def __init__(self, library: Library, threads_for: Callable[[int], Threads | None]) -> None:
-        """Everything is computed by `library`, what takes some effort by the threads for that. Raises OSError if the
+    def __init__(self, kernel: Library, threads_for: Callable[[int], Threads | None]) -> None:
+        """Everything is computed by `kernel`, what takes some effort by the threads for that. Raises OSError if the
         library is of another version.
         """
-        self._library = library
+        self._attend = kernel.attend_function.address
         self._threads_for = threads_for
-        functions, address, size = ctypes.PyDLL(str(PATH)), ctypes.c_void_p, ctypes.c_int64
+        functions, address, size = ctypes.PyDLL(str(library.PATH)), ctypes.c_void_p, ctypes.c_int64
         self._read_message, self._read_request = functions.attnserve_read_message, functions.attnserve_read_request
         self._write = functions.attnserve_write_message
         self._read_message.argtypes = [address, ctypes.c_char_p, size, size, address, size, address]
@@ -109,17 +115,17 @@ class Messages:
             function.restype = size
         layout_bytes, known_bytes, asked_bytes = (function() for function in sizes)
         self._layout_bytes = layout_bytes
-        if known_bytes != 8 * _KNOWN_WORDS:
-            raise OSError(f"{PATH} is of another version, which knows layouts otherwise")
+        if (known_bytes, asked_bytes) != (8 * _KNOWN_WORDS, 8 * _ASKED_WORDS + MOST_SEQUENCES * CALL_BYTES):
+            raise OSError(f"{library.PATH} is of another version, which reads messages otherwise")
         self._known_memory, self._asked_memory = bytearray(known_bytes), bytearray(asked_bytes)
         self._results_memory = bytearray(MOST_RESULT_BYTES + ALIGNMENT)
         self._known, self._asked = memoryview(self._known_memory).cast("q"), memoryview(self._asked_memory).cast("q")
         self._known[:_COUNT] = memoryview(struct.pack(f"={_COUNT}q", *_TAGS)).cast("q")
         self._known_at, self._asked_at = map(_address, (self._known_memory, self._asked_memory))
         self._results_at = -(-_address(self._results_memory) // ALIGNMENT) * ALIGNMENT
-        self._kept: list[ctypes.Array[ctypes.c_char]] = []
+        self._kept: list[_Kept] = []
+        self._places: dict[Problem, int] = {}
         self._next = 0
-        self._kinds: list[str] = []
 
     def read_message(self, message: bytes, most: int) -> Asked:
         """What a message of a stream asks for, which has at most so many requests."""
@@ -142,8 +148,8 @@ class Messages:
         request so long; returns how many nanoseconds computing took. Raises MemoryError, and ArithmeticError if results
         are not all finite.
         """
-        attend, threads = self._library.function.address, self._threads_for(asked.effort)
-        if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, attend):
+        threads = self._threads_for(asked.effort)
+        if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, self._attend):
             raise ArithmeticError("not all results are finite")
         return self._asked[_COMPUTE]
 
@@ -153,14 +159,20 @@ class Messages:
         self._write(self._known_at, self._asked_at, address_of_bytes(answer))
         return answer
 
+    def knows(self, problem: Problem) -> bool:
+        """Whether the layout of its requests is known."""
+        return problem in self._places
+
     def learn(self, request: Request, message: bytes, begin: int) -> bool:
         """Knows the layout of a request, which begins at a place of a message, from now on. Returns False if requests
-        like it are for others.
+        like it are for others: there is something else to do for them.
         """
         problem, payloads, extent = request.problem, request.payloads, request.extent
         if not (payloads.buffer is message and len(payloads) == len(problem.tensors) == 3 and applies(problem)):
             return False
-        if not (problem.query_length and problem.batch <= MOST_SEQUENCES and extent.reply_bytes <= MOST_RESULT_BYTES):
+        if not (
+            problem.query_length and 0 < problem.batch <= MOST_SEQUENCES and extent.reply_bytes <= MOST_RESULT_BYTES
+        ):
             return False
         plan = planned(problem, request.spans)
         (sequences,) = plan.sequences
@@ -188,32 +200,26 @@ class Messages:
             request.effort,
             request.flops,
             request.query_tokens,
-            self._kind(request.kind),
         )
         behind = struct.pack(f"={2 * len(pieces)}q", *chain.from_iterable(pieces)) + fixed + head + middle + tail
-        self._keep(request.received_bytes, fields + pack(_NOWHERE, sequences.shape), behind)
+        self._keep(problem, request.received_bytes, fields + pack(_NOWHERE, sequences.shape), behind)
         return True
 
-    def kind(self, asked: Asked) -> str:
-        """The kind of all requests of a message."""
-        return self._kinds[asked.kind]
-
-    def _kind(self, name: str) -> int:
-        if name not in self._kinds:
-            self._kinds.append(name)
-        return self._kinds.index(name)
-
-    def leave(self, length: int) -> None:
-        """Takes requests of a length, but for those of known layouts, for what is for others."""
-        self._keep(length, bytes(self._layout_bytes), b"")
-
-    def _keep(self, length: int, layout: bytes, behind: bytes) -> None:
-        """Remembers a layout, in the place of the oldest if there are as many as can be."""
+    def _keep(self, problem: Problem, length: int, layout: bytes, behind: bytes) -> None:
+        """Remembers a layout: if there are as many as can be, in the place of one that was not used of late."""
+        place = self._next
+        while len(self._kept) == MOST_LAYOUTS and self._known[_USED + place]:
+            self._known[_USED + place] = 0
+            place = (place + 1) % MOST_LAYOUTS
+        self._next = (place + 1) % MOST_LAYOUTS
         assert len(layout) == self._layout_bytes
-        kept = ctypes.create_string_buffer(layout + behind, len(layout) + len(behind))
-        place, self._next = self._next, (self._next + 1) % MOST_LAYOUTS
-        self._known[_LENGTHS + place], self._known[_LAYOUTS + place] = length, ctypes.addressof(kept)
-        self._kept[place : place + 1] = [kept]
+        memory = ctypes.create_string_buffer(layout + behind, len(layout) + len(behind))
+        if place < len(self._kept):
+            del self._places[self._kept[place].problem]
+        self._kept[place : place + 1] = [_Kept(problem, memory)]
+        self._places[problem] = place
+        self._known[_LENGTHS + place], self._known[_LAYOUTS + place] = length, ctypes.addressof(memory)
+        self._known[_USED + place] = 1
         self._known[_COUNT] = len(self._kept)
 
 
