@@ -20,7 +20,7 @@ from random_messages import (
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
-from attnserve_server.native.messages import MOST_LAYOUTS, MOST_REQUESTS, MOST_SEQUENCES, Messages
+from attnserve_server.native.messages import MOST_LAYOUTS, MOST_REQUESTS, MOST_SEQUENCES, TAGS, Messages
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 
@@ -36,6 +36,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
 def native(device: CpuDevice) -> Messages:
     assert device.native is not None
     return Messages(device.native, device._threads_for)
+
+
+def test_the_tags_that_the_library_looks_for_take_a_byte_each() -> None:
+    assert all(tag < 128 for tag in TAGS)
 
 
 def test_messages_of_known_layouts_are_answered_as_by_the_device(native: Messages, device: CpuDevice) -> None:

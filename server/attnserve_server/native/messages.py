@@ -35,7 +35,7 @@ MOST_RESULT_BYTES: Final = 1 << 20
 
 _LAYOUT: Final = struct.Struct("=21q")
 _NOWHERE: Final = (0,) * 9
-_TAGS: Final = tuple(
+TAGS: Final = tuple(
     number << 3 | wire_type
     for number, wire_type in (
         (pb.AttendStreamRequest.CALLS_FIELD_NUMBER, LENGTH_DELIMITED),
@@ -54,7 +54,8 @@ _TAGS: Final = tuple(
         (pb.Timings.COMPUTE_NS_FIELD_NUMBER, 0),
     )
 )
-_COUNT: Final = len(_TAGS)
+"""Of the fields of messages, in the order of `struct known`."""
+_COUNT: Final = len(TAGS)
 _LENGTHS: Final = _COUNT + 1
 _LAYOUTS: Final = _LENGTHS + MOST_LAYOUTS
 _USED: Final = _LAYOUTS + MOST_LAYOUTS
@@ -120,7 +121,7 @@ class Messages:
         self._known_memory, self._asked_memory = bytearray(known_bytes), bytearray(asked_bytes)
         self._results_memory = bytearray(MOST_RESULT_BYTES + ALIGNMENT)
         self._known, self._asked = memoryview(self._known_memory).cast("q"), memoryview(self._asked_memory).cast("q")
-        self._known[:_COUNT] = memoryview(struct.pack(f"={_COUNT}q", *_TAGS)).cast("q")
+        self._known[:_COUNT] = memoryview(struct.pack(f"={_COUNT}q", *TAGS)).cast("q")
         self._known_at, self._asked_at = map(_address, (self._known_memory, self._asked_memory))
         self._results_at = -(-_address(self._results_memory) // ALIGNMENT) * ALIGNMENT
         self._kept: list[_Kept] = []
