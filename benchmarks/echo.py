@@ -18,8 +18,8 @@ from grpc import aio
 from attnserve._operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.calls import read_message
+from attnserve_server.outbox import MAX_JOINED_BYTES
 from attnserve_server.reply import stream_reply
-from attnserve_server.stream import MAX_JOINED_BYTES
 from benchmarks.curves import points
 from benchmarks.suites import SUITES
 from benchmarks.workload import Workload

@@ -1,29 +1,24 @@
 """One stream of calls: requests in flight by their ids, replies as they finish.
 
-A message read may hold many calls. A message written holds the replies that have become ready while the last one was
-on its way, up to a size that every client accepts; nothing waits for company. A caller that does not read its replies
-is not read from, nor one that already has its share of the server in flight.
+A message read may hold many calls. Replies leave by the outbox. A caller that does not read its replies is not read
+from, nor one that already has its share of the server in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from attnserve import _fields
-from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.begun import Begun
 from attnserve_server.callers import Caller, Callers
 from attnserve_server.calls import LABELS, Call, read_message
 from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Held, Outcome
+from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import (
     CallerChanged,
     Cancelled,
@@ -36,13 +31,11 @@ from attnserve_server.errors import (
 )
 from attnserve_server.fast_path import FastPath
 from attnserve_server.metrics import Metrics
+from attnserve_server.outbox import Outbox, Unsent
 from attnserve_server.refusals import Refusals, request_id_of
 from attnserve_server.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.tracing import Trace, Tracing, in_metadata
 from attnserve_server.work import Work
-
-MAX_JOINED_BYTES: Final = 1 << 20
-"""Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left so many bytes of replies unread."""
@@ -52,18 +45,6 @@ MAX_TURN_SECONDS: Final = 0.005
 
 ATTENDED: Final = LABELS["attend"]
 """What the metrics call what the fast path answers."""
-
-CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
-"""What asks a caller to close a stream."""
-
-
-class Unsent(NamedTuple):
-    """A reply that is ready, or several, and what is held of the server until it has been sent."""
-
-    pieces: list[_fields.Buffer]
-    size: int
-    held: Held | None
-    replies: int = 1
 
 
 class CallStream:
@@ -100,18 +81,11 @@ class CallStream:
         self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
-        self._outbox: deque[Unsent] = deque()
-        self._unsent_bytes = 0
-        self._unsent_replies = 0
-        self._writing: Begun | None = None
-        self._write_due: asyncio.Handle | None = None
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._progress = asyncio.Event()
+        self._outbox = Outbox(context, engine, metrics)
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
         self._ended = False
         self._gone = False
-        self._closing = False
         self._retiring: asyncio.TimerHandle | None = None
 
     async def serve(self) -> None:
@@ -121,9 +95,9 @@ class CallStream:
             self._reader.cancel()
         whole = asyncio.create_task(self._read_and_drain(self._reader))
         try:
-            await asyncio.wait((whole, self._broken), return_when=asyncio.FIRST_COMPLETED)
-            if self._broken.done():
-                self._broken.result()
+            await asyncio.wait((whole, self._outbox.broken), return_when=asyncio.FIRST_COMPLETED)
+            if self._outbox.broken.done():
+                self._outbox.broken.result()
             whole.result()
         finally:
             self._gone = True
@@ -131,26 +105,22 @@ class CallStream:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
             self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
-            self._engine.release(*[unsent.held for unsent in self._outbox if unsent.held is not None])
-            self._outbox.clear()
-            if self._writing is not None:
-                self._writing.close()
-            tasks = (whole, self._reader, self._broken)
+            self._outbox.close()
+            tasks = (whole, self._reader)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, self._outbox.broken, return_exceptions=True)
 
     @property
     def _unanswered(self) -> int:
         """The calls that have been read and not yet answered, as far as the caller knows."""
-        return len(self._in_flight) + self._unsent_replies
+        return len(self._in_flight) + self._outbox.replies
 
     def retire(self, grace: float) -> None:
         """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
         many seconds ends as by `end`.
         """
-        self._closing = True
-        self._write_soon()
+        self._outbox.ask_to_close()
         if self._retiring is None:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
@@ -165,9 +135,8 @@ class CallStream:
         await asyncio.wait((reader,))
         if not reader.cancelled():
             reader.result()
-        while self._in_flight or self._outbox or self._unsent_bytes:
-            self._progress.clear()
-            await self._progress.wait()
+        while self._in_flight or self._outbox.bytes:
+            await self._progress()
 
     async def _read(self) -> None:
         while True:
@@ -179,6 +148,7 @@ class CallStream:
             if self._callers.edition is not self._edition:
                 self._look_again()
             self._receiving = True
+            self._outbox.hold()
             try:
                 if not self._answer_at_once(message, arrival):
                     try:
@@ -187,13 +157,17 @@ class CallStream:
                         self._engine.hurry()
             finally:
                 self._receiving = False
-                self._write_now()  # what has its answer by now is on its way a turn of the loop sooner
+                self._outbox.write()  # what has its answer by now is on its way a turn of the loop sooner
             if self._ended:
                 return
             del message  # which may be large, and the next one long in coming
-            while self._unsent_bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
-                self._progress.clear()
-                await self._progress.wait()
+            while self._outbox.bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
+                await self._progress()
+
+    async def _progress(self) -> None:
+        """Waits until some replies have been sent."""
+        self._outbox.progress.clear()
+        await self._outbox.progress.wait()
 
     def _look_again(self) -> None:
         """Finds out whether the caller is who it was, and may still use the service. Raises CallerChanged if not."""
@@ -216,7 +190,7 @@ class CallStream:
             return False
         self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
         self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
-        self._send(Unsent([answered.message], len(answered.message), answered, answered.requests))
+        self._outbox.put(Unsent([answered.message], len(answered.message), answered, answered.requests))
         return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
@@ -244,8 +218,9 @@ class CallStream:
             begin = perf_counter()
             if begin - turn > MAX_TURN_SECONDS:
                 self._engine.hurry()  # the device would wait for the last of them
-                self._write_now()
+                self._outbox.write()
                 await asyncio.sleep(0)
+                self._outbox.hold()
                 begin = turn = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> Overloaded | None:
@@ -285,7 +260,7 @@ class CallStream:
         self._refusals.note(label, error, lambda: self._request_id(call.id), self._caller.name)
         status = error.encoded_status()
         pieces, size = stream_reply(call.id, REPLY_ERROR_FIELD, [status], len(status))
-        self._send(Unsent(pieces, size, None))
+        self._outbox.put(Unsent(pieces, size, None))
 
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
@@ -310,7 +285,7 @@ class CallStream:
         if entry.trace is not None:
             entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
         self._usage.computed(entry.request.query_tokens, entry.request.flops)
-        self._send(Unsent(pieces, size, entry))
+        self._outbox.put(Unsent(pieces, size, entry))
 
     def _answer_error(
         self,
@@ -330,71 +305,10 @@ class CallStream:
         self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
         status = error.encoded_status()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
-        self._send(Unsent(pieces, size, entry))
+        self._outbox.put(Unsent(pieces, size, entry))
 
     def _request_id(self, call_id: int) -> str:
         """What a call is called in the log: by the stream's id and its own."""
         if self._id is None:
             self._id = request_id_of(self._context)
         return f"{self._id}/{call_id}"
-
-    def _send(self, unsent: Unsent) -> None:
-        self._outbox.append(unsent)
-        self._unsent_bytes += unsent.size
-        self._unsent_replies += unsent.replies
-        if not self._receiving:  # otherwise with all else that is ready then
-            self._write_soon()
-
-    def _write_soon(self) -> None:
-        """Has what is ready written in the loop's next turn, with what becomes ready in this one."""
-        if self._writing is None and self._write_due is None:
-            self._write_due = asyncio.get_running_loop().call_soon(self._write_now)
-
-    def _write_now(self) -> None:
-        """Begins to write what is ready, unless something is being written: then it is written next."""
-        if self._write_due is not None:
-            self._write_due.cancel()
-            self._write_due = None
-        if self._writing is None and (self._outbox or self._closing) and not self._gone:
-            writing = Begun(self._write(), self._written)
-            if not writing.has_ended:
-                self._writing = writing
-
-    async def _write(self) -> None:
-        """Writes until nothing is ready."""
-        while self._outbox or self._closing:
-            if self._outbox:
-                await self._write_message()
-            else:
-                self._closing = False
-                await self._write_bytes(CLOSING)
-
-    def _written(self, writing: Begun) -> None:
-        self._writing = None
-        if writing.error is not None and not self._broken.done():
-            self._broken.set_exception(writing.error)
-
-    async def _write_message(self) -> None:
-        """Writes what is ready, as much as one message takes. By itself, so that a stream that idles holds nothing of
-        what it wrote last: a request keeps its layer alive.
-        """
-        unsent = [self._outbox.popleft()]
-        size = unsent[0].size
-        while self._outbox and size + self._outbox[0].size <= MAX_JOINED_BYTES:
-            unsent.append(self._outbox.popleft())
-            size += unsent[-1].size
-        self._unsent_replies -= sum([each.replies for each in unsent])
-        try:
-            await self._write_bytes(b"".join([piece for reply in unsent for piece in reply.pieces]))
-        finally:
-            self._unsent_bytes -= size
-            self._engine.release(*[reply.held for reply in unsent if reply.held is not None])
-            self._progress.set()
-
-    async def _write_bytes(self, message: bytes) -> None:
-        """Writes a message. Raises Cancelled if the caller leaves meanwhile."""
-        try:
-            await self._context.write(message)
-        except aio.InternalError:
-            raise Cancelled from None
-        self._metrics.sent(len(message))
