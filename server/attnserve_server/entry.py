@@ -50,6 +50,7 @@ class Entry:
     """
 
     requests: ClassVar[int] = 1
+    """Where several are held together, it is one of them."""
 
     request: Work
     reply: Reply
