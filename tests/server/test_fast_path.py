@@ -219,6 +219,15 @@ async def test_more_than_is_computed_on_the_loop_goes_the_other_way(device: CpuD
     assert path.answer(message_of(*[request] * (fitting + 1))) is None
 
 
+async def test_larger_answers_than_a_reply_may_be_go_the_other_way(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(1)
+    path.learn(request)
+    narrow = FastPath(path.bench.engine, path.bench.metrics, path.messages, 64, messages.read(request).reply_bytes - 1)
+    message = message_of(request)
+    assert narrow.answer_message(CALLER, message, perf_counter(), ()) is None
+    assert len(path.replies(path.answer(message))) == 1
+
+
 async def test_a_caller_has_no_more_of_the_server_than_elsewhere(device: CpuDevice) -> None:
     path, request = Path(device, max_requests=10), messages.random_attend(1)
     path.learn(request)
