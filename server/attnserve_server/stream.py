@@ -249,18 +249,12 @@ class CallStream:
         return None
 
     def _refuse(self, call: Call, error: Overloaded, arrival: float, trace: Trace | None) -> None:
-        """Answers a call for which there is no room. Most of what a flood costs is here: as `_answer_error`, but with
-        the fewest steps.
+        """Answers a call for which there is no room. Most of what a flood costs is here, so it is counted in the fewest
+        steps.
         """
-        label = call.label
-        self._metrics.refused(label, error.rejection, perf_counter() - arrival)
+        self._metrics.refused(call.label, error.rejection, perf_counter() - arrival)
         self._usage.rejected += 1
-        if trace is not None:
-            trace.finish(error.code.name, perf_counter())
-        self._refusals.note(label, error, lambda: self._request_id(call.id), self._caller.name)
-        status = error.encoded_status()
-        pieces, size = stream_reply(call.id, REPLY_ERROR_FIELD, [status], len(status))
-        self._outbox.put(Unsent(pieces, size, None))
+        self._tell(call.id, call.label, error, None, trace)
 
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
@@ -300,6 +294,10 @@ class CallStream:
             self._metrics.rejected(error.rejection)
             self._usage.rejected += 1
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
+        self._tell(call_id, label, error, entry, trace)
+
+    def _tell(self, call_id: int, label: str, error: RequestError, entry: Entry | None, trace: Trace | None) -> None:
+        """Puts an error that has been counted into the outbox."""
         if trace is not None:
             trace.finish(error.code.name, perf_counter())
         self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
