@@ -160,13 +160,12 @@ def from_wire(field: str, dtype: int, shape: tuple[int, ...], data: Buffer) -> n
     length = len(data)
     if prod(shape) * numpy_dtype.itemsize != length or (shape and min(shape) < 0):
         raise ProtocolError(f"{field}: the server replied with {length} bytes for {numpy_dtype} {list(shape)}")
-    # As bytes, because the payload has any alignment, and to own the memory: the payload lies among other replies.
     try:
-        elements = np.empty(shape, numpy_dtype)
+        elements: np.ndarray[Any, Any] = np.ndarray(shape, numpy_dtype, data)
     except ValueError as error:  # an empty array whose other axes are absurd
         raise ProtocolError(f"{field}: the server replied with shape {list(shape)}") from error
-    elements.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-    return elements
+    # The payload has any alignment, and lies among other replies.
+    return elements.copy()
 
 
 def to_torch(array: np.ndarray[Any, Any], device: Any) -> Any:

@@ -119,24 +119,25 @@ class EncodedCall(ABC, Generic[ResultT]):
 
     def parts(self, response: Response) -> Parts:
         """What every result has, from the response. ProtocolError if it is not one to this call."""
-        operation, message, payloads = response
+        operation, message, _ = response
         if operation is not self.operation:
             raise ProtocolError(f"the server answered {self.operation.field} with the result of {operation.field}")
-        found = message.output.dtype
+        tensor = message.output
+        found = tensor.dtype
         if found != self._dtype and not (self._dtype is None and found in _dtypes.FLOATING):
             expected = "a floating dtype" if self._dtype is None else _dtypes.name(self._dtype)
             name = _dtypes.name(found) if message.HasField("output") else "no output"
             raise ProtocolError(f"output: expected {expected}, the server replied with {name}")
-        output = self._array("output", message.output, payloads)
+        output = self._array("output", tensor, response)
         lse = scores = None
         if self._returns_lse:
             if not message.HasField("lse"):
                 raise ProtocolError("lse: asked for, and the server replied without it")
-            lse = self._array("lse", message.lse, payloads)
+            lse = self._array("lse", message.lse, response)
         if self._returns_scores:
             if not message.HasField("scores"):
                 raise ProtocolError("scores: asked for, and the server replied without them")
-            scores = self._array("scores", message.scores, payloads)
+            scores = self._array("scores", message.scores, response)
         phases = message.timings
         timings = Timings(
             phases.decode_ns * _NANOSECOND,
@@ -146,10 +147,8 @@ class EncodedCall(ABC, Generic[ResultT]):
             phases.encode_ns * _NANOSECOND,
             time.perf_counter() - self.started,
         )
-        return Parts(output, lse, scores, timings, message.batch_size, tuple(message.cache_lengths))
+        return Parts(output, lse, scores, timings, message.batch_size, tuple(message.cache_lengths[:]))
 
-    def _array(self, field: str, tensor: tensor_pb2.Tensor, payloads: list[memoryview]) -> Any:
-        index = _wire.read_ticket(tensor.data)[0]
-        data = payloads[index] if index >= 0 else b""
-        array = _arrays.from_wire(field, tensor.dtype, tuple(tensor.shape), data)
+    def _array(self, field: str, tensor: tensor_pb2.Tensor, response: Response) -> Any:
+        array = _arrays.from_wire(field, tensor.dtype, tuple(tensor.shape[:]), response.elements(tensor))
         return array if self._device is None else _arrays.to_torch(array, self._device)

@@ -138,6 +138,11 @@ class Multiplexer(Generic[T]):
         """Whether there is something to send and no stream to send it on."""
         return not self._stream and bool(self._ready)
 
+    @property
+    def wants_writer(self) -> bool:
+        """Whether there is something to do for who waits to write: more to send, or a sending side to be closed."""
+        return bool(self._ready or self._cancelled) or not self._stream
+
     def opened(self) -> int:
         """Takes notice that a stream was opened. Returns its number, which names it from now on."""
         self._last_stream += 1

@@ -166,7 +166,8 @@ class StreamTransport:
             ):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        self._writable.set()
+        if self._multiplexer.wants_writer:
+            self._writable.set()
         if self._multiplexer.wakeup < self._watched:
             self._watched = self._multiplexer.wakeup
             if self._timer is not None:

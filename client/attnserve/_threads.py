@@ -169,7 +169,8 @@ class StreamTransport:
             rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             reader = threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True)
             reader.start()
-        self._writable.notify_all()
+        if self._multiplexer.wants_writer:
+            self._writable.notify_all()
         if self._multiplexer.wakeup < self._watched:
             self._watched = self._multiplexer.wakeup
             if self._watcher is None:

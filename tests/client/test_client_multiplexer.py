@@ -41,6 +41,24 @@ def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     assert message(multiplexer, stream) is None
 
 
+def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multiplexer[Any]) -> None:
+    calls = [call("a"), call("b")]
+    for each in calls:
+        multiplexer.add(each)
+    stream = multiplexer.opened()
+    assert multiplexer.wants_writer
+    message(multiplexer, stream)
+    assert not multiplexer.wants_writer
+    multiplexer.resolve(stream, [Reply(calls[0].id, DONE)], 0.0)
+    assert not multiplexer.wants_writer  # what came has nothing to do with what is sent
+    multiplexer.cancel(calls[1])
+    assert multiplexer.wants_writer
+    message(multiplexer, stream)
+    assert not multiplexer.wants_writer
+    multiplexer.leave()
+    assert multiplexer.wants_writer  # the sending side is to be closed
+
+
 def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
     """Each in its own field of the call, so that a server knows which it is."""
     for number in range(3):
