@@ -1,8 +1,11 @@
 """How calls travel from a client for threads: gRPC's synchronous channel, and the threads around it.
 
 In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An open stream has two threads: gRPC's own,
-which takes messages from us as fast as the connection does, and one that reads replies. One more watches deadlines and
-retries, from the first call that has any. All are daemons. Nothing is decided here; see `_multiplexer` and `_retry`.
+which takes messages from us as fast as the connection does, and one that asks for replies. They arrive in a thread of
+the channel's, which settles at once what somebody waits for: each thread that must be woken takes longer than a small
+call is computed in. What calls back, or goes on at other servers, is left to the stream's thread. One more watches
+deadlines and retries, from the first call that has any. All are daemons. Nothing is decided here; see `_multiplexer`
+and `_retry`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -36,12 +39,18 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+_PROMPT_BYTES: Final = 1 << 20
+"""The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
+
+
 class CallFuture(Future[T], Generic[R, T]):
     """The result of a call, to come. Cancelling it has the server told, if there is still time."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
+        self._calling = threading.Lock()
+        self._calls_back = False
         self.withdraw: Callable[[], bool] = bool
         """Has the transport forget the call; false if the call has its outcome already."""
         self.calls: object = None
@@ -61,6 +70,20 @@ class CallFuture(Future[T], Generic[R, T]):
         if withdraw():
             self.set_running_or_notify_cancel()  # for who waits for several futures
         return True
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Has a function called with the future when it is done."""
+        with self._calling:
+            self._calls_back = True
+        super().add_done_callback(fn)
+
+    def settle_silently(self, outcome: R | Exception) -> bool:
+        """Settles it, unless that would call others, who may do anything. Whether it has."""
+        with self._calling:
+            silent = not self._calls_back and self.span is None
+            if silent:
+                self.settle(outcome)
+            return silent
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
@@ -87,6 +110,15 @@ class CallFuture(Future[T], Generic[R, T]):
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
+class _Arrived(NamedTuple):
+    """What a message of replies leaves to do."""
+
+    outcomes: list[Outcome[StreamFuture]]
+    """To be delivered."""
+    leaving: list[Call[StreamFuture]]
+    """To be made at other servers."""
+
+
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
@@ -100,7 +132,7 @@ class StreamTransport:
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
         """`others` says whether other servers could answer, and `move` makes a call at one of them."""
-        self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._channel = channel
         self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
@@ -166,7 +198,9 @@ class StreamTransport:
         """Has everything done that has become possible. With the lock held."""
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
-            rpc = self._rpcs[stream] = self._attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+            arrived = partial(self._arrived, stream)
+            attend_stream: Any = self._channel.stream_stream(SERVICE + "AttendStream", None, arrived)
+            rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             reader = threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True)
             reader.start()
         if self._multiplexer.wants_writer:
@@ -192,9 +226,12 @@ class StreamTransport:
         """Takes replies until the stream ends, and then its end."""
         status = Status()
         try:
-            for data in rpc:
-                _settle(self._resolve(stream, data))
-                del data  # nothing of it is to be kept while the next is awaited
+            for arrived in rpc:
+                if isinstance(arrived, Exception):
+                    raise arrived
+                self._part_with(arrived.leaving)
+                _settle(arrived.outcomes)
+                del arrived  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
         except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
@@ -212,17 +249,24 @@ class StreamTransport:
         rpc.cancel()
         _settle(outcomes)
 
-    def _resolve(self, stream: int, data: bytes) -> list[Outcome[StreamFuture]]:
-        replies, closing = decode_replies(data)
-        leaving: list[Call[StreamFuture]] = []
-        with self._lock:
-            outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
-            if closing:
-                self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
-                leaving = self._multiplexer.take_leaving()
-            self._advance()
-        self._part_with(leaving)
-        return outcomes
+    def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
+        """Takes a message of replies, where gRPC would have it deserialized: in the thread that it arrives in. Returns
+        what is left to do, or what went wrong.
+        """
+        try:
+            replies, closing = decode_replies(data)
+            leaving: list[Call[StreamFuture]] = []
+            with self._lock:
+                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                if closing:
+                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                    leaving = self._multiplexer.take_leaving()
+                self._advance()
+            if len(data) <= _PROMPT_BYTES:
+                outcomes = [each for each in outcomes if not each[0].owner.settle_silently(each[1])]
+            return _Arrived(outcomes, leaving)
+        except Exception as error:  # of which gRPC would only log that there was one
+            return error
 
     def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
         """Has calls made at other servers. Without the lock: they have locks of their own."""
