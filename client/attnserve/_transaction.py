@@ -31,8 +31,8 @@ class AnyFuture(Protocol):
         """Gives it up."""
 
 
-class Transaction(Generic[T]):
-    """A plan that is being carried out."""
+class Transaction(Turn, Generic[T]):
+    """A plan that is being carried out. When it is over, nothing leads back to it: what it held is free at once."""
 
     def __init__(
         self,
@@ -42,22 +42,21 @@ class Transaction(Generic[T]):
         settle: Callable[[T | Exception], object],
     ) -> None:
         """`send` sends a request, which is answered within so many seconds; `settle` takes the outcome, once."""
+        deadline = inf if plan.timeout is None else time.monotonic() + plan.timeout
+        super().__init__([cache.line for cache in plan.caches], plan.alone, deadline)
         self._turns: Final = turns
         self._steps: Final = plan.steps
         self._timeout: Final = plan.timeout
-        self._deadline: Final = inf if plan.timeout is None else time.monotonic() + plan.timeout
         self._send: Final = send
         self._settle: Final = settle
         self._lock: Final = threading.Lock()
         self._answer: AnyFuture | None = None
         self._begun = False
         self._over = False
-        lines = [cache.line for cache in plan.caches]
-        self._turn: Final = Turn(lines, plan.alone, self._deadline, self._start, self._expire)
 
     def begin(self) -> None:
         """Gets in line."""
-        self._turns.take(self._turn)
+        self._turns.take(self)
 
     def cancel(self) -> bool:
         """Gives up the operation; the server is told. False if it has its outcome already."""
@@ -65,16 +64,18 @@ class Transaction(Generic[T]):
             if self._over:
                 return False
             self._over = True
-            answer = self._answer
+            answer, self._answer = self._answer, None
         if answer is not None:
             answer.cancel()
-        self._turns.leave(self._turn)
+        self._turns.leave(self)
         return True
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Takes the first step."""
         self._take_step(partial(next, self._steps))
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Ends it, unless it has begun."""
         with self._lock:
             if self._begun or self._over:
                 return
@@ -99,14 +100,15 @@ class Transaction(Generic[T]):
             self._begun = True
             try:
                 request = resume()
-                remaining = None if self._deadline == inf else self._deadline - time.monotonic()
+                remaining = None if self.deadline == inf else self.deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
                     raise self._too_late()
-                self._answer = answer = self._send(request, remaining)
+                answer = self._send(request, remaining)
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
                 outcome = error
+            self._answer = answer  # which knows whom to call back
             self._over = answer is None
         if answer is not None:  # without the lock: it may be there already
             answer.add_done_callback(self._answered)
@@ -114,7 +116,7 @@ class Transaction(Generic[T]):
             self._end(outcome)
 
     def _end(self, outcome: T | Exception) -> None:
-        self._turns.leave(self._turn)
+        self._turns.leave(self)
         self._settle(outcome)
 
     def _too_late(self) -> DeadlineExceededError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
@@ -62,31 +63,28 @@ class Line:
         self._alone = turn.alone
 
 
-class Turn:
+class Turn(ABC):
     """The place of an operation in the lines of its caches."""
 
-    __slots__ = ("alone", "blocked_by", "deadline", "expire", "lines", "start")
+    __slots__ = ("alone", "blocked_by", "deadline", "lines")
 
-    def __init__(
-        self,
-        lines: Sequence[Line],
-        alone: bool,
-        deadline: float,
-        start: Callable[[], object],
-        expire: Callable[[], object],
-    ) -> None:
+    def __init__(self, lines: Sequence[Line], alone: bool, deadline: float) -> None:
         self.lines: Final = lines
         """The lines of its caches, each once."""
         self.alone: Final = alone
         """Whether it must have its caches for itself: it changes them."""
         self.deadline: Final = deadline
         """Until when it waits, in seconds of `time.monotonic`."""
-        self.start: Final = start
-        """Called when the turn has come, from any thread."""
-        self.expire: Final = expire
-        """Called when the deadline has passed before that; the turn is then still to be left."""
         self.blocked_by: set[Line] = set()
         """The lines in which it waits."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Called when the turn has come, from any thread."""
+
+    @abstractmethod
+    def expire(self) -> None:
+        """Called when the deadline has passed before that; the turn is then still to be left."""
 
 
 class Turns:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from math import inf
 from typing import Any
@@ -11,6 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnserve import _cache_requests
+from attnserve._cache_requests import CacheInfo
+from attnserve._plans import CacheState, Plan, Steps
+from attnserve._transaction import Transaction
 from attnserve._turns import Line, Turn, Turns
 
 
@@ -38,8 +45,24 @@ class Clock:
         self.cancelled += 1
 
 
+class Asked(Turn):
+    """A turn that calls when it begins, or is too late."""
+
+    def __init__(
+        self, lines: list[Line], alone: bool, deadline: float, begin: Callable[[], object], end: Callable[[], object]
+    ) -> None:
+        super().__init__(lines, alone, deadline)
+        self._begin, self._end = begin, end
+
+    def start(self) -> None:
+        self._begin()
+
+    def expire(self) -> None:
+        self._end()
+
+
 def turn(lines: list[Line], alone: bool, begin: Callable[[], object], deadline: float = inf) -> Turn:
-    return Turn(lines, alone, deadline, begin, bool)
+    return Asked(lines, alone, deadline, begin, bool)
 
 
 operations = st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.booleans()), max_size=12)
@@ -128,7 +151,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.call is None
     now = 1.0
     deadlines = (3.0, 2.0, 4.0, 2.5)
-    waiting = [Turn([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in deadlines]
+    waiting = [Asked([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in deadlines]
     for each in waiting:
         turns.take(each)
     assert (clock.delays, clock.cancelled) == ([2.0, 1.0], 1)
@@ -160,6 +183,38 @@ def test_an_interrupt_as_one_begins_keeps_nobody_else_from_it() -> None:
         turns.leave(first)
     turns.leave(second)
     assert begun == [3]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None:
+    """Without the collector: that may be arrays."""
+    answer: Future[int] = Future()
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    cache = CacheState(info, Turns(Clock().later))
+
+    def steps() -> Steps[int]:
+        found: int = yield _cache_requests.get("cache")
+        return found
+
+    outcomes: list[Any] = []
+    answers = [answer]
+    transaction = Transaction(
+        cache.turns, Plan(steps(), (cache,), True, 60.0), lambda request, timeout: answers.pop(), outcomes.append
+    )
+    held = weakref.ref(transaction)
+    gc.disable()
+    try:
+        transaction.begin()
+        if cancelled:
+            assert transaction.cancel()
+            assert answer.cancelled()
+        else:
+            answer.set_result(1)
+        assert outcomes == ([] if cancelled else [1])
+        del transaction, answer
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_turns_that_end_as_they_begin_may_be_many() -> None:
