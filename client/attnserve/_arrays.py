@@ -45,7 +45,7 @@ def torch_tensor(value: Any) -> Any | None:
 def floating(field: str, value: Any) -> Array:
     """A floating tensor. Plain numbers and lists become float32. InvalidRequestError for any other dtype."""
     array = _as_numpy(field, value)
-    if not isinstance(value, np.ndarray | np.generic) and array.dtype.kind in "fiu" and _is_plain(value):
+    if array is not value and not isinstance(value, np.generic) and array.dtype.kind in "fiu" and _is_plain(value):
         array = array.astype(np.float32)
     return _floating(field, array, "float32, float16, bfloat16 or float64")
 
@@ -89,12 +89,12 @@ def integers(field: str, value: Any) -> Array:
 
 
 def _floating(field: str, array: np.ndarray[Any, Any], expected: str) -> Array:
-    if array.dtype not in _dtypes.WIRE:
-        array = _little_endian(array)
     dtype = _dtypes.WIRE.get(array.dtype)
-    if dtype not in _dtypes.FLOATING:
+    if dtype is None:
+        array = _little_endian(array)
+        dtype = _dtypes.WIRE.get(array.dtype)
+    if dtype is None or dtype not in _dtypes.FLOATING:
         raise InvalidRequestError(f"{field}: expected {expected}, found {array.dtype}", field=field)
-    assert dtype is not None
     return _packed(dtype, array)
 
 

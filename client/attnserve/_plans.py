@@ -19,9 +19,8 @@ failed, but was done, is refused rather than doubled.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from attnserve import _arguments, _cache_requests
 from attnserve._apply import ApplyCall, ApplyOptions, encode_apply
@@ -89,8 +88,7 @@ CacheStates: TypeAlias = CacheState | Iterable[CacheState]
 """One cache or several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(Generic[T]):
+class Plan(NamedTuple, Generic[T]):
     """An operation on caches."""
 
     steps: Steps[T]
@@ -289,6 +287,8 @@ def one_or_many(cache: CacheState | None, caches: CacheStates | None) -> CacheSt
 
 def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
     """Caches of one client, each once, one at least."""
+    if isinstance(caches, CacheState) and caches.turns is turns:
+        return (caches,)
     states = [caches] if isinstance(caches, CacheState) else list(caches)
     if not states:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
@@ -304,7 +304,7 @@ def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
 
 def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
     index = _arguments.count(field, layer, 0, 32)
-    layers = min(state.layers for state in states)
+    layers = min([state.layers for state in states])
     if index >= layers:
         raise InvalidRequestError(f"{field}: expected 0 to {layers - 1}, found {index}", field=field)
     return index

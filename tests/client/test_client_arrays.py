@@ -59,6 +59,12 @@ def test_plain_numbers_become_float32() -> None:
         np.testing.assert_array_equal(elements(sent), np.array(value, np.float32))
 
 
+def test_numbers_of_numpys_keep_their_dtype() -> None:
+    """Though float64's are Python's floats, too."""
+    assert _arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64
+    assert _arrays.floating("bias", np.float16(0.1)).dtype == pb.DATA_TYPE_FLOAT16
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, np.uint8, "U3", object])
 def test_what_is_not_floating_is_refused(dtype: Any) -> None:
     with pytest.raises(InvalidRequestError, match="bias: expected float32") as caught:
