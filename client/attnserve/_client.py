@@ -133,7 +133,12 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
-        return wait(self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options))
+        if caches is None:
+            return wait(self.submit(query, key, value, **options))
+        timeout = self._settings.timeout
+        return self._calls.perform(
+            _plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
+        )
 
     def submit(
         self,
@@ -205,7 +210,11 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        return wait(self.submit_apply(layer, input, caches=caches, cache=cache, **options))
+        chosen = _plans.one_or_many(cache, caches)
+        if chosen is None:
+            return wait(self.submit_apply(layer, input, **options))
+        timeout = self._settings.timeout
+        return self._calls.perform(_plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     def submit_apply(
         self,

@@ -34,7 +34,7 @@ from attnserve._servers import Servers
 from attnserve._thread_connection import Connection
 from attnserve._threads import CallFuture, StreamFuture, later
 from attnserve._tracing import Tracing
-from attnserve._transaction import Transaction
+from attnserve._transaction import Transaction, perform
 from attnserve._turns import Turns
 from attnserve._unary_threads import UnaryTransport
 
@@ -119,7 +119,12 @@ class Calls:
 
     def perform(self, plan: Plan[T]) -> T:
         """What comes of an operation on caches."""
-        return wait(self.carry_out(plan))
+        parent = None if self._tracing is None else self._tracing.current()
+
+        def ask(request: Request, timeout: float | None) -> Any:
+            return wait(self._send_request(parent, plan.home, request, timeout))
+
+        return perform(self.turns, plan, ask)
 
     def carry_out(self, plan: Plan[T]) -> Future[T]:
         """Begins an operation on caches."""

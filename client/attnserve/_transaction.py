@@ -1,12 +1,14 @@
 """One operation on caches from its place in line to its result: it waits for its turn, then takes one step after the
 other.
 
-In: a `Plan`. Out: its result, or the error. Both clients use it; what they bring is a way to send a request and get a
-future of the answer.
+In: a `Plan`. Out: its result, or the error. A `Transaction` is for who has a future of the result: whatever brings an
+answer takes the next step. `perform` is for a thread that waits for the result, and takes the steps itself: no other
+has to be woken for them. What clients bring is a way to send a request and get a future of the answer, or the answer.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from functools import partial
 from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from attnserve._errors import DeadlineExceededError, no_reply
+from attnserve._errors import no_reply
 from attnserve._plans import Plan, Request
 from attnserve._turns import Turn, Turns
 
@@ -42,8 +44,7 @@ class Transaction(Turn, Generic[T]):
         settle: Callable[[T | Exception], object],
     ) -> None:
         """`send` sends a request, which is answered within so many seconds; `settle` takes the outcome, once."""
-        deadline = inf if plan.timeout is None else time.monotonic() + plan.timeout
-        super().__init__([cache.line for cache in plan.caches], plan.alone, deadline)
+        super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
         self._turns: Final = turns
         self._steps: Final = plan.steps
         self._timeout: Final = plan.timeout
@@ -80,7 +81,7 @@ class Transaction(Turn, Generic[T]):
             if self._begun or self._over:
                 return
             self._over = True
-        self._end(self._too_late())
+        self._end(no_reply(self._timeout))
 
     def _answered(self, answer: Any) -> None:
         if answer.cancelled():  # `cancel` did it
@@ -100,10 +101,7 @@ class Transaction(Turn, Generic[T]):
             self._begun = True
             try:
                 request = resume()
-                remaining = None if self.deadline == inf else self.deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    raise self._too_late()
-                answer = self._send(request, remaining)
+                answer = self._send(request, _remaining(self.deadline, self._timeout))
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
@@ -119,5 +117,61 @@ class Transaction(Turn, Generic[T]):
         self._turns.leave(self)
         self._settle(outcome)
 
-    def _too_late(self) -> DeadlineExceededError:
-        return no_reply(self._timeout)
+
+class _Place(Turn):
+    """The turn of a thread."""
+
+    def __init__(self, plan: Plan[Any]) -> None:
+        super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
+        self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Has the thread begin."""
+        self._news.put(True)
+
+    def expire(self) -> None:
+        """Has the thread give up, unless it has begun."""
+        self._news.put(False)
+
+    def has_come(self) -> bool:
+        """Waits for the turn. Whether it has come in time."""
+        return self._news.get()
+
+
+def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], Any]) -> T:
+    """Carries out a plan. `ask` sends a request, waits for its answer, so many seconds, and returns it or raises its
+    error.
+    """
+    place = _Place(plan)
+    turns.take(place)
+    try:
+        if not place.has_come():
+            raise no_reply(plan.timeout)
+        resume: Callable[[], Request] = partial(next, plan.steps)
+        while True:
+            request = resume()
+            remaining = _remaining(place.deadline, plan.timeout)
+            try:
+                resume = partial(plan.steps.send, ask(request, remaining))
+            except Exception as error:
+                resume = partial(plan.steps.throw, error)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        turns.leave(place)
+
+
+def _deadline(plan: Plan[Any]) -> float:
+    """Until when a plan that begins now may take, in seconds of `time.monotonic`."""
+    return inf if plan.timeout is None else time.monotonic() + plan.timeout
+
+
+def _remaining(deadline: float, timeout: float | None) -> float | None:
+    """How much of a timeout is left, in seconds; None for no limit. DeadlineExceededError if nothing is."""
+    if deadline == inf:
+        return None
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise no_reply(timeout)
+    return remaining

@@ -1,0 +1,137 @@
+"""Operations on caches in threads that wait for them: each takes its own steps, in its turn, and leaves in any case."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from calls import PATIENCE_S
+
+from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError, _cache_requests
+from attnserve._cache_requests import CacheInfo
+from attnserve._plans import CacheState, Plan, Request, Steps
+from attnserve._threads import later
+from attnserve._transaction import perform
+from attnserve._turns import Turns
+
+GET = _cache_requests.get("cache")
+
+
+@pytest.fixture
+def cache() -> CacheState:
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    return CacheState(info, Turns(later))
+
+
+def plan(cache: CacheState, steps: Steps[Any], timeout: float | None = PATIENCE_S) -> Plan[Any]:
+    return Plan(steps, (cache,), True, timeout)
+
+
+def once() -> Steps[Any]:
+    found: Any = yield GET
+    return found
+
+
+def is_free(cache: CacheState) -> bool:
+    """Whether nobody has the cache."""
+    return perform(cache.turns, plan(cache, once()), lambda request, timeout: True) is True
+
+
+def test_each_step_is_sent_what_the_one_before_was_answered(cache: CacheState) -> None:
+    def steps() -> Steps[list[Any]]:
+        first = yield GET
+        second = yield GET
+        return [first, second, (yield GET)]
+
+    answers = iter("abc")
+    asked: list[float | None] = []
+
+    def ask(request: Request, timeout: float | None) -> str:
+        assert request is GET
+        asked.append(timeout)
+        return next(answers)
+
+    assert perform(cache.turns, plan(cache, steps()), ask) == ["a", "b", "c"]
+    assert all(timeout is not None and 0 < timeout <= PATIENCE_S for timeout in asked)
+    assert perform(cache.turns, plan(cache, once(), None), lambda request, timeout: timeout) is None
+    assert is_free(cache)
+
+
+def test_errors_are_thrown_into_the_steps(cache: CacheState) -> None:
+    def steps() -> Steps[str]:
+        try:
+            yield GET
+        except FailedPreconditionError as error:
+            return f"met {error}"
+        return "nothing"
+
+    def ask(error: Exception) -> Callable[[Request, float | None], Any]:
+        def fail(request: Request, timeout: float | None) -> Any:
+            raise error
+
+        return fail
+
+    assert perform(cache.turns, plan(cache, steps()), ask(FailedPreconditionError("it"))) == "met it"
+    with pytest.raises(UnavailableError, match="gone"):
+        perform(cache.turns, plan(cache, steps()), ask(UnavailableError("gone")))
+    assert is_free(cache)
+
+
+def test_an_interrupt_leaves_the_cache_to_others(cache: CacheState) -> None:
+    def interrupted(request: Request, timeout: float | None) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perform(cache.turns, plan(cache, once()), interrupted)
+    assert is_free(cache)
+
+
+def test_one_thread_after_the_other(cache: CacheState) -> None:
+    """And who does not get its turn in time has not asked anything."""
+    asked, free = threading.Event(), threading.Event()
+    begun: list[str] = []
+
+    def first(request: Request, timeout: float | None) -> None:
+        begun.append("first")
+        asked.set()
+        assert free.wait(PATIENCE_S)
+
+    def second(request: Request, timeout: float | None) -> None:
+        begun.append("second")
+
+    threads = [
+        threading.Thread(target=perform, args=(cache.turns, plan(cache, once()), ask)) for ask in (first, second)
+    ]
+    threads[0].start()
+    assert asked.wait(PATIENCE_S)
+    threads[1].start()
+    with pytest.raises(DeadlineExceededError):
+        perform(cache.turns, plan(cache, once(), 0.01), lambda request, timeout: begun.append("late"))
+    assert begun == ["first"]
+    free.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert begun == ["first", "second"]
+    assert is_free(cache)
+
+
+def test_steps_that_come_too_late_are_not_taken(cache: CacheState, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("attnserve._transaction.time.monotonic", lambda: now)
+
+    def steps() -> Steps[None]:
+        yield GET
+        yield GET
+
+    asked: list[float | None] = []
+
+    def ask(request: Request, timeout: float | None) -> None:
+        nonlocal now
+        asked.append(timeout)
+        now += 2.0
+
+    with pytest.raises(DeadlineExceededError):
+        perform(cache.turns, plan(cache, steps(), 2.0), ask)
+    assert asked == [2.0]
