@@ -112,7 +112,7 @@ def main() -> None:
             results.append(result)
             console.print(table.rendered(result, int(described["cores"])), "")
             if result.open:
-                console.print(table.opened(result), "")
+                console.print(table.opened(result, int(described["cores"])), "")
         if chosen.curves:
             progress = partial(_progress, status, "how cost grows")
             with running("benchmarks.echo", chosen.device, "curves") as large_echo:

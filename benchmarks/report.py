@@ -49,7 +49,7 @@ def report(result: Result) -> str:
     for each in result.workloads:
         tables.append(table.rendered(each, result.cores))
         if each.open:
-            tables.append(table.opened(each))
+            tables.append(table.opened(each, result.cores))
     tables += map(table.curve, result.curves)
     if concurrency := by_concurrency(result.curves):
         tables.append(table.token_costs(concurrency))

@@ -45,10 +45,10 @@ def rendered(result: WorkloadResult, cores: int) -> Table:
     return _table(f"{result.name}: {result.description}", HEADINGS, rows(result, cores), caption)
 
 
-def opened(result: WorkloadResult) -> Table:
-    """The open loops of one workload."""
+def opened(result: WorkloadResult, cores: int) -> Table:
+    """The open loops of one workload, on a machine of so many cores."""
     title = f"{result.name}, open loop: latency from when a request was due; in time is within {GOAL_S * 1e3:.0f} ms"
-    return _table(title, OPEN_HEADINGS, [_open_row(each) for each in result.open])
+    return _table(title, OPEN_HEADINGS, [open_row(each, cores) for each in result.open])
 
 
 def refusals(refused: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -205,11 +205,15 @@ OPEN_HEADINGS: Final = (
     "spread\nof p99",
     "server\nCPU µs",
     "client\nCPU µs",
+    "busy\n",
     "batch\n",
 )
+"""Capacities of different servers are not the same share of a machine: *busy* is the share of all cores that server and
+client used."""
 
 
-def _open_row(result: OpenResult) -> list[str]:
+def open_row(result: OpenResult, cores: int) -> list[str]:
+    """The cells of one open loop, one a heading."""
     figures = result.figures
     tail = figures["p99_us"]
     return [
@@ -223,8 +227,17 @@ def _open_row(result: OpenResult) -> list[str]:
         "" if tail is None else f"{tail.spread:.0%}",
         _shown(figures, "server_cpu_us"),
         _shown(figures, "client_cpu_us"),
+        _busy(figures, cores),
         _shown(figures, "batch_requests", 1),
     ]
+
+
+def _busy(figures: Figures, cores: int) -> str:
+    """The share of all cores that server and client were busy with; nothing if nothing was answered."""
+    rate, server, client = (figures[name] for name in ("requests_per_second", "server_cpu_us", "client_cpu_us"))
+    if rate is None or server is None or client is None:
+        return ""
+    return f"{rate.median * (server.median + client.median) * 1e-6 / cores:.0%}"
 
 
 def _shown(figures: Figures, name: str, digits: int = 0) -> str:

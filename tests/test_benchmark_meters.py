@@ -23,7 +23,18 @@ from benchmarks.measure import (
     quietest,
 )
 from benchmarks.meters import MOST_REFUSED, Check, Clock, OpenClock, Refused, WrongAnswerError
-from benchmarks.results import FIGURES, IN_FLIGHT, Curve, Figure, Memory, Point, WorkloadResult, by_concurrency
+from benchmarks.results import (
+    FIGURES,
+    IN_FLIGHT,
+    OPEN_FIGURES,
+    Curve,
+    Figure,
+    Memory,
+    OpenResult,
+    Point,
+    WorkloadResult,
+    by_concurrency,
+)
 from benchmarks.waiting import Waiting
 from benchmarks.workloads import WORKLOADS
 
@@ -186,6 +197,17 @@ def test_noise_is_marked_and_ratios_are_of_tokens() -> None:
     assert compared.found is not None
     assert math.isnan(compared.found)
     assert not compared.reached
+
+
+def test_open_loops_say_how_busy_the_machine_was() -> None:
+    """At a share of its own capacity one server keeps more of the cores busy than another: tails tell by that."""
+    figures = {name: Figure.of([100.0]) for name in OPEN_FIGURES}
+    figures |= {"server_cpu_us": Figure.of([9_000.0]), "client_cpu_us": Figure.of([6_000.0])}
+    cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, figures), 2)
+    assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == "75%"
+    nothing = {**dict.fromkeys(OPEN_FIGURES), "requests_per_second": Figure.of([0.0])}
+    cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, nothing), 2)
+    assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == ""
 
 
 def test_an_open_loop_leaves_out_none_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
