@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from attnserve_server.caches.request import CachedRequest
+from attnserve_server.native.layouts import Layout, layout_of
 from attnserve_server.native.library import NAME
 from attnserve_server.request import Request
 from attnserve_server.watchdog import SLOWEST_FLOPS
 
 if TYPE_CHECKING:
+    from attnserve_server.caches.at_once import CachesAtOnce, Turn
+    from attnserve_server.callers import Caller
     from attnserve_server.engine import Engine
     from attnserve_server.metrics import Metrics
     from attnserve_server.native.messages import Asked, Messages
-    from attnserve_server.problem import Problem
     from attnserve_server.work import Work
 
 LARGEST_MESSAGE: Final = 4 << 20
@@ -53,25 +56,27 @@ class FastPath:
         messages: Messages,
         max_requests: int,
         max_reply_bytes: int,
+        caches: CachesAtOnce | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._messages = messages
         self._max_requests = max_requests
         self._max_reply_bytes = max_reply_bytes
+        self._caches = caches
         self._max_cost = engine.worker.inline_flops
         self._least_timeout = self._max_cost / SLOWEST_FLOPS
         """Whether less than this is time enough is known elsewhere."""
-        self._came: dict[Problem, bool] = {}
-        """Problems whose layout is not known, by when they came last, and whether it may be one day."""
+        self._came: dict[Hashable, bool] = {}
+        """Keys of requests whose layout is not known, by when they came last, and whether it may be one day."""
         self.lacks_layout = False
         """Whether the last message had no answer because a layout is not known: see `came`."""
 
     def answer_message(
-        self, caller: Hashable, message: bytes, arrival: float, in_flight: Collection[int]
+        self, caller: Caller, message: bytes, arrival: float, in_flight: Collection[int]
     ) -> Answered | None:
-        """The answer to a message on a stream of a caller (`Caller.share`), of whose calls those with these ids are in
-        flight. None: it is to go the way of others, and nothing has happened yet.
+        """The answer to a message on a stream of a caller, of whose calls those with these ids are in flight. None: it
+        is to go the way of others, and nothing has happened yet.
         """
         self.lacks_layout = False
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
@@ -79,20 +84,18 @@ class FastPath:
         asked = self._messages.read_message(message, self._max_requests)
         if (asked.requests > 1 or in_flight) and not _are_new(self._messages.ids(asked), in_flight):
             return None
-        return self._answer(caller, asked, arrival)
+        return self._answer(caller, asked, message, arrival)
 
-    def answer_request(
-        self, caller: Hashable, message: bytes, arrival: float, timeout: float | None
-    ) -> Answered | None:
+    def answer_request(self, caller: Caller, message: bytes, arrival: float, timeout: float | None) -> Answered | None:
         """The same for a unary call, whose caller waits for so long."""
         self.lacks_layout = False
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
             return None
         if timeout is not None and timeout < self._least_timeout:
             return None
-        return self._answer(caller, self._messages.read_request(message), arrival)
+        return self._answer(caller, self._messages.read_request(message), message, arrival)
 
-    def _answer(self, caller: Hashable, asked: Asked, arrival: float) -> Answered | None:
+    def _answer(self, caller: Caller, asked: Asked, message: bytes, arrival: float) -> Answered | None:
         engine, messages, requests = self._engine, self._messages, asked.requests
         self.lacks_layout = requests < 0
         size = asked.request_bytes + asked.result_bytes
@@ -101,40 +104,75 @@ class FastPath:
             or asked.cost > self._max_cost
             or asked.timeout < self._least_timeout * 1e9
             or asked.result_bytes > self._max_reply_bytes
-            or not engine.has_room_for(caller, size, requests)
+            or not engine.has_room_for(caller.share, size, requests)
         ):
             return None
-        begin = perf_counter()
-        waited_ns = int((begin - arrival) * 1e9)
+        begin = staged = perf_counter()
+        calls, turn = requests, None
+        if asked.cached:
+            turn = self._turn(caller, asked, message)
+            if turn is None:
+                return None
+            asked, calls, staged = turn.asked, asked.calls, perf_counter()
+        waited_ns, staging = int((begin - arrival) * 1e9), (staged - begin) / requests
         decode_ns = waited_ns // requests
         queue_ns = waited_ns - decode_ns  # while the others were decoded
+        answer = None
         try:
-            compute_ns = messages.compute(asked, decode_ns, queue_ns)
+            compute_ns = messages.compute(asked, decode_ns, queue_ns, int(staging * 1e9))
             answer = messages.write()
         except (MemoryError, ArithmeticError):  # of NaN and infinities there is more to be known
             return None
-        engine.computed_at_once(caller, size, requests, compute_ns * 1e-9)
-        encode = (perf_counter() - begin - compute_ns * 1e-9) / requests
-        self._metrics.batch(requests, asked.flops, asked.tokens, 0.0, {NAME: requests})
-        self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, 0.0, compute_ns * 1e-9, encode), requests)
-        return Answered(answer, caller, requests, size, asked.tokens, asked.flops)
+        finally:
+            if turn is not None:
+                turn.end(failed=answer is None)
+        engine.computed_at_once(caller.share, size, requests, compute_ns * 1e-9)
+        encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
+        self._metrics.batch(requests, asked.flops, asked.tokens, 0.0, {NAME: calls})
+        self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)
+        return Answered(answer, caller.share, requests, size, asked.tokens, asked.flops)
+
+    def _turn(self, caller: Caller, asked: Asked, message: bytes) -> Turn | None:
+        """The turn of the requests to caches in a message, if they can have it now."""
+        return None if self._caches is None else self._caches.begin(caller.name, asked, message, self._max_cost)
 
     def came(self, request: Work, message: bytes, begin: int) -> None:
-        """Takes notice of a request that went the way of others, and of where it begins in a message: when its problem
+        """Takes notice of a request that went the way of others, and of where it begins in a message: when its like
         comes again, the layout of such requests is known from then on.
         """
-        if not isinstance(request, Request) or self._messages.knows(request.problem):
+        key = self._key_of(request)
+        if key is None or self._messages.knows(key):
             return
-        suits = self._came.pop(request.problem, None)
+        suits = self._came.pop(key, None)
         if suits:
-            suits = request.cost <= self._max_cost and self._messages.learn(request, message, begin)
+            suits = self._learn(key, request, message, begin)
             if suits:
                 return
         elif suits is None:
             suits = True  # as far as is known
         if len(self._came) >= MOST_COME:
             del self._came[next(iter(self._came))]
-        self._came[request.problem] = suits
+        self._came[key] = suits
+
+    def _key_of(self, request: Work) -> Hashable:
+        """What requests of its layout have in common; None if it is for others."""
+        if isinstance(request, Request):
+            return request.problem
+        if isinstance(request, CachedRequest) and self._caches is not None:
+            return self._caches.key_of(request)
+        return None
+
+    def _learn(self, key: Hashable, request: Work, message: bytes, begin: int) -> bool:
+        """Knows the layout of requests like this one from now on, if they are for the library."""
+        layout: Layout | None = None
+        if request.cost <= self._max_cost and isinstance(request, Request | CachedRequest):
+            if isinstance(request, Request):
+                layout = layout_of(request)
+            elif self._caches is not None:
+                layout = self._caches.layout_of(request)
+            if layout is not None and request.payloads.buffer is message:
+                return self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)
+        return False
 
 
 def _are_new(ids: list[int], in_flight: Collection[int]) -> bool:

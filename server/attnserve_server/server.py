@@ -17,6 +17,7 @@ from attnserve_server import __version__, health, port, reflection
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.caches.at_once import CachesAtOnce
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.store import CacheStore
@@ -146,6 +147,7 @@ class Server:
                 self.device.messages,
                 min(config.max_message_calls, config.max_batch_requests),
                 config.max_message_bytes,
+                CachesAtOnce(self.caches, self.device.messages, limits),
             )
         self._service = AttentionService(
             self.engine,

@@ -131,7 +131,7 @@ class AttentionService:
         """The reply to a unary call. Raises RequestError."""
         learns = False
         if self._fast_path is not None and trace is None and read is self._readers["attend"]:
-            answered = self._fast_path.answer_request(caller.share, message, arrival, timeout)
+            answered = self._fast_path.answer_request(caller, message, arrival, timeout)
             if answered is not None:
                 self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
                 self._engine.release(answered)

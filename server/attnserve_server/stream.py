@@ -184,7 +184,7 @@ class CallStream:
         """Answers a message as a whole, if the fast path has an answer to it."""
         if self._fast_path is None:
             return False
-        answered = self._fast_path.answer_message(self._caller.share, message, arrival, self._in_flight)
+        answered = self._fast_path.answer_message(self._caller, message, arrival, self._in_flight)
         self._learns = self._fast_path.lacks_layout
         if answered is None:
             return False

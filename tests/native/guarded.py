@@ -20,9 +20,18 @@ import numpy as np
 from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
 from oracle import Array
 from random_calls import random_call, sharing
-from random_messages import assert_reads_as_others_do, known_requests, random_message, spoilt
+from random_messages import (
+    another_step,
+    assert_reads_as_others_do,
+    assert_reads_steps_as_others_do,
+    known_requests,
+    known_steps,
+    random_message,
+    spoilt,
+)
 from random_multi_heads import random_multi_head
 from random_products import random_product
+from stepping import Stepping
 
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
@@ -114,6 +123,12 @@ def main() -> None:
                     message = random_message(random, requests, random.choice((1, 2, 9))).SerializeToString()
                     assert assert_reads_as_others_do(messages, device, message) > 0
                     assert_reads_as_others_do(messages, device, spoilt(random, message))
+                caches = Stepping(device, messages)
+                requests = known_steps(random, caches, 3)
+                for _ in range(20):
+                    message = random_message(random, requests, random.choice((1, 2)), another_step).SerializeToString()
+                    assert assert_reads_steps_as_others_do(caches, message) > 0
+                    assert_reads_steps_as_others_do(caches, spoilt(random, message))
                 device.close()
             if number % 10 == 0:
                 attend(each, sharing(random, 20, 16), random.choice((1, 3)), guarded.room)

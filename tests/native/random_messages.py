@@ -5,6 +5,7 @@ The judge is the way that all other messages take: protobuf, the wire codec, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ import messages
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
+from layouts import learn
+from stepping import Stepping, step
 
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
@@ -53,17 +56,46 @@ def known_requests(random: Random, of: Messages, count: int) -> list[pb.AttendRe
     while len(found) < count:
         request = random_request(random)
         message = request.SerializeToString()
-        if of.learn(messages.read_request(message), message, 0):
+        if learn(of, message):
             found.append(request)
     return found
 
 
-def random_message(random: Random, requests: list[pb.AttendRequest], count: int) -> pb.AttendStreamRequest:
-    """A message of so many calls that ask for such requests."""
+def known_steps(random: Random, of: Stepping, count: int) -> list[pb.AttendRequest]:
+    """So many requests to caches, likewise. Some caches are of two, and some expect a length."""
+    caches = [of.create(tokens, seed=tokens) for tokens in (0, 3, 8, 150)]
+    found: list[pb.AttendRequest] = []
+    for seed in range(count):
+        members = random.sample(caches, random.choice((1, 1, 2)))
+        expected = [cache.length(0) for cache in members] if random.random() < 0.5 else ()
+        options = {"append": random.random() < 0.5, "return_lse": random.random() < 0.5}
+        found.append(step(*members, seed=seed, expected=expected, scale=0.1 * seed, **options))
+    assert all(of.learn(*found))
+    return found
+
+
+def another_step(random: Random, request: pb.AttendRequest) -> pb.AttendRequest:
+    """A request of the same layout, to the same caches."""
+    other, rng = pb.AttendRequest(), np.random.default_rng(random.randrange(1 << 30))
+    other.CopyFrom(request)
+    for tensor in (other.query, other.key, other.value):
+        if tensor.data:
+            tensor.data = rng.standard_normal(len(tensor.data) // 4).astype(np.float32).tobytes()
+    return other
+
+
+def random_message(
+    random: Random,
+    requests: list[pb.AttendRequest],
+    count: int,
+    another: Callable[[Random, pb.AttendRequest], pb.AttendRequest] | None = None,
+) -> pb.AttendStreamRequest:
+    """A message of so many calls that ask for such requests, each with other contents."""
+    another = with_other_contents if another is None else another
     ids = random.sample(range(1, 1 << random.choice((7, 20, 50))), count)
     calls = []
     for call_id in ids:
-        call = pb.AttendStreamCall(id=call_id, attend=with_other_contents(random, random.choice(requests)))
+        call = pb.AttendStreamCall(id=call_id, attend=another(random, random.choice(requests)))
         if random.random() < 0.3:
             call.timeout.CopyFrom(
                 Duration(seconds=random.choice((0, 1, 600, 1 << 38)), nanos=random.choice((1, 999_999_999)))
@@ -120,6 +152,40 @@ def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -
         expected = pb.AttendResponse.FromString(b"".join(pieces))
         expected.batch_size = asked.requests
         assert reply.attend == expected
+    return asked.requests
+
+
+def assert_reads_steps_as_others_do(of: Stepping, message: bytes) -> int:
+    """The same of requests to caches. What is appended is taken back."""
+    asked = of.messages.read_message(message, MOST)
+    if asked.requests <= 0:
+        return asked.requests
+    try:
+        parsed = pb.AttendStreamRequest.FromString(message)
+    except DecodeError:  # for a name that is none, of which the library knows nothing
+        assert of.turn(message) is None
+        return 0
+    assert parsed.SerializeToString() == message
+    assert asked.cached == len(parsed.calls)
+    lengths = {cache.name: cache.length(0) for cache in of.store.list(None, 0.0)}
+    for found, call in zip(of.messages.cached(asked), parsed.calls, strict=True):
+        numbers, references = iter(found.references), call.attend.caches
+        for reference, (at, size, layer, expected, _) in zip(references, zip(*[numbers] * 5, strict=True), strict=True):
+            assert (message[at : at + size].decode(), layer) == (reference.name, reference.layer)
+            assert expected == (reference.expected_length if reference.HasField("expected_length") else -1)
+    answers = of.answer(message)
+    for name, length in lengths.items():
+        of.store.truncate(of.store.get(name, 0.0), length)
+    if answers is not None:
+        for answer, call in zip(answers, parsed.calls, strict=True):
+            expected_answer = of.ordinary(call.attend)
+            assert isinstance(expected_answer, pb.AttendResponse), expected_answer
+            for reply in (answer, expected_answer):
+                reply.ClearField("timings")
+                reply.ClearField("batch_size")
+            assert answer == expected_answer
+            for name, length in lengths.items():
+                of.store.truncate(of.store.get(name, 0.0), length)
     return asked.requests
 
 

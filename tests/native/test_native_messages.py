@@ -8,19 +8,26 @@ from random import Random
 import messages
 import numpy as np
 import pytest
+from layouts import learn
 from random_messages import (
     MOST,
+    another_step,
     assert_reads_as_others_do,
+    assert_reads_steps_as_others_do,
     known_requests,
+    known_steps,
     random_message,
     spoilt,
     with_other_contents,
 )
+from stepping import Stepping, step
 
+from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
-from attnserve_server.native.messages import MOST_LAYOUTS, MOST_REQUESTS, MOST_SEQUENCES, TAGS, Messages
+from attnserve_server.native.layouts import MOST_SEQUENCES
+from attnserve_server.native.messages import MOST_LAYOUTS, MOST_REQUESTS, TAGS, Messages
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 
@@ -76,6 +83,51 @@ def test_a_unary_request_is_answered_without_an_envelope(native: Messages, devic
         assert native.read_request(message + b"\x08\x01").requests == -1
 
 
+def test_references_to_caches_are_read_as_everybody_reads_them_or_not_at_all(
+    native: Messages, device: CpuDevice
+) -> None:
+    random, caches, found = Random(6), Stepping(device, native), set()
+    requests = known_steps(random, caches, 8)
+    for number in range(1500):
+        message = random_message(random, requests, random.choice((1, 1, 2, 3)), another_step).SerializeToString()
+        message = spoilt(random, message) if number % 3 else message
+        found.add(assert_reads_steps_as_others_do(caches, message))
+    assert {-1, 0, 1, 2, 3} <= found
+    caches.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("field", "reference"),
+    [
+        ("a name of nothing", b"\x0a\x00"),
+        ("no name", b"\x10\x01"),
+        ("a layer of 0 that is said", b"\x0a\x01x\x10\x00"),
+        ("a name behind the layer", b"\x10\x01\x0a\x01x"),
+        ("a field that nobody knows", b"\x0a\x01x\x28\x01"),
+        ("a name longer than all", b"\x0a\x7fx"),
+    ],
+)
+def test_references_that_are_unusual_are_for_others(
+    native: Messages, device: CpuDevice, field: str, reference: bytes
+) -> None:
+    """Each takes as many bytes as one that is usual, so that the layout is known."""
+    caches = Stepping(device, native)
+    request = step(caches.create(3))
+    request.caches[0].ClearField("name")
+    rest = request.SerializeToString()[2:]
+    assert request.SerializeToString()[:2] == b"\x62\x00"
+    name = "x" * len(reference[2:])
+    usual = b"\x62" + bytes([len(reference)]) + b"\x0a" + bytes([len(name)]) + name.encode() + rest
+    unusual = b"\x62" + bytes([len(reference)]) + reference + rest
+    request.caches[0].name = caches.create(3).name
+    (layout,) = [caches.at_once.layout_of(caches.read(request.SerializeToString()))]
+    assert layout is not None
+    _, payloads = _wire.find(pb.AttendRequest, usual)
+    assert native.learn(field, layout, payloads, 0, len(usual))
+    assert native.read_request(usual).requests == (1 if name else 0)
+    assert native.read_request(unusual).requests == 0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -114,7 +166,7 @@ def test_what_is_not_finite_is_said(native: Messages, name: str) -> None:
     array[0, 1, 0, 2] = np.nan
     tensor.data = array.tobytes()
     message = request.SerializeToString()
-    assert native.learn(messages.read_request(message), message, 0)
+    assert learn(native, message)
     asked = native.read_request(message)
     assert asked.requests == 1
     with pytest.raises(ArithmeticError):
@@ -139,31 +191,26 @@ def test_layouts_of_what_there_is_something_else_to_do_for_are_not_learnt(
 ) -> None:
     message = request_.SerializeToString()
     read = messages.read_request(message)
-    assert not native.learn(read, message, 0)
+    assert not learn(native, message)
     assert not native.knows(read.problem)
     assert native.read_request(message).requests == -1
 
 
-def test_a_request_of_another_message_is_not_learnt(native: Messages) -> None:
-    request, message = messages.read(messages.random_attend(0)), messages.random_attend(0).SerializeToString()
-    assert not native.learn(request, message, 0)
-
-
 def test_layouts_that_are_used_stay_when_there_are_too_many(native: Messages) -> None:
-    def learn(number: int) -> bytes:
+    def know(number: int) -> bytes:
         message = messages.random_attend(0, scale=1.0 + number).SerializeToString()
         request = messages.read_request(message)
-        assert native.learn(request, message, 0)
+        assert learn(native, message)
         assert native.knows(request.problem)
         return message
 
-    learnt = [learn(number) for number in range(MOST_LAYOUTS)]
-    learn(MOST_LAYOUTS)  # all were used of late: the first goes, and is looked at anew are they all
+    learnt = [know(number) for number in range(MOST_LAYOUTS)]
+    know(MOST_LAYOUTS)  # all were used of late: the first goes, and is looked at anew are they all
     assert native.read_request(learnt[0]).requests == -1
     assert not native.knows(messages.read_request(learnt[0]).problem)
     for number in range(MOST_LAYOUTS - 1):
         assert native.read_request(learnt[1]).requests == 1
-        learn(MOST_LAYOUTS + 1 + number)
+        know(MOST_LAYOUTS + 1 + number)
     assert native.read_request(learnt[1]).requests == 1
     assert native.read_request(learnt[2]).requests == -1
 
@@ -177,7 +224,7 @@ def test_no_more_requests_nor_results_than_there_is_room_for(native: Messages) -
     many = messages.random_attend(0, 1, batch=MOST_SEQUENCES // 2)
     for request in (small, wide, many):
         message = request.SerializeToString()
-        assert native.learn(messages.read_request(message), message, 0)
+        assert learn(native, message)
     assert [read(small, count) for count in (MOST_REQUESTS, MOST_REQUESTS + 1)] == [MOST_REQUESTS, 0]
     assert [read(wide, count) for count in (1, 2, 3)] == [1, 2, 0]
     assert [read(many, count) for count in (1, 2, 3)] == [1, 2, 0]

@@ -6,27 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import calls
 import messages
 import numpy as np
 import pytest
 from engine_bench import Bench, HeldDevice, torch_threads
+from layouts import learn
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.fast_path import MOST_COME, Answered, FastPath
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 
-CALLER = "me"
+CALLER = Caller(None, ALL_ROLES, "me")
 INLINE = 10**7
 
 
@@ -162,7 +161,7 @@ async def test_nothing_is_answered_by_a_server_that_takes_nothing(device: CpuDev
 async def test_nothing_is_answered_where_everything_waits_for_company(device: CpuDevice) -> None:
     path, request = Path(device, max_wait=0.01), messages.random_attend(1)
     message = request.SerializeToString()
-    assert path.messages.learn(messages.read_request(message), message, 0)
+    assert learn(path.messages, message)
     assert path.answer(message_of(request)) is None
 
 

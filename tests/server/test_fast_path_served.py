@@ -13,6 +13,7 @@ import oracle
 import pytest
 from google.rpc import code_pb2
 
+from attnserve import Client
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.native import library
 
@@ -119,3 +120,24 @@ def test_nan_and_duplicate_ids_are_what_they_are_elsewhere(server: Server, chann
     found = messages.array(reply.attend.output)
     assert np.isnan(found[0, 0]).all()  # every query of the first head sees the first key
     assert np.isfinite(found[0, 1]).all()
+
+
+def test_the_steps_of_a_decoder_are_answered_at_once_too(server: Server) -> None:
+    rng = np.random.default_rng(3)
+    query, key, value = (rng.standard_normal((2, 30, 8)).astype(np.float32) for _ in range(3))
+    with Client(server.address) as client, client.create_cache(2, 8) as cache, cache.fork() as twin:
+        waited = []
+        for number in range(30):
+            token = slice(number, number + 1)
+            results = [
+                each.attend(query[:, token], key=key[:, token], value=value[:, token], causal=True)
+                for each in (cache, twin)
+            ]
+            for result in results:
+                expected = oracle.attend(
+                    *(part[None] for part in (query[:, token], key[:, : number + 1], value[:, : number + 1]))
+                )
+                np.testing.assert_allclose(result.output, expected.output[0], rtol=0, atol=2e-6)
+                waited.append(result.timings.queue)
+        assert cache.length == twin.length == 30
+        assert waited.count(0.0) > 40

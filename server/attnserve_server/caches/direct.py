@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The calls of a problem: their shape, the bytes from sequence to sequence, and those of a reply. `has_more` says
     that there are masks, biases or the like.
     """
@@ -60,7 +60,7 @@ def attend_requests(
     owners: list[int] = []
     alive = []  # until the kernel has read them
     for place, request in enumerate(requests):
-        plan = _plan(request.problem, shape, layout)
+        plan = planned(request.problem, shape, layout)
         if plan is not None:
             inputs = _NOTHING_MORE
             if plan.has_more:
@@ -94,7 +94,7 @@ class _Inputs(NamedTuple):
 _NOTHING_MORE: Final = _Inputs(0, None, None, None)
 
 
-def _add(calls: list[PagedCall], request: CachedRequest, plan: _Plan, inputs: _Inputs) -> RequestResult:
+def _add(calls: list[PagedCall], request: CachedRequest, plan: Plan, inputs: _Inputs) -> RequestResult:
     """Adds a call for each sequence of a request. Returns where the results will be."""
     lse_at = aligned(plan.output_bytes)
     reply, output = memory_of(lse_at + plan.lse_bytes)
@@ -120,7 +120,7 @@ def _add(calls: list[PagedCall], request: CachedRequest, plan: _Plan, inputs: _I
 
 
 @lru_cache(1024)
-def _plan(problem: Problem, shape: CacheShape, layout: PageLayout) -> _Plan | None:
+def planned(problem: Problem, shape: CacheShape, layout: PageLayout) -> Plan | None:
     """The calls of a problem over pages of that layout; None if they are not the kernel's."""
     if not applies(problem):
         return None
@@ -129,7 +129,7 @@ def _plan(problem: Problem, shape: CacheShape, layout: PageLayout) -> _Plan | No
     mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
     item, rows = _dtypes.NUMPY[problem.dtype].itemsize, heads * length
     output, lse = rows * shape.value_dim * item, rows * 4 if problem.return_lse else 0
-    return _Plan(
+    return Plan(
         shape=PagedShape(packed, layout.tokens_per_page, rows // shape.num_kv_heads),
         steps=Own(rows * shape.head_dim * item, output, lse, mask[0], 4 * bias[0]),
         output_bytes=problem.batch * output,

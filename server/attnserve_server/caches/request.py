@@ -14,6 +14,7 @@ from attnserve import _dtypes, _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.axes import KeyShape
+from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
 from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest, Malformed
@@ -226,6 +227,17 @@ def _read(
     size: int,
     limits: RequestLimits,
 ) -> CachedRequest:
+    caches = named(host, owner, references)
+    shape = caches[0].shape
+    resident = KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
+    problem = (_known if len(header) <= MAX_KNOWN_HEADER else _check)(header, resident, limits)
+    if len(caches) != problem.batch:
+        raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
+    return request_to(host, caches, references, problem, payloads, size, limits)
+
+
+def named(host: Host, owner: str | None, references: Sequence[Reference]) -> list[Cache]:
+    """An owner's caches that are referred to, all of one shape. Raises NotFound and InvalidRequest."""
     now = monotonic()
     caches = [host.store.get(reference.name, now, owner) for reference in references]
     shape = caches[0].shape
@@ -235,10 +247,19 @@ def _read(
         if reference.layer >= shape.layers:
             expected = f"below {shape.layers}, the layers that the cache has"
             raise InvalidRequest(f"caches[{index}].layer", expected, reference.layer)
-    resident = KeyShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
-    problem = (_known if len(header) <= MAX_KNOWN_HEADER else _check)(header, resident, limits)
-    if len(caches) != problem.batch:
-        raise InvalidRequest("caches", f"{problem.batch} caches, one for each sequence", len(caches))
+    return caches
+
+
+def request_to(
+    host: Host,
+    caches: Sequence[Cache],
+    references: Sequence[Reference],
+    problem: Problem,
+    payloads: Payloads,
+    size: int,
+    limits: RequestLimits,
+) -> CachedRequest:
+    """A request of a problem to such caches, one for each of its sequences. Raises InvalidRequest."""
     uses = tuple(
         Use(cache, reference.layer, problem.kv_length, reference.expected_length)
         for cache, reference in zip(caches, references, strict=True)

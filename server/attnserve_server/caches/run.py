@@ -119,6 +119,9 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     if not request.placements:
         return
     problem, placements, shape = request.problem, request.placements, request.uses[0].cache.shape
+    if device.torch_device.type == "cpu" and problem.kv_length == 1 and problem.dtype in DTYPES:
+        append_tokens(pool, request)
+        return
     if problem.kv_length > 1:
         key, value = (_heads_first(name, request, device) for name in ("key", "value"))
         for b, placement in enumerate(placements):
@@ -127,11 +130,17 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     for placement in placements:
         pool.copy(placement.copies)
     places = [placement.writes[0] for placement in placements]
-    if device.torch_device.type == "cpu" and problem.dtype in DTYPES:
-        pool.write_arrays(shape, places, *(_token(name, request) for name in ("key", "value")))
-    else:
-        key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
-        pool.write_tokens(shape, places, key, value)
+    key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
+    pool.write_tokens(shape, places, key, value)
+
+
+def append_tokens(pool: PagePool, request: CachedRequest) -> None:
+    """Writes one token to each cache of a request where it has been placed, of at most 32 bits an element, on a CPU."""
+    for placement in request.placements:
+        pool.copy(placement.copies)
+    places = [placement.writes[0] for placement in request.placements]
+    key, value = (_token(name, request) for name in ("key", "value"))
+    pool.write_arrays(request.uses[0].cache.shape, places, key, value)
 
 
 def _token(name: str, request: CachedRequest) -> NDArray[Any]:

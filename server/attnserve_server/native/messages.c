@@ -70,25 +70,62 @@ static int is_of(const struct layout *layout, const uint8_t *request) {
     return 1;
 }
 
-/* The layout of a request, which is used; NULL if it has none that is known. */
-static const struct layout *layout_of(struct known *known, const uint8_t *request, int64_t length) {
+/* The place of a request's layout, which is used; -1 if it has none that is known. */
+static int64_t place_of(struct known *known, const uint8_t *request, int64_t length) {
     for (int64_t place = 0; place < known->count; place++) {
         if (known->lengths[place] != length || !is_of(known->layouts[place], request)) continue;
         known->used[place] = 1;
-        return known->layouts[place];
+        return place;
     }
-    return NULL;
+    return -1;
+}
+
+/* Reads a request's references to caches, one for each of its sequences. Returns whether all is as usual. */
+static int take_references(const struct known *known, const uint8_t *message, const struct layout *layout,
+                           const uint8_t *request, struct reference *references) {
+    struct rest rest = {request + layout->references, request + layout->references + layout->references_bytes};
+    for (int64_t sequence = 0; sequence < layout->sequences; sequence++) {
+        struct rest part, name;
+        if (!take_tag(&rest, known->references_tag) || !take_part(&rest, &part)) return 0;
+        if (!take_tag(&part, known->name_tag) || !take_part(&part, &name) || name.at == name.end) return 0;
+        struct reference reference = {name.at - message, name.end - name.at, 0, -1, 0};
+        if (take_tag(&part, known->layer_tag) && (!take_number(&part, &reference.layer) || !reference.layer)) return 0;
+        if (take_tag(&part, known->expected_tag) && !take_number(&part, &reference.expected)) return 0;
+        if (part.at != part.end) return 0;
+        references[sequence] = reference;
+    }
+    return rest.at == rest.end;
 }
 
 static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-/* Adds a request's calls. Returns whether there was room. */
-static int add(struct asked *asked, int64_t place, const struct layout *layout, const uint8_t *request, uint8_t *results,
-               int64_t room) {
+/* A message that is read, what its requests may be, and where their results are to lie, in so many bytes. */
+struct reading {
+    struct known *known;
+    const uint8_t *message;
+    uint8_t *results;
+    int64_t room;
+    struct asked *asked;
+};
+
+/* Adds a request's calls, which has a layout at that place. Returns whether there was room, and all is as usual. */
+static int add(const struct reading *reading, int64_t number, int64_t place, const uint8_t *request) {
+    struct asked *asked = reading->asked;
+    const struct layout *layout = reading->known->layouts[place];
     int64_t lse_at = asked->result_bytes + aligned(layout->output_bytes);
     int64_t behind = lse_at + aligned(layout->lse_bytes);
-    if (asked->calls + layout->sequences > MOST_CALLS || behind > room) return 0;
-    uint8_t *output = results + asked->result_bytes, *lse = layout->lse_bytes ? results + lse_at : NULL;
+    if (asked->calls + layout->sequences > MOST_CALLS || behind > reading->room) return 0;
+    struct reference *references = asked->references + asked->calls;
+    if (layout->references_bytes) {
+        if (!take_references(reading->known, reading->message, layout, request, references)) return 0;
+        asked->cached++;
+    } else {
+        memset(references, 0, layout->sequences * sizeof *references);
+    }
+    uint8_t *output = reading->results + asked->result_bytes, *lse = layout->lse_bytes ? reading->results + lse_at : NULL;
+    asked->begins[number] = request - reading->message;
+    asked->places[number] = place;
+    asked->first_calls[number] = asked->calls;
     for (int64_t sequence = 0; sequence < layout->sequences; sequence++) {
         struct call *call = &asked->call[asked->calls++];
         *call = layout->call;
@@ -98,9 +135,9 @@ static int add(struct asked *asked, int64_t place, const struct layout *layout, 
         call->output = output + sequence * layout->output_step;
         call->lse = lse ? (float *)(lse + sequence * layout->lse_step) : NULL;
     }
-    asked->layouts[place] = layout;
-    asked->outputs[place] = output;
-    asked->lses[place] = (float *)lse;
+    asked->layouts[number] = layout;
+    asked->outputs[number] = output;
+    asked->lses[number] = (float *)lse;
     asked->result_bytes = behind;
     asked->request_bytes += layout->length;
     asked->cost += layout->cost;
@@ -115,15 +152,16 @@ static void begin(struct asked *asked) {
     asked->timeout = INT64_MAX;
 }
 
-/* Adds a request to what is asked. Returns 1; 0 if there is no room; -1 if it has no known layout. */
-static int64_t take_request(struct known *known, const struct rest *request, int64_t place, uint8_t *results,
-                            int64_t room, struct asked *asked) {
-    const struct layout *layout = layout_of(known, request->at, request->end - request->at);
-    return layout ? add(asked, place, layout, request->at, results, room) : -1;
+/* Adds a request to what is asked. Returns 1; 0 if there is no room, or something unusual; -1 if it has no known
+   layout. */
+static int64_t take_request(const struct reading *reading, const struct rest *request, int64_t number) {
+    int64_t place = place_of(reading->known, request->at, request->end - request->at);
+    return place < 0 ? -1 : add(reading, number, place, request->at);
 }
 
 void attnserve_read_message(struct known *known, const uint8_t *message, int64_t length, int64_t most,
                             uint8_t *results, int64_t room, struct asked *asked) {
+    struct reading reading = {known, message, results, room, asked};
     begin(asked);
     if (most > MOST_REQUESTS) most = MOST_REQUESTS;
     struct rest rest = {message, message + length};
@@ -134,7 +172,7 @@ void attnserve_read_message(struct known *known, const uint8_t *message, int64_t
         if (!take_tag(&call, known->id_tag) || !take_number(&call, &asked->ids[requests]) || !asked->ids[requests]) return;
         if (!take_timeout(known, &call, &asked->timeout)) return;
         if (!take_tag(&call, known->attend_tag) || !take_part(&call, &request) || call.at != call.end) return;
-        int64_t found = take_request(known, &request, requests, results, room, asked);
+        int64_t found = take_request(&reading, &request, requests);
         if (found < 0) asked->requests = found;
         if (found < 1) return;
     }
@@ -143,10 +181,11 @@ void attnserve_read_message(struct known *known, const uint8_t *message, int64_t
 
 void attnserve_read_request(struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
                             int64_t room, struct asked *asked) {
+    struct reading reading = {known, message, results, room, asked};
+    struct rest request = {message, message + length};
     begin(asked);
     asked->ids[0] = 0;
-    struct rest request = {message, message + length};
-    asked->requests = take_request(known, &request, 0, results, room, asked);
+    asked->requests = take_request(&reading, &request, 0);
 }
 
 static int64_t number_bytes(int64_t number) {
@@ -172,10 +211,24 @@ static uint8_t *put_field(uint8_t *to, int64_t tag, int64_t number) {
     return put_number(to, number);
 }
 
+/* The caches that a request is to, one for each of its calls; and the bytes that their lengths take. */
+static const struct reference *references_of(const struct asked *asked, int64_t place) {
+    return asked->references + asked->first_calls[place];
+}
+
+static int64_t lengths_bytes(const struct asked *asked, int64_t place) {
+    const struct reference *reference = references_of(asked, place);
+    int64_t bytes = 0;
+    for (int64_t left = asked->layouts[place]->sequences; left; left--) bytes += number_bytes(reference++->length);
+    return bytes;
+}
+
 /* What a reply takes, but for its envelope; and its envelope, but for what says how long that is. */
 static int64_t reply_bytes(const struct asked *asked, int64_t place) {
     const struct layout *layout = asked->layouts[place];
-    return asked->timings_bytes + layout->head_bytes + layout->output_bytes + layout->middle_bytes + layout->lse_bytes +
+    int64_t lengths = layout->references_bytes ? lengths_bytes(asked, place) : 0;
+    if (lengths) lengths += 1 + number_bytes(lengths);
+    return asked->timings_bytes + lengths + layout->head_bytes + layout->output_bytes + layout->middle_bytes + layout->lse_bytes +
            layout->tail_bytes;
 }
 
@@ -191,7 +244,7 @@ static int64_t now(void) {
 }
 
 int64_t attnserve_compute_message(const struct known *known, struct asked *asked, int64_t decode, int64_t queue,
-                                  attend_function *attend, struct team *team, int64_t helpers) {
+                                  int64_t staging, attend_function *attend, struct team *team, int64_t helpers) {
     int64_t begin = now();
     if (attend(asked->call, asked->calls, team, helpers)) return -1;
     for (int64_t place = 0; place < asked->calls; place++)
@@ -200,6 +253,7 @@ int64_t attnserve_compute_message(const struct known *known, struct asked *asked
     uint8_t *to = asked->timings + 2;
     to = put_field(to, known->decode_tag, decode);
     to = put_field(to, known->queue_tag, queue);
+    to = put_field(to, known->staging_tag, staging);
     to = put_field(to, known->compute_tag, asked->compute);
     asked->timings[0] = (uint8_t)known->timings_tag;
     asked->timings[1] = (uint8_t)(to - asked->timings - 2);
@@ -224,6 +278,12 @@ void attnserve_write_message(const struct known *known, const struct asked *aske
             to = put_number(to, reply_bytes(asked, place));
         }
         to = put_bytes(to, asked->timings, asked->timings_bytes);
+        if (layout->references_bytes) {
+            *to++ = (uint8_t)known->lengths_tag;
+            to = put_number(to, lengths_bytes(asked, place));
+            const struct reference *reference = references_of(asked, place);
+            for (int64_t left = layout->sequences; left; left--) to = put_number(to, reference++->length);
+        }
         const uint8_t *head = fixed_of(layout) + layout->fixed_bytes, *middle = head + layout->head_bytes;
         to = put_bytes(to, head, layout->head_bytes);
         to = put_bytes(to, asked->outputs[place], layout->output_bytes);

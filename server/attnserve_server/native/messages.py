@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
-from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
 from attnserve._fields import LENGTH_DELIMITED
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.native import library
-from attnserve_server.native.library import CALL_BYTES, Function, Library, Threads, pack
-from attnserve_server.native.payloads import ALIGNMENT, address_of_bytes, applies
-from attnserve_server.native.requests import planned
-from attnserve_server.reply import reply_template
-
-if TYPE_CHECKING:
-    from attnserve_server.problem import Problem
-    from attnserve_server.request import Request
+from attnserve_server.native.layouts import LAYOUT_BYTES, MOST_RESULT_BYTES, MOST_SEQUENCES, Layout, packed
+from attnserve_server.native.library import CALL_BYTES, Function, Library, Threads
+from attnserve_server.native.payloads import ALIGNMENT, address_of_bytes
 
 MOST_REQUESTS: Final = 64
-MOST_SEQUENCES: Final = 256
 MOST_LAYOUTS: Final = 256
-"""Of a message, of a request, and as many as are remembered: see `messages.h`."""
-MOST_RESULT_BYTES: Final = 1 << 20
-"""What the results of a message may take."""
+"""Of a message, and as many as are remembered: see `messages.h`."""
 
-_LAYOUT: Final = struct.Struct("=21q")
-_NOWHERE: Final = (0,) * 9
 TAGS: Final = tuple(
     number << 3 | wire_type
     for number, wire_type in (
@@ -44,13 +34,19 @@ TAGS: Final = tuple(
         (pb.AttendStreamCall.ATTEND_FIELD_NUMBER, LENGTH_DELIMITED),
         (Duration.SECONDS_FIELD_NUMBER, 0),
         (Duration.NANOS_FIELD_NUMBER, 0),
+        (pb.AttendRequest.CACHES_FIELD_NUMBER, LENGTH_DELIMITED),
+        (pb.CacheReference.NAME_FIELD_NUMBER, LENGTH_DELIMITED),
+        (pb.CacheReference.LAYER_FIELD_NUMBER, 0),
+        (pb.CacheReference.EXPECTED_LENGTH_FIELD_NUMBER, 0),
         (pb.AttendStreamResponse.REPLIES_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.AttendStreamReply.ID_FIELD_NUMBER, 0),
         (pb.AttendStreamReply.ATTEND_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.AttendResponse.TIMINGS_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.AttendResponse.BATCH_SIZE_FIELD_NUMBER, 0),
+        (pb.AttendResponse.CACHE_LENGTHS_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.Timings.DECODE_NS_FIELD_NUMBER, 0),
         (pb.Timings.QUEUE_NS_FIELD_NUMBER, 0),
+        (pb.Timings.STAGING_NS_FIELD_NUMBER, 0),
         (pb.Timings.COMPUTE_NS_FIELD_NUMBER, 0),
     )
 )
@@ -61,25 +57,51 @@ _LAYOUTS: Final = _LENGTHS + MOST_LAYOUTS
 _USED: Final = _LAYOUTS + MOST_LAYOUTS
 _KNOWN_WORDS: Final = _USED + MOST_LAYOUTS
 """Places in a `struct known`."""
-_ASKED: Final = struct.Struct("=9q")
-_COMPUTE, _ANSWER_BYTES, _IDS = 9, 10, 20
-_ASKED_WORDS: Final = _IDS + 4 * MOST_REQUESTS
+_ASKED: Final = struct.Struct("=10q")
+_COMPUTE, _ANSWER_BYTES, _IDS = 10, 11, 21
+_BEGINS, _PLACES, _FIRST_CALLS, _REFERENCES = (_IDS + number * MOST_REQUESTS for number in (1, 2, 3, 7))
+_REFERENCE: Final = 5
+_ASKED_WORDS: Final = _REFERENCES + _REFERENCE * MOST_SEQUENCES
 """Places in a `struct asked`."""
+_CACHE_LENGTH: Final = 4
+"""In a `struct reference`."""
+_KEYS: Final = struct.Struct("=2q")
+_KEYS_AT, _LENGTH_AT = 8, 96
+"""In a `struct call`: where the keys and values are, and how many keys there are and where the first query stands."""
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_char_p, ctypes.c_ssize_t], ctypes.py_object
 
 
 class _Kept(NamedTuple):
-    """A layout that is known, where the library has it, and the problem of all requests that have it."""
+    """A layout that is known: what requests of it have in common, where their payloads are, and where the library has
+    it.
+    """
 
-    problem: Problem
+    key: Hashable
+    layout: Layout
+    places: Sequence[tuple[int, int]]
     memory: ctypes.Array[ctypes.c_char]
+
+
+class Cached(NamedTuple):
+    """A request to caches of the message that was read last: the layout that it has, where it begins, its bytes, the
+    first of its calls, and its references, five numbers each: where the name is in the message, its bytes, the layer,
+    the length that it should have, or -1, and one for `attend_to`. Its payloads are at `places`, from where it begins.
+    """
+
+    layout: Layout
+    places: Sequence[tuple[int, int]]
+    begin: int
+    request_bytes: int
+    first_call: int
+    references: list[int]
 
 
 class Asked(NamedTuple):
     """What a message asks for: so many requests; 0 if it is for others, and -1 if that is for a layout that is not
-    known. Bytes, costs, FLOPs and tokens are of all together; `timeout` is the shortest, in nanoseconds.
+    known. Bytes, costs, FLOPs and tokens are of all together, but for what depends on caches; `timeout` is the
+    shortest, in nanoseconds. Of the requests, `cached` are to caches.
     """
 
     requests: int
@@ -91,6 +113,7 @@ class Asked(NamedTuple):
     flops: int
     tokens: int
     timeout: int
+    cached: int
 
 
 class Messages:
@@ -110,13 +133,13 @@ class Messages:
         self._write.argtypes = [address, address, address]
         for function in (self._read_message, self._read_request, self._write):
             function.restype = None
-        self._compute = Function("compute_message", None, address, address, size, size, address)
+        self._compute = Function("compute_message", None, address, address, size, size, size, address)
         sizes = (functions.attnserve_layout_bytes, functions.attnserve_known_bytes, functions.attnserve_asked_bytes)
         for function in sizes:
             function.restype = size
         layout_bytes, known_bytes, asked_bytes = (function() for function in sizes)
-        self._layout_bytes = layout_bytes
-        if (known_bytes, asked_bytes) != (8 * _KNOWN_WORDS, 8 * _ASKED_WORDS + MOST_SEQUENCES * CALL_BYTES):
+        ours = LAYOUT_BYTES, 8 * _KNOWN_WORDS, 8 * _ASKED_WORDS + MOST_SEQUENCES * CALL_BYTES
+        if (layout_bytes, known_bytes, asked_bytes) != ours:
             raise OSError(f"{library.PATH} is of another version, which reads messages otherwise")
         self._known_memory, self._asked_memory = bytearray(known_bytes), bytearray(asked_bytes)
         self._results_memory = bytearray(MOST_RESULT_BYTES + ALIGNMENT)
@@ -125,7 +148,7 @@ class Messages:
         self._known_at, self._asked_at = map(_address, (self._known_memory, self._asked_memory))
         self._results_at = -(-_address(self._results_memory) // ALIGNMENT) * ALIGNMENT
         self._kept: list[_Kept] = []
-        self._places: dict[Problem, int] = {}
+        self._places: dict[Hashable, int] = {}
         self._next = 0
 
     def read_message(self, message: bytes, most: int) -> Asked:
@@ -144,13 +167,36 @@ class Messages:
         """The ids of the requests of the message that was read last."""
         return self._asked[_IDS : _IDS + asked.requests].tolist()
 
-    def compute(self, asked: Asked, decode_ns: int, queue_ns: int) -> int:
-        """Computes what that message asks for, which must still be there, and whose decoding and waiting took each
-        request so long; returns how many nanoseconds computing took. Raises MemoryError, and ArithmeticError if results
-        are not all finite.
+    def cached(self, asked: Asked) -> Iterator[Cached]:
+        """The requests to caches of the message that was read last. Before it is computed, `attend_to` says where the
+        keys of each of their calls are.
+        """
+        words = self._asked
+        for number in range(asked.requests):
+            place = words[_PLACES + number]
+            _, layout, places, _ = self._kept[place]
+            if layout.caches is not None:
+                first = words[_FIRST_CALLS + number]
+                at = _REFERENCES + _REFERENCE * first
+                references = words[at : at + _REFERENCE * layout.sequences].tolist()
+                yield Cached(layout, places, words[_BEGINS + number], self._known[_LENGTHS + place], first, references)
+
+    def attend_to(self, call: int, key: int, value: int, kv_length: int, offset: int, length: int) -> None:
+        """Has a call attend to the first `kv_length` tokens of a cache of some length, in pages whose addresses are at
+        `key` and `value`, with its first query at an offset.
+        """
+        at = 8 * _ASKED_WORDS + CALL_BYTES * call
+        _KEYS.pack_into(self._asked_memory, at + _KEYS_AT, key, value)
+        _KEYS.pack_into(self._asked_memory, at + _LENGTH_AT, kv_length, offset)
+        self._asked[_REFERENCES + _REFERENCE * call + _CACHE_LENGTH] = length
+
+    def compute(self, asked: Asked, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
+        """Computes what that message asks for, which must still be there, and whose decoding, waiting and staging took
+        each request so long; returns how many nanoseconds computing took. Raises MemoryError, and ArithmeticError if
+        results are not all finite.
         """
         threads = self._threads_for(asked.effort)
-        if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, self._attend):
+        if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, staging_ns, self._attend):
             raise ArithmeticError("not all results are finite")
         return self._asked[_COMPUTE]
 
@@ -160,68 +206,34 @@ class Messages:
         self._write(self._known_at, self._asked_at, address_of_bytes(answer))
         return answer
 
-    def knows(self, problem: Problem) -> bool:
-        """Whether the layout of its requests is known."""
-        return problem in self._places
+    def knows(self, key: Hashable) -> bool:
+        """Whether the layout of the requests that have this key is known."""
+        return key in self._places
 
-    def learn(self, request: Request, message: bytes, begin: int) -> bool:
-        """Knows the layout of a request, which begins at a place of a message, from now on. Returns False if requests
-        like it are for others: there is something else to do for them.
+    def learn(self, key: Hashable, layout: Layout, payloads: Payloads, begin: int, length: int) -> bool:
+        """Knows a layout from now on: that of a request of so many bytes, which begins at a place of the message that
+        its payloads are in. If as many are known as can be, it takes the place of one that was not used of late.
+        Returns False if the library cannot know it.
         """
-        problem, payloads, extent = request.problem, request.payloads, request.extent
-        if not (payloads.buffer is message and len(payloads) == len(problem.tensors) == 3 and applies(problem)):
+        found = packed(layout, payloads, begin, length)
+        if found is None:
             return False
-        if not (
-            problem.query_length and 0 < problem.batch <= MOST_SEQUENCES and extent.reply_bytes <= MOST_RESULT_BYTES
-        ):
-            return False
-        plan = planned(problem, request.spans)
-        (sequences,) = plan.sequences
-        sizes = [plan.output_bytes, *([plan.reply_bytes - plan.lse_at] if plan.lse_at else [])]
-        head, *others = reply_template(problem, sizes)
-        middle, tail = (others[0], others[1]) if plan.lse_at else (b"", others[0])
-        offset = payloads.at - begin
-        places = [(offset + start, offset + end) for start, end in payloads.places]
-        edges = [0, *chain.from_iterable(places), request.received_bytes]
-        pieces = [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        fixed = b"".join(message[begin + start : begin + start + length] for start, length in pieces)
-        fields = _LAYOUT.pack(
-            request.received_bytes,
-            len(pieces),
-            len(fixed),
-            sequences.number,
-            *(places[place][0] for place in plan.inputs),
-            *plan.steps[:5],
-            plan.output_bytes,
-            sum(sizes) - plan.output_bytes,
-            len(head),
-            len(middle),
-            len(tail),
-            request.cost,
-            request.effort,
-            request.flops,
-            request.query_tokens,
-        )
-        behind = struct.pack(f"={2 * len(pieces)}q", *chain.from_iterable(pieces)) + fixed + head + middle + tail
-        self._keep(problem, request.received_bytes, fields + pack(_NOWHERE, sequences.shape), behind)
-        return True
-
-    def _keep(self, problem: Problem, length: int, layout: bytes, behind: bytes) -> None:
-        """Remembers a layout: if there are as many as can be, in the place of one that was not used of late."""
         place = self._next
         while len(self._kept) == MOST_LAYOUTS and self._known[_USED + place]:
             self._known[_USED + place] = 0
             place = (place + 1) % MOST_LAYOUTS
         self._next = (place + 1) % MOST_LAYOUTS
-        assert len(layout) == self._layout_bytes
-        memory = ctypes.create_string_buffer(layout + behind, len(layout) + len(behind))
+        memory = ctypes.create_string_buffer(found, len(found))
         if place < len(self._kept):
-            del self._places[self._kept[place].problem]
-        self._kept[place : place + 1] = [_Kept(problem, memory)]
-        self._places[problem] = place
+            del self._places[self._kept[place].key]
+        offset = payloads.at - begin
+        places = [(offset + start, offset + end) for start, end in payloads.places]
+        self._kept[place : place + 1] = [_Kept(key, layout, places, memory)]
+        self._places[key] = place
         self._known[_LENGTHS + place], self._known[_LAYOUTS + place] = length, ctypes.addressof(memory)
         self._known[_USED + place] = 1
         self._known[_COUNT] = len(self._kept)
+        return True
 
 
 def _address(memory: bytearray) -> int:

@@ -1,0 +1,178 @@
+"""Requests to caches on the fast path: each has its turn as soon as it is read, since nothing has one before it.
+
+In: messages that have been read, of whose requests the library knows the layouts. Out: requests whose appends have been
+written, and whose calls the library has whole; or nothing, and then nothing has happened: what is wrong or unusual is
+for the way of others.
+
+Steps come to the same caches again and again, and each finds little in the processor's memory but keys and values: so
+a request that was is kept, and is the next one that has nothing else but other contents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+from attnserve._wire import Payloads
+from attnserve_server.caches.direct import planned
+from attnserve_server.caches.request import CachedRequest, Reference, named, request_to
+from attnserve_server.caches.run import append_tokens
+from attnserve_server.caches.work import Host
+from attnserve_server.errors import RequestError
+from attnserve_server.limits import RequestLimits
+from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
+from attnserve_server.native.messages import Asked, Cached, Messages
+
+MOST_KEPT: Final = 1024
+"""So many requests that were are kept."""
+
+PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
+"""Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
+
+_NO_PAYLOADS: Final = Payloads(b"", 0, ())
+
+
+@dataclass(slots=True)
+class Turn:
+    """Requests to caches of one message, at their turn, and what that message asks for, these included."""
+
+    asked: Asked
+    requests: list[CachedRequest] = field(default_factory=list)
+
+    def end(self, failed: bool) -> None:
+        """They are computed; or not, and then nothing remains of them."""
+        for request in self.requests:
+            request.end(failed)
+            request.leave()
+            request.payloads = _NO_PAYLOADS
+
+
+class CachesAtOnce:
+    """The caches of a server on a CPU, as the fast path comes to them."""
+
+    def __init__(self, host: Host, messages: Messages, limits: RequestLimits) -> None:
+        """`messages` computes the calls."""
+        self._host = host
+        self._messages = messages
+        self._limits = limits
+        self._kept: dict[Hashable, CachedRequest] = {}
+
+    @staticmethod
+    def key_of(request: CachedRequest) -> Hashable:
+        """What is the same for all requests of a layout. How many bytes they take varies with the lengths that they
+        expect of caches.
+        """
+        return request.problem, request.uses[0].cache.shape, request.received_bytes
+
+    def layout_of(self, request: CachedRequest) -> Layout | None:
+        """The layout of a request; None if it appends more than one token to a cache, or there is more to do for such
+        requests than the library does.
+        """
+        problem, shape = request.problem, request.uses[0].cache.shape
+        names = ("query", "key", "value") if problem.kv_length else ("query",)
+        payloads = [spec.payload for spec in problem.tensors.values() if spec.payload >= 0]
+        if problem.tensors.keys() - PER_SEQUENCE != set(names) or problem.kv_length > 1:
+            return None
+        if len(payloads) != len(request.payloads) or len(payloads) != len(problem.tensors):
+            return None
+        plan = planned(problem, shape, self._host.pages.layout(shape))
+        if plan is None or not problem.query_length or problem.batch > MOST_SEQUENCES:
+            return None
+        if request.reply_bytes > MOST_RESULT_BYTES:
+            return None
+        query, key, value = (problem.tensors[name].payload for name in (*names, "query", "query")[:3])
+        return Layout(
+            problem=problem,
+            sequences=problem.batch,
+            shape=plan.shape.packed,
+            inputs=(query, key, value),
+            steps=(plan.steps.query, 0, 0, plan.steps.output, plan.steps.lse),
+            output_bytes=plan.output_bytes,
+            lse_bytes=plan.lse_bytes,
+            tokens=request.query_tokens,
+            caches=shape,
+        )
+
+    def begin(self, owner: str | None, asked: Asked, message: bytes, most: int) -> Turn | None:
+        """Has the requests to an owner's caches, in the message that was read last, have their turn: what they append
+        is written. None if they cannot, or all that the message asks for costs more than `most`.
+        """
+        requests, keys, first_calls = [], [], []
+        cost, effort, flops, now = asked.cost, asked.effort, asked.flops, monotonic()
+        try:
+            for cached in self._messages.cached(asked):
+                key, request = self._request(owner, cached, message, now)
+                if request is None:
+                    return None
+                requests.append(request)
+                keys.append(key)
+                first_calls.append(cached.first_call)
+                cost, effort, flops = cost + request.cost, effort + request.effort, flops + request.flops
+        except (RequestError, UnicodeDecodeError):
+            return None
+        if cost > most or _in_line(requests):
+            return None
+        turn = Turn(asked._replace(cost=cost, effort=effort, flops=flops))
+        try:
+            for first_call, request in zip(first_calls, requests, strict=True):
+                request.enter()
+                turn.requests.append(request)
+                request.begin()
+                self._complete(first_call, request)
+        except (RequestError, MemoryError):
+            turn.end(failed=True)
+            return None
+        if len(self._kept) >= MOST_KEPT:
+            self._kept.clear()
+        self._kept.update(zip(keys, requests, strict=True))
+        return turn
+
+    def _request(
+        self, owner: str | None, cached: Cached, message: bytes, now: float
+    ) -> tuple[Hashable, CachedRequest | None]:
+        """A request that has not its turn yet, and what it is kept by; None if its caches are not as usual, or somebody
+        else uses them. Raises RequestError, and UnicodeDecodeError.
+        """
+        layout, places, begin, size, _, numbers = cached
+        names = [message[at : at + length] for at, length in zip(numbers[::5], numbers[1::5], strict=True)]
+        key = id(layout.problem), size, owner, *names, *numbers[2::5]
+        payloads = Payloads(message, begin, places)
+        expected = [None if length < 0 else length for length in numbers[3::5]]
+        request = self._kept.pop(key, None)  # another one in the message that is like it is another
+        if request is None:
+            named_so = zip(names, numbers[2::5], expected, strict=True)
+            references = [Reference(name.decode(), layer, length) for name, layer, length in named_so]
+            caches = named(self._host, owner, references)
+            if caches[0].shape != layout.caches:
+                return key, None
+            request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
+        else:
+            request.payloads = payloads
+            if any(use.cache.gone or use.cache.expired(now) for use in request.uses):
+                return key, None
+            request.uses = tuple(
+                [use._replace(expected_length=length) for use, length in zip(request.uses, expected, strict=True)]
+            )
+            request.count([use.cache.coming_length(use.layer) + use.tokens for use in request.uses])
+        return key, None if any(use.cache.users for use in request.uses) else request
+
+    def _complete(self, first_call: int, request: CachedRequest) -> None:
+        """Writes what a request appends, and has its calls attend to its caches."""
+        pool = self._host.pages
+        if request.placements:
+            append_tokens(pool, request)
+        found = zip(request.uses, request.kv_lengths, request.offsets, request.lengths, strict=True)
+        for call, (use, kv_length, offset, length) in enumerate(found, first_call):
+            key, value, _ = pool.addresses(use.cache.table(use.layer))
+            self._messages.attend_to(call, key, value, kv_length, offset, length)
+
+
+def _in_line(requests: Sequence[CachedRequest]) -> bool:
+    """Whether one has to wait for another: they are to the same cache, and one appends."""
+    if len(requests) == 1:
+        return False
+    times = Counter(name for request in requests for name in request.needs)
+    return any(times[name] > 1 for request in requests if not request.shares for name in request.needs)

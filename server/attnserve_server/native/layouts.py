@@ -1,0 +1,134 @@
+"""Layouts, by which the library knows requests: those of one differ in nothing but the contents of query, key and
+value, and in the caches that they refer to.
+
+In: what requests of a layout come to, and one of them, where it was received. Out: what the library keeps of it, a
+`struct layout` of `messages.h`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable, Sequence
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from attnserve import _fields
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.native.library import CALL_BYTES, pack
+from attnserve_server.native.payloads import applies
+from attnserve_server.native.requests import planned
+from attnserve_server.reply import reply_template
+
+if TYPE_CHECKING:
+    from attnserve._wire import Payloads
+    from attnserve_server.problem import Problem
+    from attnserve_server.request import Request
+
+MOST_SEQUENCES: Final = 256
+"""Of a message, and so of a request."""
+MOST_RESULT_BYTES: Final = 1 << 20
+"""What the results of a message may take."""
+
+_LAYOUT: Final = struct.Struct("=23q")
+_NOWHERE: Final = (0,) * 9
+LAYOUT_BYTES: Final = _LAYOUT.size + CALL_BYTES
+"""Of a `struct layout`, but for what lies behind it."""
+
+
+class Layout(NamedTuple):
+    """What requests of a layout come to: `sequences` calls of a shape, as the library packs it. `inputs` are the
+    payloads of query, key and value. `steps` says by how many bytes query, key, value, output and lse of a sequence
+    are behind those of the one before. `caches` is the shape of the caches that requests are to, None if they are to
+    none; what these cost depends on how long these are, and is 0 here.
+    """
+
+    problem: Problem
+    sequences: int
+    shape: bytes
+    inputs: tuple[int, int, int]
+    steps: Sequence[int]
+    output_bytes: int
+    lse_bytes: int
+    tokens: int
+    cost: int = 0
+    effort: int = 0
+    flops: int = 0
+    caches: Hashable = None
+
+
+def layout_of(request: Request) -> Layout | None:
+    """The layout of a request; None if there is more to do for such requests than the library does."""
+    problem, extent = request.problem, request.extent
+    if not (len(request.payloads) == len(problem.tensors) == 3 and applies(problem)):
+        return None
+    if not (problem.query_length and 0 < problem.batch <= MOST_SEQUENCES and extent.reply_bytes <= MOST_RESULT_BYTES):
+        return None
+    plan = planned(problem, request.spans)
+    (sequences,) = plan.sequences
+    return Layout(
+        problem=problem,
+        sequences=sequences.number,
+        shape=sequences.shape,
+        inputs=plan.inputs,
+        steps=plan.steps[:5],
+        output_bytes=plan.output_bytes,
+        lse_bytes=plan.reply_bytes - plan.lse_at if plan.lse_at else 0,
+        tokens=request.query_tokens,
+        cost=request.cost,
+        effort=request.effort,
+        flops=request.flops,
+    )
+
+
+def packed(layout: Layout, payloads: Payloads, begin: int, length: int) -> bytes | None:
+    """What the library keeps of a layout, one request of which has so many bytes and begins at a place of the message
+    that its payloads are in; None if its references are not side by side.
+    """
+    message, end = memoryview(payloads.buffer), begin + length
+    places = [(payloads.at + start, payloads.at + behind) for start, behind in payloads.places]
+    references = begin, begin
+    if layout.caches is not None:
+        found = _references(payloads.buffer, begin, end)
+        if found is None:
+            return None
+        references = found
+    sizes = [layout.output_bytes, *([layout.lse_bytes] if layout.lse_bytes else [])]
+    head, *others = reply_template(layout.problem, sizes)
+    middle, tail = (others[0], others[1]) if layout.lse_bytes else (b"", others[0])
+    varying = sorted([*places, references] if layout.caches is not None else places)
+    edges = [begin, *chain.from_iterable(varying), end]
+    pieces = [(start, behind - start) for start, behind in zip(edges[::2], edges[1::2], strict=True)]
+    fixed = b"".join(message[start : start + size] for start, size in pieces)
+    fields = _LAYOUT.pack(
+        length,
+        len(pieces),
+        len(fixed),
+        layout.sequences,
+        references[0] - begin,
+        references[1] - references[0],
+        *(places[place][0] - begin for place in layout.inputs),
+        *layout.steps,
+        layout.output_bytes,
+        layout.lse_bytes,
+        len(head),
+        len(middle),
+        len(tail),
+        layout.cost,
+        layout.effort,
+        layout.flops,
+        layout.tokens,
+    )
+    where = chain.from_iterable((start - begin, size) for start, size in pieces)
+    behind = struct.pack(f"={2 * len(pieces)}q", *where) + fixed + head + middle + tail
+    return fields + pack(_NOWHERE, layout.shape) + behind
+
+
+def _references(message: _fields.Buffer, begin: int, end: int) -> tuple[int, int] | None:
+    """Where a request's references to caches are, if nothing is between them."""
+    places = [
+        (start, behind)
+        for number, wire_type, start, _, behind in _fields.fields(message, begin, end)
+        if number == pb.AttendRequest.CACHES_FIELD_NUMBER and wire_type == _fields.LENGTH_DELIMITED
+    ]
+    together = all(one[1] == other[0] for one, other in pairwise(places))
+    return (places[0][0], places[-1][1]) if places and together else None

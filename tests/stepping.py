@@ -1,0 +1,188 @@
+"""A server's caches, and two ways of answering messages that are to them: at once, by the library, and as all others.
+
+For tests that compare the two, or look at what either leaves behind. The way of others is a request's own life here,
+without the queue: enter, begin, run, end, leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Final
+
+import messages
+import numpy as np
+import torch
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.at_once import CachesAtOnce, Turn
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.request import CachedRequest, read_attend
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.callers import ALL_ROLES, Caller
+from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.errors import RequestError
+from attnserve_server.limits import DEFAULT_LIMITS
+from attnserve_server.native.messages import Messages
+from attnserve_server.request import Request
+from attnserve_server.work import Phases
+
+PAGE_BYTES: Final = 1024
+PAGES: Final = 256
+SHAPE: Final = CacheShape(2, 8, 8, 1, "float32")
+"""A page holds 8 tokens of it."""
+MOST: Final = 10**9
+"""What a message may cost."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def caller(name: str | None = None) -> Caller:
+    """Somebody who may do everything."""
+    return Caller(name, ALL_ROLES, name)
+
+
+class Stepping:
+    """The caches, and who answers."""
+
+    def __init__(self, device: CpuDevice, of: Messages, pages: int = PAGES) -> None:
+        self.device = device
+        self.messages = of
+        self.store = CacheStore(pages * PAGE_BYTES, PAGE_BYTES, 1000)
+        self.host = Host(self.store, PagePool(pages * PAGE_BYTES, PAGE_BYTES, device.torch_device))
+        self.at_once = CachesAtOnce(self.host, of, DEFAULT_LIMITS)
+
+    def create(
+        self,
+        tokens: int = 0,
+        shape: CacheShape = SHAPE,
+        ttl: float | None = None,
+        owner: str | None = None,
+        seed: int = 0,
+    ) -> Cache:
+        """A cache with so many unit-normal tokens in each layer."""
+        cache = self.store.create(shape, ttl, monotonic(), owner)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(shape.layers):
+            reservation = self.store.reserve([(cache, layer, tokens)], monotonic())
+            (placement,) = self.store.place(reservation, monotonic())
+            key, value = (
+                torch.randn(shape.num_kv_heads, tokens, width, generator=generator)
+                for width in (shape.head_dim, shape.value_dim)
+            )
+            self.host.pages.write(shape, placement, key, value)
+            self.store.cancel(reservation)
+        return cache
+
+    def read(self, message: bytes, owner: str | None = None, begin: int = 0) -> Request | CachedRequest:
+        """A request as everybody reads it, from where it begins to the end of a message. Raises RequestError."""
+        read = read_attend(self.host, caller(owner), message, begin, len(message))
+        assert isinstance(read, Request | CachedRequest)
+        return read
+
+    def learn(self, *requests: pb.AttendRequest, owner: str | None = None) -> list[bool]:
+        """Has their layouts known, and says of which that can be."""
+        found = []
+        for request in requests:
+            message = request.SerializeToString()
+            read = self.read(message, owner)
+            assert isinstance(read, CachedRequest)
+            layout = self.at_once.layout_of(read)
+            found.append(
+                layout is not None
+                and self.messages.learn(self.at_once.key_of(read), layout, read.payloads, 0, len(message))
+            )
+        return found
+
+    def turn(self, message: bytes, owner: str | None = None, most: int = MOST) -> Turn | None:
+        """The turn of the requests in a message, all of which are to caches; None if they cannot have it."""
+        asked = self.messages.read_message(message, 64)
+        return self.at_once.begin(owner, asked, message, most) if asked.requests > 0 else None
+
+    def answer(self, message: bytes, owner: str | None = None) -> list[pb.AttendResponse] | None:
+        """What is answered at once, if anything is."""
+        turn = self.turn(message, owner)
+        if turn is None:
+            return None
+        computed = False
+        try:
+            self.messages.compute(turn.asked, 1, 2, 3)
+            computed = True
+        except ArithmeticError:
+            return None
+        finally:
+            turn.end(failed=not computed)
+        return [reply.attend for reply in pb.AttendStreamResponse.FromString(self.messages.write()).replies]
+
+    def ordinary(self, request: pb.AttendRequest, owner: str | None = None) -> pb.AttendResponse | type[RequestError]:
+        """The answer to one request by the way of others, or what is wrong with it."""
+        try:
+            read = self.read(request.SerializeToString(), owner)
+            assert isinstance(read, CachedRequest)
+            read.enter()
+        except RequestError as error:
+            return type(error)
+        failed = True
+        try:
+            read.begin()
+            (result,) = self._run(read)
+            failed = False
+        except RequestError as error:
+            return type(error)
+        finally:
+            read.end(failed)
+            read.leave()
+        pieces, _ = read.encode(result, Phases(0.0, 0.0, 0.0, 0.0, 0.0), 1)
+        return pb.AttendResponse.FromString(b"".join(pieces))
+
+    def _run(self, request: CachedRequest) -> Any:
+        done = request.run_batch(self.device, [request])
+        while done.again:
+            done = request.run_batch(self.device, [request])
+        return done.results
+
+    def assert_at_rest(self) -> None:
+        """Asserts that nobody uses a cache, and no page is promised."""
+        assert self.store.reserved_pages == 0
+        assert all(cache.users == 0 for cache in self.store._caches.values())
+
+
+def step(
+    *caches: Cache | str,
+    seed: int = 0,
+    append: bool = False,
+    expected: Sequence[int | None] = (),
+    layer: int = 0,
+    heads: int = 2,
+    dtype: Any = np.float32,
+    shape: CacheShape = SHAPE,
+    **fields: Any,
+) -> pb.AttendRequest:
+    """A request of one query for each cache, with a token to append to each or not; contents are by the seed."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(count: int, width: int) -> Array:
+        return rng.standard_normal((len(caches), count, 1, width)).astype(dtype)
+
+    lengths = [*expected, *[None] * (len(caches) - len(expected))]
+    references = [
+        pb.CacheReference(name=each if isinstance(each, str) else each.name, layer=layer, expected_length=length)
+        for each, length in zip(caches, lengths, strict=True)
+    ]
+    fields["query"] = tokens(heads, shape.head_dim)
+    if append:
+        fields |= {
+            "key": tokens(shape.num_kv_heads, shape.head_dim),
+            "value": tokens(shape.num_kv_heads, shape.value_dim),
+        }
+    given = {name: messages.tensor(each) if isinstance(each, np.ndarray) else each for name, each in fields.items()}
+    return pb.AttendRequest(caches=references, **given)
+
+
+def message_of(*requests: pb.AttendRequest) -> bytes:
+    """The message of a stream that asks for these."""
+    return pb.AttendStreamRequest(
+        calls=[pb.AttendStreamCall(id=number, attend=request) for number, request in enumerate(requests, 1)]
+    ).SerializeToString()
