@@ -108,7 +108,7 @@ class Stepping:
             return None
         computed = False
         try:
-            self.messages.compute(turn.asked, 1, 2, 3)
+            self.messages.compute(turn.effort, 1, 2, 3)
             computed = True
         except ArithmeticError:
             return None

@@ -108,18 +108,18 @@ class FastPath:
         ):
             return None
         begin = staged = perf_counter()
-        calls, turn = requests, None
+        calls, effort, flops, turn = requests, asked.effort, asked.flops, None
         if asked.cached:
             turn = self._turn(caller, asked, message)
             if turn is None:
                 return None
-            asked, calls, staged = turn.asked, asked.calls, perf_counter()
+            calls, effort, flops, staged = asked.calls, turn.effort, turn.flops, perf_counter()
         waited_ns, staging = int((begin - arrival) * 1e9), (staged - begin) / requests
         decode_ns = waited_ns // requests
         queue_ns = waited_ns - decode_ns  # while the others were decoded
         answer = None
         try:
-            compute_ns = messages.compute(asked, decode_ns, queue_ns, int(staging * 1e9))
+            compute_ns = messages.compute(effort, decode_ns, queue_ns, int(staging * 1e9))
             answer = messages.write()
         except (MemoryError, ArithmeticError):  # of NaN and infinities there is more to be known
             return None
@@ -128,9 +128,9 @@ class FastPath:
                 turn.end(failed=answer is None)
         engine.computed_at_once(caller.share, size, requests, compute_ns * 1e-9)
         encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
-        self._metrics.batch(requests, asked.flops, asked.tokens, 0.0, {NAME: calls})
+        self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
         self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)
-        return Answered(answer, caller.share, requests, size, asked.tokens, asked.flops)
+        return Answered(answer, caller.share, requests, size, asked.tokens, flops)
 
     def _turn(self, caller: Caller, asked: Asked, message: bytes) -> Turn | None:
         """The turn of the requests to caches in a message, if they can have it now."""

@@ -8,6 +8,7 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import stepping
@@ -22,6 +23,8 @@ from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +57,27 @@ def assert_same(found: pb.AttendResponse, expected: object) -> None:
 
 @pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"return_lse": True, "causal": True}, {"scale": 0.3, "softcap": 2.0}])
 def test_steps_have_the_bits_of_the_way_of_others(
-    stepping_: Stepping, append: bool, storage: Any, options: dict[str, Any]
+    stepping_: Stepping, append: bool, storage: Any, dtype: Any, options: dict[str, Any]
 ) -> None:
     shape = CacheShape(2, 8, 8, 2, storage)
     one, other = (stepping_.create(5, shape, seed=7) for _ in range(2))
     for number in range(20):  # pages are filled meanwhile
         length = 5 + number * append
         asked, twin = (
-            step(cache, seed=number, append=append, expected=[length], layer=1, heads=4, shape=shape, **options)
+            step(
+                cache,
+                seed=number,
+                append=append,
+                expected=[length],
+                layer=1,
+                heads=4,
+                dtype=dtype,
+                shape=shape,
+                **options,
+            )
             for cache in (one, other)
         )
         if number == 0:
@@ -159,21 +173,26 @@ def test_what_expects_another_length_is_for_others(stepping_: Stepping) -> None:
     assert cache.lengths == [6]
 
 
-def test_what_is_not_finite_is_for_others_and_is_appended_once(stepping_: Stepping) -> None:
-    cache, other = stepping_.create(8), stepping_.create(8)  # a page is full: the next has to be given back
-    asked, twin = (step(each, append=True, expected=[8]) for each in (cache, other))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_for_others_and_is_appended_once(stepping_: Stepping, dtype: Any, value: float) -> None:
+    shape = CacheShape(2, 8, 8, 1, np.dtype(dtype).name)
+    # A page is full: the next has to be given back.
+    tokens = shape.tokens_per_page(stepping.PAGE_BYTES)
+    cache, other = stepping_.create(tokens, shape), stepping_.create(tokens, shape)
+    asked, twin = (step(each, append=True, expected=[tokens], dtype=dtype) for each in (cache, other))
     stepping_.learn(asked)
     used = stepping_.store.used_bytes
     for request in (asked, twin):
-        request.value.data = np.full(16, np.inf, np.float32).tobytes()
+        request.value.data = np.full(16, value, dtype).tobytes()
     assert stepping_.answer(message_of(asked)) is None
-    assert cache.lengths == [8]
+    assert cache.lengths == [tokens]
     assert stepping_.store.used_bytes == used
     stepping_.assert_at_rest()
     found, expected = stepping_.ordinary(asked), stepping_.ordinary(twin)
     assert isinstance(found, pb.AttendResponse)
     assert_same(found, expected)
-    assert cache.lengths == [9]
+    assert cache.lengths == [tokens + 1]
 
 
 def test_a_fork_never_sees_what_its_sibling_appends(stepping_: Stepping) -> None:
@@ -291,7 +310,7 @@ def test_more_than_may_be_computed_at_once_is_for_others(stepping_: Stepping) ->
     assert stepping_.turn(message, most=cost - 1) is None
     turn = stepping_.turn(message, most=cost)
     assert turn is not None
-    assert turn.asked.cost == cost
+    assert turn.flops == stepping_.read(step(cache).SerializeToString()).flops
     turn.end(failed=False)
 
 
@@ -336,3 +355,24 @@ def test_requests_that_are_kept_hold_no_message_and_are_bounded(
         kept = stepping_.at_once._kept
         assert len(kept) <= 4
         assert all(request.payloads.buffer == b"" for request in kept.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whether_pages_are_finite_is_known_as_elsewhere(stepping_: Stepping, dtype: Any) -> None:
+    """What is shared of several caches is read once only where that is known."""
+    shape = CacheShape(2, 8, 8, 1, np.dtype(dtype).name)
+    for bad in ("key", "value", None):
+        cache = stepping_.create(0, shape)
+        requests = [step(cache, seed=seed, append=True, dtype=dtype) for seed in range(3)]
+        stepping_.learn(requests[0])
+        if bad is not None:
+            array = stepping.messages.array(getattr(requests[1], bad)).copy()
+            array[0, 1, 0, 7] = np.inf
+            getattr(requests[1], bad).data = array.tobytes()
+        found = []
+        for request in requests:
+            turn = stepping_.turn(message_of(request))
+            assert turn is not None
+            turn.end(failed=False)
+            found.append(stepping_.host.pages.finite_pages(np.array(cache.pages(0), np.int32)) == 1)
+        assert found == [True, bad is None, bad is None]

@@ -17,10 +17,12 @@ from time import monotonic
 from typing import Final
 
 from attnserve._wire import Payloads
+from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.caches.direct import planned
 from attnserve_server.caches.request import CachedRequest, Reference, named, request_to
 from attnserve_server.caches.run import append_tokens
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.shape import CacheDtype
+from attnserve_server.caches.work import Host, Use
 from attnserve_server.errors import RequestError
 from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
@@ -32,14 +34,22 @@ MOST_KEPT: Final = 1024
 PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
 """Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
 
+_STORED: Final[dict[int, CacheDtype]] = {
+    pb.DATA_TYPE_FLOAT32: "float32",
+    pb.DATA_TYPE_FLOAT16: "float16",
+    pb.DATA_TYPE_BFLOAT16: "bfloat16",
+}
+"""As what caches say that they store a dtype."""
+
 _NO_PAYLOADS: Final = Payloads(b"", 0, ())
 
 
 @dataclass(slots=True)
 class Turn:
-    """Requests to caches of one message, at their turn, and what that message asks for, these included."""
+    """Requests to caches of one message, at their turn; and what all that the message asks for comes to, in FLOPs."""
 
-    asked: Asked
+    effort: int
+    flops: int
     requests: list[CachedRequest] = field(default_factory=list)
 
     def end(self, failed: bool) -> None:
@@ -83,13 +93,14 @@ class CachesAtOnce:
             return None
         if request.reply_bytes > MOST_RESULT_BYTES:
             return None
-        query, key, value = (problem.tensors[name].payload for name in (*names, "query", "query")[:3])
+        inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # of keys that are not there, any
+        query, key, value = (spec.size // problem.batch for spec in inputs)
         return Layout(
             problem=problem,
             sequences=problem.batch,
             shape=plan.shape.packed,
-            inputs=(query, key, value),
-            steps=(plan.steps.query, 0, 0, plan.steps.output, plan.steps.lse),
+            inputs=tuple(spec.payload for spec in inputs),
+            steps=(query, key, value, plan.steps.output, plan.steps.lse),
             output_bytes=plan.output_bytes,
             lse_bytes=plan.lse_bytes,
             tokens=request.query_tokens,
@@ -115,7 +126,7 @@ class CachesAtOnce:
             return None
         if cost > most or _in_line(requests):
             return None
-        turn = Turn(asked._replace(cost=cost, effort=effort, flops=flops))
+        turn = Turn(effort, flops)
         try:
             for first_call, request in zip(first_calls, requests, strict=True):
                 request.enter()
@@ -151,23 +162,42 @@ class CachesAtOnce:
             request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
         else:
             request.payloads = payloads
-            if any(use.cache.gone or use.cache.expired(now) for use in request.uses):
-                return key, None
-            request.uses = tuple(
-                [use._replace(expected_length=length) for use, length in zip(request.uses, expected, strict=True)]
-            )
+            for use in request.uses:
+                if use.cache.gone or use.cache.expired(now):
+                    return key, None
+            old = zip(request.uses, expected, strict=True)
+            request.uses = tuple([Use(cache, layer, tokens, length) for (cache, layer, tokens, _), length in old])
             request.count([use.cache.coming_length(use.layer) + use.tokens for use in request.uses])
-        return key, None if any(use.cache.users for use in request.uses) else request
+        for use in request.uses:
+            if use.cache.users:
+                return key, None
+        return key, request
 
     def _complete(self, first_call: int, request: CachedRequest) -> None:
         """Writes what a request appends, and has its calls attend to its caches."""
         pool = self._host.pages
-        if request.placements:
+        if request.placements and not _as_they_are(request):
             append_tokens(pool, request)
+        elif request.placements:
+            self._append(first_call, request)
         found = zip(request.uses, request.kv_lengths, request.offsets, request.lengths, strict=True)
         for call, (use, kv_length, offset, length) in enumerate(found, first_call):
             key, value, _ = pool.addresses(use.cache.table(use.layer))
             self._messages.attend_to(call, key, value, kv_length, offset, length)
+
+    def _append(self, first_call: int, request: CachedRequest) -> None:
+        """Writes what a request appends, as it is, where it has been placed."""
+        pool, shape = self._host.pages, request.uses[0].cache.shape
+        for call, (copies, ((page, slot, _),)) in enumerate(request.placements, first_call):
+            if copies:
+                pool.copy(copies)
+            finite = self._messages.append(call, *pool.page(page), slot)
+            pool.note(shape, page, slot, finite=finite)
+
+
+def _as_they_are(request: CachedRequest) -> bool:
+    """Whether keys and values are stored in the dtype of the request."""
+    return _STORED[request.problem.dtype] == request.uses[0].cache.shape.dtype
 
 
 def _in_line(requests: Sequence[CachedRequest]) -> bool:

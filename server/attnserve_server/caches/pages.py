@@ -98,7 +98,8 @@ class PagePool:
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
         self._arrays = lru_cache(REMEMBERED_SHAPES)(self._arrays_of)
         self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
-        self._halves = np.array([[self._keys.data_ptr()], [self._values.data_ptr()]])
+        self._keys_at, self._values_at = self._keys.data_ptr(), self._values.data_ptr()
+        self._halves = np.array([[self._keys_at], [self._values_at]])
         self._page_stride = self._keys.stride(0)
 
     def tokens_per_page(self, shape: CacheShape) -> int:
@@ -161,10 +162,19 @@ class PagePool:
             keys[pages, :, slots], values[pages, :, slots] = key, value
         finite = bool(np.isfinite(key).all() and np.isfinite(value).all())
         for n, (page, slot, _) in enumerate(places):
-            if not slot:
-                values[page, :, 1:] = 0
             own = finite or bool(np.isfinite(key[n]).all() and np.isfinite(value[n]).all())
-            self._finite[page] = own and (not slot or self._finite[page])
+            self.note(shape, page, slot, finite=own)
+
+    def page(self, number: int) -> tuple[int, int]:
+        """Where in memory the keys of a page begin, and where its values do. On a CPU only."""
+        offset = number * self._page_stride
+        return self._keys_at + offset, self._values_at + offset
+
+    def note(self, shape: CacheShape, page: int, slot: int, *, finite: bool) -> None:
+        """Somebody has written a token to a slot of a page, which is finite or may not be. On a CPU only."""
+        if not slot:
+            self._arrays(shape)[1][page, :, 1:] = 0  # what others left there
+        self._finite[page] = finite and (not slot or self._finite[page])
 
     def addresses(self, table: PageTable) -> PageAddresses:
         """Where in memory the keys of pages begin, and where their values do. On a CPU only."""

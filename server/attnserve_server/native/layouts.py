@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     problem: Problem
     sequences: int
     shape: bytes
-    inputs: tuple[int, int, int]
+    inputs: Sequence[int]
     steps: Sequence[int]
     output_bytes: int
     lse_bytes: int

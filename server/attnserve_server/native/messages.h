@@ -82,6 +82,10 @@ void attnserve_read_message(struct known *known, const uint8_t *message, int64_t
 void attnserve_read_request(struct known *known, const uint8_t *message, int64_t length, uint8_t *results,
                             int64_t room, struct asked *asked);
 
+/* Appends the token that a call brings to a cache, whose keys and values are of the dtype of the request: to two pages,
+   behind so many tokens there. Before it is said where the call's keys are. Returns whether all of the token is finite. */
+int64_t attnserve_append_token(const struct asked *asked, int64_t call, uint8_t *keys, uint8_t *values, int64_t slot);
+
 /* Computes what a message asks for, by `attend`, for which the last two are. Decoding, waiting and staging took each
    request so many nanoseconds. Returns 0; -1 if there was no memory; -2 if results are not all finite. */
 typedef int64_t attend_function(struct call *calls, int64_t count, struct team *team, int64_t helpers);

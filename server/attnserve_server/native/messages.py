@@ -133,6 +133,8 @@ class Messages:
         self._write.argtypes = [address, address, address]
         for function in (self._read_message, self._read_request, self._write):
             function.restype = None
+        self._append = functions.attnserve_append_token
+        self._append.argtypes, self._append.restype = [address, size, address, address, size], size
         self._compute = Function("compute_message", None, address, address, size, size, size, address)
         sizes = (functions.attnserve_layout_bytes, functions.attnserve_known_bytes, functions.attnserve_asked_bytes)
         for function in sizes:
@@ -181,6 +183,12 @@ class Messages:
                 references = words[at : at + _REFERENCE * layout.sequences].tolist()
                 yield Cached(layout, places, words[_BEGINS + number], self._known[_LENGTHS + place], first, references)
 
+    def append(self, call: int, keys: int, values: int, slot: int) -> bool:
+        """Appends the token that a call brings to a cache of the request's dtype: to the page whose keys and values are
+        at these addresses, behind so many tokens there; before `attend_to`. Returns whether all of it is finite.
+        """
+        return bool(self._append(self._asked_at, call, keys, values, slot))
+
     def attend_to(self, call: int, key: int, value: int, kv_length: int, offset: int, length: int) -> None:
         """Has a call attend to the first `kv_length` tokens of a cache of some length, in pages whose addresses are at
         `key` and `value`, with its first query at an offset.
@@ -190,12 +198,12 @@ class Messages:
         _KEYS.pack_into(self._asked_memory, at + _LENGTH_AT, kv_length, offset)
         self._asked[_REFERENCES + _REFERENCE * call + _CACHE_LENGTH] = length
 
-    def compute(self, asked: Asked, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
-        """Computes what that message asks for, which must still be there, and whose decoding, waiting and staging took
-        each request so long; returns how many nanoseconds computing took. Raises MemoryError, and ArithmeticError if
-        results are not all finite.
+    def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
+        """Computes what that message asks for, which must still be there: work of so much effort, in FLOPs. Decoding,
+        waiting and staging took each request so long; returns how many nanoseconds computing took. Raises MemoryError,
+        and ArithmeticError if results are not all finite.
         """
-        threads = self._threads_for(asked.effort)
+        threads = self._threads_for(effort)
         if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, staging_ns, self._attend):
             raise ArithmeticError("not all results are finite")
         return self._asked[_COMPUTE]
