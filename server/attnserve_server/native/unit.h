@@ -1,0 +1,256 @@
+/* A unit of work: some rows of one key head of a call, or all of those of a group of calls, which share pages, meet their
+   keys and come to results. */
+
+#include "rows.h"
+
+enum {
+    RANGE_KEYS = 2048,  /* of a unit of few rows: how many ranges there are follows from what its own call reaches */
+    RANGE_ROWS = 32,    /* of a call: more are as many units without that, and would need more memory for what is merged */
+    FAR_BYTES = 1 << 22, /* of all keys and values of a call of few rows: less is near the processor, mostly */
+    NARROW_BYTES = 256  /* of a key or value: of wider ones, a processor fetches what follows by itself */
+};
+
+struct memory {
+    float *queries;             /* [rows, padded D] */
+    float *outputs;             /* [rows, padded Dv] */
+    float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
+    float *values;              /* [BLOCK, padded Dv] */
+    float *merged;              /* [rows + 1, kept_floats]: what rows come to range by range, and the last of these */
+    struct row *rows;
+    float scores[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
+};
+
+/* How many rows of a call read the same key head. */
+INLINE int64_t rows_of_call(const struct call *call) {
+    return call->query_length * (call->query_heads / call->kv_heads);
+}
+
+/* Where a token's keys or values of a head are. */
+INLINE const void *token_of(const struct call *call, const void *base, int64_t stride, int64_t head, int64_t token) {
+    if (call->page_tokens) {
+        base = ((const void *const *)base)[token / call->page_tokens];
+        token %= call->page_tokens;
+    }
+    return element(base, call->kv_dtype, token * stride + head);
+}
+
+/* The float32 keys or values of a head, from a token on. */
+INLINE struct ahead rows_ahead(const struct call *call, const void *base, int64_t stride, int64_t head, int64_t width,
+                               int64_t token) {
+    int64_t bytes = sizeof(float);
+    return (struct ahead){token_of(call, base, stride, head, token), stride * bytes, width * bytes};
+}
+
+/* Whether few rows of a call had better ask for its keys and values before they need them. Where these are near, or
+   are widened as they are read, that took 5 to 50 % longer. */
+INLINE int asks_ahead(const struct call *call) {
+    int64_t bytes = (call->head_dim + call->value_dim) * (int64_t)sizeof(float);
+    return call->kv_dtype == FLOAT32 && call->head_dim <= NARROW_BYTES / 4 && call->value_dim <= NARROW_BYTES / 4 &&
+           call->kv_length > FAR_BYTES / bytes / call->kv_heads;
+}
+
+/* Rows from `first_row` up to `last_row` meet the keys from token `begin` up to `end` that any of them reaches. */
+static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int64_t kv_head, int64_t begin,
+                 int64_t end, int few) {
+    const struct call *call = memory->rows[first_row].call;
+    int64_t width = padded(call->head_dim), value_width = padded(call->value_dim);
+    int64_t key_head = kv_head * call->key_head, value_head = kv_head * call->value_head;
+    int64_t reach_begin = end, reach_end = begin;
+    for (int64_t r = first_row; r < last_row; r++) {
+        if (memory->rows[r].begin >= memory->rows[r].end) continue;
+        reach_begin = least(reach_begin, memory->rows[r].begin);
+        reach_end = most(reach_end, memory->rows[r].end);
+    }
+    begin = most(begin, reach_begin), end = least(end, reach_end);
+    int64_t each = few ? FEW_ROWS : TILE_ROWS;
+    int asks = few && asks_ahead(call);
+    int64_t page = call->page_tokens ? call->page_tokens : INT64_MAX;
+    for (int64_t at = begin; at < end;) {
+        /* Blocks begin at multiples of BLOCK in a page, whatever is reached. */
+        int64_t page_begin = at / page * page, block = page_begin + (at - page_begin) / BLOCK * BLOCK;
+        int64_t page_end = sum_of(page_begin, page);
+        int64_t block_end = least(least(block + BLOCK, page_end), call->kv_length);
+        int64_t n = least(block_end, end) - block;
+        const void *key = token_of(call, call->key, call->key_token, key_head, block);
+        const void *value = token_of(call, call->value, call->value_token, value_head, block);
+        const float *keys = memory->keys;
+        if (few) keys = rows_of(key, call->kv_dtype, call->key_token, n, call->head_dim, memory->keys);
+        else transpose_keys(call, key, n, memory->keys);
+        const float *values = rows_of(value, call->kv_dtype, call->value_token, n, call->value_dim, memory->values);
+        /* What is read next: these values where they lie, unless they were copied just now; then the next keys. */
+        struct ahead next_values = NOTHING, next_keys = NOTHING;
+        int64_t next = values == value ? block : block_end;
+        if (asks && next < end)
+            next_values = rows_ahead(call, call->value, call->value_token, value_head, call->value_dim, next);
+        if (asks && block_end < end)
+            next_keys = rows_ahead(call, call->key, call->key_token, key_head, call->head_dim, block_end);
+        for (int64_t r = first_row; r < last_row; r += each) {
+            int count = (int)least(each, last_row - r);
+            struct row *rows = memory->rows + r;
+            int64_t from = n, to = 0;
+            for (int i = 0; i < count; i++) {
+                if (rows[i].begin >= rows[i].end) continue;
+                from = least(from, rows[i].begin - block);
+                to = most(to, rows[i].end - block);
+            }
+            from = most(from, 0), to = least(to, n);
+            if (from >= to) continue;
+            int64_t vectors = (to + V - 1) / V;
+            const float *queries = memory->queries + r * width;
+            float fades[V];
+            if (few) {
+                if (next_values.rows) any_few_scores(count, queries, width, keys, to, memory->scores, next_values);
+                else any_few_scores(count, queries, width, keys, to, memory->scores, NOTHING);
+            } else {
+                many_scores(count, vectors, queries, width, call->head_dim, keys, memory->scores);
+            }
+            weigh_tile(count, rows, memory->scores, block, to, vectors, fades);
+            add_outputs(few, count, memory->scores, fades, values, from, to, value_width,
+                        memory->outputs + r * value_width, next_keys);
+            next_values.rows = next_keys.rows = NULL;
+        }
+        at = block_end;
+    }
+}
+
+/* Ranges of RANGE_KEYS keys that rows meet apart, unless there is but one. */
+struct ranges {
+    int64_t first, end;
+};
+
+INLINE int64_t count_of(struct ranges ranges) { return ranges.end - ranges.first; }
+
+/* Those that the rows of a call reach, but for its mask. */
+static struct ranges ranges_of(const struct call *call) {
+    struct ranges one = {0, 1};
+    int64_t rows = rows_of_call(call);
+    if (rows < 1 || rows > RANGE_ROWS || call->kv_length <= RANGE_KEYS) return one;
+    struct row first, last;
+    begin_row(&first, call, 0, 0);
+    begin_row(&last, call, 0, call->query_length - 1);
+    int64_t end = least(last.end, call->kv_length);
+    if (first.begin >= end) return one;
+    return (struct ranges){first.begin / RANGE_KEYS, (end - 1) / RANGE_KEYS + 1};
+}
+
+/* Floats of what a row comes to. */
+INLINE int64_t kept_floats(const struct call *call) { return padded(call->value_dim) + V; }
+
+/* Computes again, by itself, a row that is not finite: it may have met a value that only other rows of its tile reach,
+   be they of another call. Returns whether it is finite. */
+__attribute__((noinline, cold))
+static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head, int few) {
+    struct row *row = memory->rows + place;
+    const struct call *call = row->call;
+    int64_t value_width = padded(call->value_dim), head = row->head, query = row->query;
+    float *output = memory->outputs + place * value_width, *behind = memory->merged + kept_floats(call);
+    struct ranges ranges = ranges_of(call);
+    int divided = count_of(ranges) > 1;
+    for (int64_t range = ranges.first; range < ranges.end; range++) {
+        begin_row(row, call, head, query);
+        if (divided) narrow_row(row, range * RANGE_KEYS, (range + 1) * RANGE_KEYS);
+        memset(output, 0, value_width * sizeof(float));
+        meet(memory, place, place + 1, kv_head, 0, call->kv_length, few);
+        if (!divided) break;
+        keep(row, output, value_width, range > ranges.first ? behind : memory->merged);
+        if (range > ranges.first) join(memory->merged, behind, value_width);
+    }
+    if (divided) recall(row, output, value_width, memory->merged);
+    return end_row(row, output);
+}
+
+/* Writes what the rows of a unit have come to. */
+static void end_rows(struct memory *memory, struct call *calls, int64_t count, int64_t rows, int64_t kv_head, int few) {
+    int64_t value_width = padded(calls->value_dim);
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
+            if (end_row(memory->rows + r, memory->outputs + r * value_width)) continue;
+            if (__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED) && !is_finite_alone(memory, r, kv_head, few))
+                __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
+        }
+    }
+}
+
+/* Takes the queries of the rows from `first` up to `last`, counted query by query, of one key head of a group. */
+static void take_queries(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                         int64_t last) {
+    int64_t group = calls->query_heads / calls->kv_heads, width = padded(calls->head_dim);
+    float *to = memory->queries;
+    for (int64_t i = 0; i < count; i++) {
+        const struct call *call = calls + i;
+        for (int64_t r = first; r < last; r++, to += width)
+            widen(element(call->query, call->query_dtype,
+                          r / group * call->query_token + (kv_head * group + r % group) * call->query_head),
+                  call->query_dtype, call->head_dim, to);
+    }
+}
+
+/* These rows meet the keys from `begin` up to `end`, which is INT64_MAX if they are all. */
+INLINE void meet_range(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                       int64_t last, int64_t begin, int64_t end, int few) {
+    int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
+    struct row *row = memory->rows;
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t r = first; r < last; r++, row++) {
+            begin_row(row, calls + i, kv_head * group + r % group, r / group);
+            if (end < INT64_MAX) narrow_row(row, begin, end);
+        }
+    }
+    memset(memory->outputs, 0, count * rows * padded(calls->value_dim) * sizeof(float));
+    int64_t together = 0;
+    if (count > 1) {
+        together = calls->kv_length / calls->page_tokens; /* a page that is not full may be fuller in another call */
+        for (int64_t i = 1; i < count; i++)
+            together = least(together, least(calls[i].shared, calls[i].kv_length / calls[i].page_tokens));
+        together *= calls->page_tokens;
+        meet(memory, 0, count * rows, kv_head, 0, together, few);
+    }
+    for (int64_t i = 0; i < count; i++)
+        meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
+}
+
+/* What the rows of a group and of one key head come to in each range of keys that any of its calls reaches. */
+struct apart {
+    struct ranges ranges;
+    float *kept;        /* [ranges, rows, kept_floats], if each range is a unit; otherwise NULL */
+    int64_t *left;      /* ranges that nobody has computed yet */
+};
+
+/* Computes rows from `first` up to `last` of one key head of all calls of a group: over the keys of a range, where each
+   is a unit, of whom the last to be computed merges all; over those of one range after the other otherwise. */
+static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
+                     int64_t last, struct apart apart, int64_t range) {
+    int64_t rows = last - first, all = count * rows, value_width = padded(calls->value_dim), each = kept_floats(calls);
+    int few = rows_of_call(calls) <= FEW_ROWS;
+    take_queries(memory, calls, count, kv_head, first, last);
+    if (count_of(apart.ranges) == 1) {
+        meet_range(memory, calls, count, kv_head, first, last, 0, INT64_MAX, few);
+    } else if (apart.kept) {
+        meet_range(memory, calls, count, kv_head, first, last, range * RANGE_KEYS, (range + 1) * RANGE_KEYS, few);
+        for (int64_t r = 0; r < all; r++)
+            keep(memory->rows + r, memory->outputs + r * value_width, value_width,
+                 apart.kept + ((range - apart.ranges.first) * all + r) * each);
+        if (__atomic_sub_fetch(apart.left, 1, __ATOMIC_ACQ_REL)) return;
+        for (int64_t r = 0; r < all; r++) {
+            struct ranges own = ranges_of(calls + r / rows);
+            float *kept = apart.kept + ((own.first - apart.ranges.first) * all + r) * each;
+            for (int64_t next = 1; next < count_of(own); next++) join(kept, kept + next * all * each, value_width);
+            recall(memory->rows + r, memory->outputs + r * value_width, value_width, kept);
+        }
+    } else {
+        float *behind = memory->merged + all * each;
+        for (range = apart.ranges.first; range < apart.ranges.end; range++) {
+            meet_range(memory, calls, count, kv_head, first, last, range * RANGE_KEYS, (range + 1) * RANGE_KEYS, few);
+            for (int64_t r = 0; r < all; r++) {
+                struct ranges own = ranges_of(calls + r / rows);
+                if (range < own.first || range >= own.end) continue;
+                float *kept = memory->merged + r * each, *to = range > own.first ? behind : kept;
+                keep(memory->rows + r, memory->outputs + r * value_width, value_width, to);
+                if (to == behind) join(kept, behind, value_width);
+            }
+        }
+        for (int64_t r = 0; r < all; r++)
+            recall(memory->rows + r, memory->outputs + r * value_width, value_width, memory->merged + r * each);
+    }
+    end_rows(memory, calls, count, rows, kv_head, few);
+}
