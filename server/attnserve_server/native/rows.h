@@ -11,8 +11,8 @@ struct row {
     const uint8_t *mask;
     int64_t begin, end;         /* the keys that it reaches, but for its mask */
     int64_t head, query;
-    int64_t nearest;            /* the key within reach that its position is nearest to, */
-    double distance;            /* and how far that is */
+    int64_t nearest;            /* with ALiBi: the key within reach that its position is nearest to, */
+    double distance;            /* and how far that is; 0 without */
     int64_t reached;            /* how many keys have not been excluded so far */
     float slope;
     float top, total;           /* the greatest score so far, and the sum of all exp(score - top) */
@@ -28,8 +28,11 @@ INLINE void begin_row(struct row *row, const struct call *call, int64_t head, in
     row->query = query;
     row->begin = begin;
     row->end = most(end, begin);
-    row->nearest = most(least(position, row->end - 1), begin);
-    row->distance = begin < end ? fabs((double)position - (double)row->nearest) : 0;
+    row->distance = 0;
+    if (call->slopes) {
+        row->nearest = most(least(position, row->end - 1), begin);
+        row->distance = begin < end ? fabs((double)position - (double)row->nearest) : 0;
+    }
     row->bias = call->bias ? call->bias + head * call->bias_head + query * call->bias_query : NULL;
     row->mask = call->mask ? call->mask + head * call->mask_head + query * call->mask_query : NULL;
     row->slope = call->slopes ? float_at(call->slopes, head) : 0;
@@ -197,8 +200,8 @@ static void join(float *kept, const float *behind, int64_t width) {
     kept[width + 2] += behind[width + 2];
 }
 
-/* Writes what a row has come to. Returns whether it is finite. */
-INLINE int end_row(const struct row *row, const float *output) {
+/* Writes what a row has come to. It is finite if this returns 1, and `suspect`, to which it is added, is 0 in the end. */
+INLINE int end_row(const struct row *row, const float *output, vec *suspect) {
     const struct call *call = row->call;
     int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
     char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
@@ -213,13 +216,13 @@ INLINE int end_row(const struct row *row, const float *output) {
             top = greatest;
         }
     }
-    vec share = vset(total == 0 ? 0 : (float)(fade / total)), suspect = vzero();
+    vec share = vset(total == 0 ? 0 : (float)(fade / total));
     for (int64_t c = 0; c < call->value_dim; c += V) {
         vec x = vfma(vload(output + c), share, vzero()); /* 0 even where what is next to nothing has made it -0 */
-        suspect = suspect + x * vzero();
+        *suspect = *suspect + x * vzero();
         narrow(x, call->query_dtype, least(V, call->value_dim - c), to + c * element_size);
     }
-    finite &= vsum(suspect) == 0 && total - total == 0;
+    finite &= total - total == 0;
     if (call->lse) {
         float lse = total == 0 ? -INFINITY : (float)(top + log(total));
         memcpy(call->lse + row->head * call->lse_head + row->query, &lse, sizeof lse);

@@ -62,7 +62,7 @@ INLINE void tile_scores(int rows, int vectors, const float *queries, int64_t str
             vec columns[TILE_VECTORS];
             UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(keys + d * BLOCK + c * V);
             UNROLL for (int r = 0; r < rows; r++) {
-                vec element = vset(queries[r * stride + d]);
+                vec element = vset(float_at(queries, r * stride + d));
                 UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(element, columns[c], sums[r][c]);
             }
         }

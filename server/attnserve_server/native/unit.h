@@ -12,6 +12,7 @@ enum {
 
 struct memory {
     float *queries;             /* [rows, padded D] */
+    const float *asked;         /* the same, of the rows of a unit: there, or where they were received, at any address */
     float *outputs;             /* [rows, padded Dv] */
     float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
     float *values;              /* [BLOCK, padded Dv] */
@@ -96,7 +97,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
             from = most(from, 0), to = least(to, n);
             if (from >= to) continue;
             int64_t vectors = (to + V - 1) / V;
-            const float *queries = memory->queries + r * width;
+            const float *queries = memory->asked + r * width;
             float fades[V];
             if (few) {
                 if (next_values.rows) any_few_scores(count, queries, width, keys, to, memory->scores, next_values);
@@ -136,6 +137,12 @@ static struct ranges ranges_of(const struct call *call) {
 /* Floats of what a row comes to. */
 INLINE int64_t kept_floats(const struct call *call) { return padded(call->value_dim) + V; }
 
+/* Writes what a row has come to. Returns whether it is finite. */
+INLINE int ends_finite(const struct row *row, const float *output) {
+    vec suspect = vzero();
+    return end_row(row, output, &suspect) && vsum(suspect) == 0;
+}
+
 /* Computes again, by itself, a row that is not finite: it may have met a value that only other rows of its tile reach,
    be they of another call. Returns whether it is finite. */
 __attribute__((noinline, cold))
@@ -156,26 +163,38 @@ static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head
         if (range > ranges.first) join(memory->merged, behind, value_width);
     }
     if (divided) recall(row, output, value_width, memory->merged);
-    return end_row(row, output);
+    return ends_finite(row, output);
 }
 
 /* Writes what the rows of a unit have come to. */
 static void end_rows(struct memory *memory, struct call *calls, int64_t count, int64_t rows, int64_t kv_head, int few) {
     int64_t value_width = padded(calls->value_dim);
     for (int64_t i = 0; i < count; i++) {
+        vec suspect = vzero(); /* of all rows together: hardly ever is one not finite */
+        int finite = 1;
+        for (int64_t r = i * rows; r < (i + 1) * rows; r++)
+            finite &= end_row(memory->rows + r, memory->outputs + r * value_width, &suspect);
+        if (finite && vsum(suspect) == 0) continue;
         for (int64_t r = i * rows; r < (i + 1) * rows; r++) {
-            if (end_row(memory->rows + r, memory->outputs + r * value_width)) continue;
+            if (ends_finite(memory->rows + r, memory->outputs + r * value_width)) continue;
             if (__atomic_load_n(&calls[i].finite, __ATOMIC_RELAXED) && !is_finite_alone(memory, r, kv_head, few))
                 __atomic_store_n(&calls[i].finite, 0, __ATOMIC_RELAXED);
         }
     }
 }
 
-/* Takes the queries of the rows from `first` up to `last`, counted query by query, of one key head of a group. */
+/* Takes the queries of the rows from `first` up to `last`, counted query by query, of one key head of a group. Those of
+   one call stay where they are, if there they lie as they should. */
 static void take_queries(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                          int64_t last) {
     int64_t group = calls->query_heads / calls->kv_heads, width = padded(calls->head_dim);
+    int adjacent = (group == 1 || calls->query_head == width) && (calls->query_length == 1 || calls->query_token == group * width);
+    if (count == 1 && calls->query_dtype == FLOAT32 && calls->head_dim == width && adjacent) {
+        memory->asked = (const float *)calls->query + kv_head * group * calls->query_head + first * width;
+        return;
+    }
     float *to = memory->queries;
+    memory->asked = to;
     for (int64_t i = 0; i < count; i++) {
         const struct call *call = calls + i;
         for (int64_t r = first; r < last; r++, to += width)
