@@ -16,6 +16,7 @@ from stepping import SHAPE, Stepping, message_of, step
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches import at_once
+from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import FailedPrecondition, NotFound
@@ -342,6 +343,29 @@ def test_caches_of_another_shape_that_are_asked_alike_are_for_others(stepping_: 
     stepping_.learn(step(cache))
     assert stepping_.answer(message_of(step(other))) is None
     assert stepping_.answer(message_of(step(cache))) is not None
+
+
+def test_a_request_that_is_kept_is_not_taken_for_one_of_another_shape(stepping_: Stepping) -> None:
+    """Two layouts read alike, and the one that was found first is forgotten."""
+    cache, other = stepping_.create(5, CacheShape(2, 8, 8, 1, "bfloat16")), stepping_.create(5)
+    first, *_ = stepping_.learn(step(cache), step(other))
+    assert first
+    assert stepping_.answer(message_of(step(cache))) is not None
+    key = stepping_.at_once.key_of(_read(stepping_, step(cache)))
+    others = 0
+    while stepping_.messages.knows(key):
+        others += 1
+        stepping_.learn(step(other, scale=1.0 + others))
+    assert stepping_.answer(message_of(step(cache))) is None
+    answers, expected = stepping_.answer(message_of(step(other))), stepping_.ordinary(step(other))
+    assert answers is not None
+    assert_same(answers[0], expected)
+
+
+def _read(stepping_: Stepping, request: pb.AttendRequest) -> CachedRequest:
+    read = stepping_.read(request.SerializeToString())
+    assert isinstance(read, CachedRequest)
+    return read
 
 
 def test_requests_that_are_kept_hold_no_message_and_are_bounded(

@@ -157,8 +157,6 @@ class CachesAtOnce:
             named_so = zip(names, numbers[2::5], expected, strict=True)
             references = [Reference(name.decode(), layer, length) for name, layer, length in named_so]
             caches = named(self._host, owner, references)
-            if caches[0].shape != layout.caches:
-                return key, None
             request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
         else:
             request.payloads = payloads
@@ -168,6 +166,8 @@ class CachesAtOnce:
             old = zip(request.uses, expected, strict=True)
             request.uses = tuple([Use(cache, layer, tokens, length) for (cache, layer, tokens, _), length in old])
             request.count([use.cache.coming_length(use.layer) + use.tokens for use in request.uses])
+        if request.uses[0].cache.shape != layout.caches:  # which the bytes of requests do not tell
+            return key, None
         for use in request.uses:
             if use.cache.users:
                 return key, None
