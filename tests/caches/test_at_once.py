@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 from time import monotonic
 from typing import Any
@@ -16,6 +17,8 @@ from stepping import SHAPE, Stepping, message_of, step
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches import at_once
+from attnserve_server.caches.layer import PageTable
+from attnserve_server.caches.pages import PageAddresses
 from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.cpu import CpuDevice
@@ -371,14 +374,35 @@ def _read(stepping_: Stepping, request: pb.AttendRequest) -> CachedRequest:
 def test_requests_that_are_kept_hold_no_message_and_are_bounded(
     stepping_: Stepping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the caches that they are to, which may be many, and gone."""
     monkeypatch.setattr(at_once, "MOST_KEPT", 4)
-    caches = [stepping_.create(3, SHAPE) for _ in range(9)]
-    stepping_.learn(step(caches[0]))
-    for cache in caches * 2:
-        assert stepping_.answer(message_of(step(cache))) is not None
-        kept = stepping_.at_once._kept
-        assert len(kept) <= 4
-        assert all(request.payloads.buffer == b"" for request in kept.values())
+    caches, most = [stepping_.create(3, SHAPE) for _ in range(9)], 0
+    stepping_.learn(step(caches[0]), step(*caches[:2]))
+    for first, second in pairwise(caches * 2):
+        for requests in ([step(first)], [step(first, second)], [step(first), step(first)]):
+            assert stepping_.answer(message_of(*requests)) is not None
+            kept = stepping_.at_once._kept.values()
+            most = max(most, sum(len(request.uses) for request in kept))
+            assert all(request.payloads.buffer == b"" for request in kept)
+    assert most == 4
+
+
+def test_a_bug_leaves_caches_as_they_were(stepping_: Stepping, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = stepping_.create(8), stepping_.create(8)
+    request = step(cache, append=True)
+    stepping_.learn(request)
+    addresses = stepping_.host.pages.addresses
+
+    def fails_for_the_other(table: PageTable) -> PageAddresses:
+        if table is other.table(0):
+            raise RuntimeError
+        return addresses(table)
+
+    monkeypatch.setattr(stepping_.host.pages, "addresses", fails_for_the_other)
+    with pytest.raises(RuntimeError):
+        stepping_.turn(message_of(request, step(other, append=True)))
+    stepping_.assert_at_rest()
+    assert cache.lengths == other.lengths == [8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,8 +28,8 @@ from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
 from attnserve_server.native.messages import Asked, Cached, Messages
 
-MOST_KEPT: Final = 1024
-"""So many requests that were are kept."""
+MOST_KEPT: Final = 4096
+"""Requests that were are kept as long as they are to so many caches together: some may be gone by now."""
 
 PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
 """Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
@@ -69,6 +69,7 @@ class CachesAtOnce:
         self._messages = messages
         self._limits = limits
         self._kept: dict[Hashable, CachedRequest] = {}
+        self._kept_caches = 0
 
     @staticmethod
     def key_of(request: CachedRequest) -> Hashable:
@@ -126,19 +127,21 @@ class CachesAtOnce:
             return None
         if cost > most or _in_line(requests):
             return None
-        turn = Turn(effort, flops)
+        turn, whole = Turn(effort, flops), False
         try:
             for first_call, request in zip(first_calls, requests, strict=True):
                 request.enter()
                 turn.requests.append(request)
                 request.begin()
                 self._complete(first_call, request)
+            whole = True
         except (RequestError, MemoryError):
-            turn.end(failed=True)
             return None
-        if len(self._kept) >= MOST_KEPT:
-            self._kept.clear()
-        self._kept.update(zip(keys, requests, strict=True))
+        finally:
+            if not whole:
+                turn.end(failed=True)
+        for key, request in zip(keys, requests, strict=True):
+            self._keep(key, request)
         return turn
 
     def _request(
@@ -152,7 +155,7 @@ class CachesAtOnce:
         key = id(layout.problem), size, owner, *names, *numbers[2::5]
         payloads = Payloads(message, begin, places)
         expected = [None if length < 0 else length for length in numbers[3::5]]
-        request = self._kept.pop(key, None)  # another one in the message that is like it is another
+        request = self._take(key)  # another one in the message that is like it is another
         if request is None:
             named_so = zip(names, numbers[2::5], expected, strict=True)
             references = [Reference(name.decode(), layer, length) for name, layer, length in named_so]
@@ -172,6 +175,22 @@ class CachesAtOnce:
             if use.cache.users:
                 return key, None
         return key, request
+
+    def _keep(self, key: Hashable, request: CachedRequest) -> None:
+        """Keeps a request that was, and forgets all others if they are too many."""
+        self._take(key)
+        if self._kept_caches + len(request.uses) > MOST_KEPT:
+            self._kept.clear()
+            self._kept_caches = 0
+        self._kept[key] = request
+        self._kept_caches += len(request.uses)
+
+    def _take(self, key: Hashable) -> CachedRequest | None:
+        """A request that is kept, which it then is no more; None if there is none."""
+        request = self._kept.pop(key, None)
+        if request is not None:
+            self._kept_caches -= len(request.uses)
+        return request
 
     def _complete(self, first_call: int, request: CachedRequest) -> None:
         """Writes what a request appends, and has its calls attend to its caches."""
