@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from time import perf_counter
 
+import messages
 import pytest
 from engine_bench import Bench, torch_threads
+from layouts import learn
 from stepping import Stepping, caller, message_of, step
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server import fast_path
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.fast_path import Answered, FastPath
 from attnserve_server.native import library
@@ -102,6 +106,25 @@ async def test_they_are_counted_like_others(path: Path) -> None:
         assert count("attnserve_request_phase_duration_seconds_count", phase=phase) == 1
     assert count("attnserve_request_phase_duration_seconds_sum", phase="staging") > 0
     assert path.caches.store.counts.appends == appends + 2
+
+
+async def test_several_are_staged_together_and_each_cache_is_a_call(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As elsewhere: what a request without caches comes to is one, and staging is that of the batch."""
+    caches = [path.caches.create(count, owner="me") for count in (5, 9)]
+    other, steps = messages.random_attend(0, batch=3), step(*caches, append=True)
+    learn(path.caches.messages, other.SerializeToString())
+    path.caches.learn(steps, owner="me")
+    seconds = itertools.count()
+    monkeypatch.setattr(fast_path, "perf_counter", lambda: float(next(seconds)))
+    answered = path.path.answer_message(ME, message_of(other, steps), 0.0, ())
+    assert answered is not None
+    path.bench.engine.release(answered)
+    for reply in pb.AttendStreamResponse.FromString(answered.message).replies:
+        assert reply.attend.timings.staging_ns == 10**9
+    assert path.bench.count("attnserve_request_phase_duration_seconds_sum", phase="staging") == 2
+    assert path.bench.count("attnserve_kernel_calls_total", kernel=library.NAME) == 1 + 2
 
 
 async def test_a_unary_step_is_answered_at_once(path: Path) -> None:
