@@ -6,12 +6,13 @@ without the queue: enter, begin, run, end, leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any, Final
 
 import messages
 import numpy as np
+import pytest
 import torch
 
 from attnserve.v1 import attention_pb2 as pb
@@ -26,6 +27,7 @@ from attnserve_server.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.limits import DEFAULT_LIMITS
+from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
 from attnserve_server.request import Request
 from attnserve_server.work import Phases
@@ -186,3 +188,32 @@ def message_of(*requests: pb.AttendRequest) -> bytes:
     return pb.AttendStreamRequest(
         calls=[pb.AttendStreamCall(id=number, attend=request) for number, request in enumerate(requests, 1)]
     ).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(2, 0, library.best())
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def stepping_(device: CpuDevice) -> Iterator[Stepping]:
+    stepping_ = another(device)
+    yield stepping_
+    stepping_.assert_at_rest()
+
+
+def another(device: CpuDevice, **options: Any) -> Stepping:
+    """Caches that a device computes for."""
+    assert device.native is not None
+    return Stepping(device, Messages(device.native, device._threads_for), **options)
+
+
+def assert_same(found: pb.AttendResponse, expected: object) -> None:
+    """Asserts that they are the same answers, to the bit, whenever and in whichever batch they were computed."""
+    assert isinstance(expected, pb.AttendResponse), expected
+    for reply in (found, expected):
+        reply.ClearField("timings")
+        reply.ClearField("batch_size")
+    assert found == expected

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import pairwise
 from random import Random
 from time import monotonic
 from typing import Any
@@ -13,50 +11,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stepping
-from stepping import SHAPE, Stepping, message_of, step
+from stepping import Stepping, another, assert_same, device, message_of, step, stepping_
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.caches import at_once
-from attnserve_server.caches.layer import PageTable
-from attnserve_server.caches.pages import PageAddresses
-from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import FailedPrecondition, NotFound
 from attnserve_server.native import library
-from attnserve_server.native.messages import Messages
 
+__all__ = ["device", "stepping_"]  # fixtures
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    device = CpuDevice(2, 0, library.best())
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def stepping_(device: CpuDevice) -> Iterator[Stepping]:
-    stepping_ = another(device)
-    yield stepping_
-    stepping_.assert_at_rest()
-
-
-def another(device: CpuDevice, **options: Any) -> Stepping:
-    assert device.native is not None
-    return Stepping(device, Messages(device.native, device._threads_for), **options)
-
-
-def assert_same(found: pb.AttendResponse, expected: object) -> None:
-    """Asserts that they are the same answers, to the bit, whenever and in whichever batch they were computed."""
-    assert isinstance(expected, pb.AttendResponse), expected
-    for reply in (found, expected):
-        reply.ClearField("timings")
-        reply.ClearField("batch_size")
-    assert found == expected
 
 
 @pytest.mark.parametrize("append", [False, True])
@@ -316,93 +282,6 @@ def test_more_than_may_be_computed_at_once_is_for_others(stepping_: Stepping) ->
     assert turn is not None
     assert turn.flops == stepping_.read(step(cache).SerializeToString()).flops
     turn.end(failed=False)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        step("-", mask=np.ones((1, 1, 1, 1), bool)),
-        step("-", sinks=np.zeros(2, np.float32)),
-        step("-", dtype=np.float64),
-        step("-", return_scores=pb.SCORE_STAGE_WEIGHTS),
-    ],
-    ids=["mask", "sinks", "float64", "scores"],
-)
-def test_what_there_is_more_to_do_for_is_not_learnt(stepping_: Stepping, request_: pb.AttendRequest) -> None:
-    request_.caches[0].name = stepping_.create(1).name
-    assert stepping_.learn(request_) == [False]
-
-
-def test_several_tokens_at_once_are_not_learnt(stepping_: Stepping) -> None:
-    cache, tokens = stepping_.create(1), np.zeros((1, 2, 3, 8), np.float32)
-    request = step(cache)
-    for field in ("key", "value"):
-        getattr(request, field).CopyFrom(stepping.messages.tensor(tokens))
-    assert stepping_.learn(request) == [False]
-
-
-def test_caches_of_another_shape_that_are_asked_alike_are_for_others(stepping_: Stepping) -> None:
-    cache, other = stepping_.create(3), stepping_.create(3, CacheShape(2, 8, 8, 1, "float16"))
-    stepping_.learn(step(cache))
-    assert stepping_.answer(message_of(step(other))) is None
-    assert stepping_.answer(message_of(step(cache))) is not None
-
-
-def test_a_request_that_is_kept_is_not_taken_for_one_of_another_shape(stepping_: Stepping) -> None:
-    """Two layouts read alike, and the one that was found first is forgotten."""
-    cache, other = stepping_.create(5, CacheShape(2, 8, 8, 1, "bfloat16")), stepping_.create(5)
-    first, *_ = stepping_.learn(step(cache), step(other))
-    assert first
-    assert stepping_.answer(message_of(step(cache))) is not None
-    key = stepping_.at_once.key_of(_read(stepping_, step(cache)))
-    others = 0
-    while stepping_.messages.knows(key):
-        others += 1
-        stepping_.learn(step(other, scale=1.0 + others))
-    assert stepping_.answer(message_of(step(cache))) is None
-    answers, expected = stepping_.answer(message_of(step(other))), stepping_.ordinary(step(other))
-    assert answers is not None
-    assert_same(answers[0], expected)
-
-
-def _read(stepping_: Stepping, request: pb.AttendRequest) -> CachedRequest:
-    read = stepping_.read(request.SerializeToString())
-    assert isinstance(read, CachedRequest)
-    return read
-
-
-def test_requests_that_are_kept_hold_no_message_and_are_bounded(
-    stepping_: Stepping, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the caches that they are to, which may be many, and gone."""
-    monkeypatch.setattr(at_once, "MOST_KEPT", 4)
-    caches, most = [stepping_.create(3, SHAPE) for _ in range(9)], 0
-    stepping_.learn(step(caches[0]), step(*caches[:2]))
-    for first, second in pairwise(caches * 2):
-        for requests in ([step(first)], [step(first, second)], [step(first), step(first)]):
-            assert stepping_.answer(message_of(*requests)) is not None
-            kept = stepping_.at_once._kept.values()
-            most = max(most, sum(len(request.uses) for request in kept))
-            assert all(request.payloads.buffer == b"" for request in kept)
-    assert most == 4
-
-
-def test_a_bug_leaves_caches_as_they_were(stepping_: Stepping, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, other = stepping_.create(8), stepping_.create(8)
-    request = step(cache, append=True)
-    stepping_.learn(request)
-    addresses = stepping_.host.pages.addresses
-
-    def fails_for_the_other(table: PageTable) -> PageAddresses:
-        if table is other.table(0):
-            raise RuntimeError
-        return addresses(table)
-
-    monkeypatch.setattr(stepping_.host.pages, "addresses", fails_for_the_other)
-    with pytest.raises(RuntimeError):
-        stepping_.turn(message_of(request, step(other, append=True)))
-    stepping_.assert_at_rest()
-    assert cache.lengths == other.lengths == [8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,30 +16,25 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
 
+from attnserve import _dtypes
 from attnserve._wire import Payloads
-from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.caches.direct import planned
 from attnserve_server.caches.request import CachedRequest, Reference, named, request_to
 from attnserve_server.caches.run import append_tokens
-from attnserve_server.caches.shape import CacheDtype
 from attnserve_server.caches.work import Host, Use
 from attnserve_server.errors import RequestError
 from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
 from attnserve_server.native.messages import Asked, Cached, Messages
 
-MOST_KEPT: Final = 4096
+MOST_KEPT: Final = 8192
 """Requests that were are kept as long as they are to so many caches together: some may be gone by now."""
 
-PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
+_PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
 """Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
 
-_STORED: Final[dict[int, CacheDtype]] = {
-    pb.DATA_TYPE_FLOAT32: "float32",
-    pb.DATA_TYPE_FLOAT16: "float16",
-    pb.DATA_TYPE_BFLOAT16: "bfloat16",
-}
-"""As what caches say that they store a dtype."""
+_NAMES: Final = {number: dtype.name for number, dtype in _dtypes.NUMPY.items()}
+"""What the dtypes of requests are called, as caches call theirs."""
 
 _NO_PAYLOADS: Final = Payloads(b"", 0, ())
 
@@ -85,7 +80,7 @@ class CachesAtOnce:
         problem, shape = request.problem, request.uses[0].cache.shape
         names = ("query", "key", "value") if problem.kv_length else ("query",)
         payloads = [spec.payload for spec in problem.tensors.values() if spec.payload >= 0]
-        if problem.tensors.keys() - PER_SEQUENCE != set(names) or problem.kv_length > 1:
+        if problem.tensors.keys() - _PER_SEQUENCE != set(names) or problem.kv_length > 1:
             return None
         if len(payloads) != len(request.payloads) or len(payloads) != len(problem.tensors):
             return None
@@ -216,7 +211,7 @@ class CachesAtOnce:
 
 def _as_they_are(request: CachedRequest) -> bool:
     """Whether keys and values are stored in the dtype of the request."""
-    return _STORED[request.problem.dtype] == request.uses[0].cache.shape.dtype
+    return _NAMES[request.problem.dtype] == request.uses[0].cache.shape.dtype
 
 
 def _in_line(requests: Sequence[CachedRequest]) -> bool:
