@@ -9,7 +9,6 @@ idle, and Triton dies now and then of streams that are cancelled.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeAlias
@@ -35,7 +34,7 @@ async def stream(
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         rpc: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(path)()
         sent: dict[int, tuple[int, float]] = {}
-        ids = itertools.count(1)
+        last_id = 0
         due: deque[tuple[int, float]] = deque()
         ready = asyncio.Event()
 
@@ -44,6 +43,7 @@ async def stream(
             ready.set()
 
         async def write() -> None:
+            nonlocal last_id
             while going or due:
                 await ready.wait()
                 ready.clear()
@@ -51,13 +51,13 @@ async def stream(
                     pieces: list[Buffer] = []
                     size = 0
                     while due:
-                        call_id, request = next(ids), due.popleft()
-                        sent[call_id] = request
-                        framed = frame(call_id, request[0])
-                        pieces += framed
+                        framed = frame(last_id + 1, due[0][0])
                         size += sum(map(len, framed))
-                        if size >= joined_bytes:
+                        if pieces and size > joined_bytes:
                             break
+                        last_id += 1
+                        sent[last_id] = due.popleft()
+                        pieces += framed
                     await rpc.write(b"".join(pieces))
             await rpc.done_writing()
 
