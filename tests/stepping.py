@@ -43,7 +43,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def caller(name: str | None = None) -> Caller:
     """Somebody who may do everything."""
-    return Caller(name, ALL_ROLES, name)
+    return Caller(name, ALL_ROLES, f"the share of {name}")
 
 
 class Stepping:

@@ -16,6 +16,7 @@ from attnserve_server.caches.pages import PageAddresses
 from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.native import library
+from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES
 
 __all__ = ["device", "stepping_"]  # fixtures
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -34,6 +35,13 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native kerne
 def test_what_there_is_more_to_do_for_is_not_learnt(stepping_: Stepping, request_: pb.AttendRequest) -> None:
     request_.caches[0].name = stepping_.create(1).name
     assert stepping_.learn(request_) == [False]
+
+
+def test_more_than_the_library_has_room_for_is_not_learnt(stepping_: Stepping) -> None:
+    caches = [stepping_.create() for _ in range(MOST_SEQUENCES + 1)]
+    assert stepping_.learn(step(*caches), step(*caches[1:])) == [False, True]
+    rows = MOST_RESULT_BYTES // (8 * 4)
+    assert stepping_.learn(step(caches[0], heads=rows + 2), step(caches[0], heads=rows - 2)) == [False, True]
 
 
 def test_several_tokens_at_once_are_not_learnt(stepping_: Stepping) -> None:
@@ -66,6 +74,30 @@ def test_a_request_that_is_kept_is_not_taken_for_one_of_another_shape(stepping_:
     answers, expected = stepping_.answer(message_of(step(other))), stepping_.ordinary(step(other))
     assert answers is not None
     assert_same(answers[0], expected)
+
+
+def test_a_request_that_is_kept_is_not_taken_for_one_of_another_layer_or_problem(stepping_: Stepping) -> None:
+    """Though all of them are to one cache, and take as many bytes."""
+    cache = stepping_.create(9, CacheShape(2, 8, 8, 3, "float32"))
+    alignments = (pb.ALIGNMENT_TOP_LEFT, pb.ALIGNMENT_BOTTOM_RIGHT)
+    requests = [step(cache, layer=layer, alignment=each, causal=True) for layer in (1, 2) for each in alignments]
+    assert stepping_.learn(*requests) == [True] * 4
+    for request in requests * 2:
+        answers = stepping_.answer(message_of(request))
+        assert answers is not None
+        assert_same(answers[0], stepping_.ordinary(request))
+
+
+def test_a_request_that_is_kept_costs_what_its_cache_has_come_to(stepping_: Stepping) -> None:
+    cache = stepping_.create(8)
+    append = step(cache, append=True)
+    stepping_.learn(append)
+    most = _read(stepping_, append).cost
+    for expected in ([9], [9]):
+        turn = stepping_.turn(message_of(append), most=most)
+        if turn is not None:
+            turn.end(failed=False)
+        assert cache.lengths == expected
 
 
 def _read(stepping_: Stepping, request: pb.AttendRequest) -> CachedRequest:
