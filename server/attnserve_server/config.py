@@ -204,7 +204,7 @@ class Config:
     )
     max_caches: int = _setting(kinds.count(), 10_000, "The most caches open.")
     max_cache_layers: int = _setting(
-        kinds.count(), 256, "The most layers of a cache: each takes 150 bytes outside the pool, before it has a token."
+        kinds.count(), 256, "The most layers of a cache: each takes 250 bytes outside the pool, before it has a token."
     )
     max_layers: int = _setting(kinds.count(), 1024, "The most layers loaded.")
     layers: str = _setting(

@@ -8,7 +8,6 @@ others hold too goes on in a copy of it; full pages are never written again.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
@@ -65,7 +64,7 @@ class CacheLayer:
         self.promised = 0
         """Free pages that those who wait for their turn have been promised."""
         # What those mean to do; the tokens of those who append, and how many mean to do something else.
-        self._line: deque[Change] = deque()
+        self._line: list[Change] = []  # of few: a deque takes memory for many from the start
         self._to_append = 0
         self._others = 0
 
@@ -99,7 +98,7 @@ class CacheLayer:
     def wait(self, change: Change, first: bool = False) -> None:
         """Somebody waits for its turn, behind all others or before them."""
         if first:
-            self._line.appendleft(change)
+            self._line.insert(0, change)
         else:
             self._line.append(change)
         self._count(change, 1)
