@@ -236,8 +236,12 @@ class Metrics:
         self._padding(padding_ratio)
         self._flops(flops)
         self._tokens(query_tokens)
-        for kernel, calls in kernel_calls.items():
-            self._kernel_calls[kernel](calls)
+        self.kernels(kernel_calls)
+
+    def kernels(self, calls: Mapping[str, int]) -> None:
+        """Kernels were called so often, by their names."""
+        for kernel, count in calls.items():
+            self._kernel_calls[kernel](count)
 
     def layer_batch(self, layer: str, requests: int, tokens: int, flops: float) -> None:
         """A layer computed a batch."""

@@ -77,6 +77,13 @@ async def test_they_run_apart_and_hold_up_nobody_in_their_batch() -> None:
     assert bench.count("attnserve_batch_requests_sum") == 6
 
 
+async def test_calls_of_kernels_count_where_all_of_a_batch_runs_once_more() -> None:
+    bench = Bench(NativeDevice())
+    await bench.outcomes([bench.submit(spoiled(n)) for n in range(3)])
+    assert bench.count("attnserve_kernel_calls_total", kernel=library.NAME) == 3
+    assert bench.count("attnserve_batch_requests_count") == 1
+
+
 async def test_who_leaves_meanwhile_is_not_computed_again() -> None:
     device = NativeDevice()
     bench = Bench(device)
