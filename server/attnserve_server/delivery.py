@@ -28,7 +28,7 @@ class Delivery:
         self._tracing = tracing
 
     def deliver(self, entries: list[Entry], begin: float, outcome: BatchResult | RequestError) -> None:
-        """Answers entries that were computed together, or failed to be, from `begin` on: none, if all are to run again."""
+        """Answers entries that were computed together, or failed to be, from `begin` on: none if all run again."""
         if not entries:
             if isinstance(outcome, BatchResult):
                 self._metrics.kernels(outcome.kernel_calls)
