@@ -153,6 +153,8 @@ def wait(future: Future[T]) -> T:
     except BaseException:
         future.cancel()  # nothing, unless it was an interrupt
         raise
+    finally:
+        del future  # it has the error, which leads here: what both hold would wait for Python's collector
 
 
 def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[Connection]:

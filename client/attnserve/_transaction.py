@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -57,7 +58,11 @@ class Transaction(Turn, Generic[T]):
 
     def begin(self) -> None:
         """Gets in line."""
-        self._turns.take(self)
+        try:
+            self._turns.take(self)
+        except BaseException:  # an interrupt: nobody gets the future
+            self.cancel()
+            raise
 
     def cancel(self) -> bool:
         """Gives up the operation; the server is told. False if it has its outcome already."""
@@ -73,7 +78,14 @@ class Transaction(Turn, Generic[T]):
 
     def start(self) -> None:
         """Takes the first step."""
-        self._take_step(partial(next, self._steps))
+        if not self._begun:
+            self._take_step(partial(next, self._steps))
+            return
+        with self._lock:
+            if self._over or self._answer is not None:
+                return
+            self._over = True
+        self._end(CancelledError())  # an interrupt that was somebody else's has ended the first step
 
     def expire(self) -> None:
         """Ends it, unless it has begun."""
@@ -105,7 +117,7 @@ class Transaction(Turn, Generic[T]):
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
-                outcome = error
+                outcome = error.with_traceback(None)  # which leads here, and to all that this holds
             self._answer = answer  # which knows whom to call back
             self._over = answer is None
         if answer is not None:  # without the lock: it may be there already
@@ -143,8 +155,8 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
     error.
     """
     place = _Place(plan)
-    turns.take(place)
     try:
+        turns.take(place)
         if not place.has_come():
             raise no_reply(plan.timeout)
         resume: Callable[[], Request] = partial(next, plan.steps)
@@ -159,7 +171,12 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
         result: T = end.value
         return result
     finally:
-        turns.leave(place)
+        resume = partial(next, plan.steps)  # not what leads to an error, which leads here
+        try:
+            turns.leave(place)
+        except BaseException:  # an interrupt, perhaps before it could begin; what is done already is not done again
+            turns.leave(place)
+            raise
 
 
 def _deadline(plan: Plan[Any]) -> float:

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Final, Protocol
 
@@ -26,47 +27,50 @@ class Timer(Protocol):
 
 
 class Line:
-    """The operations that use a cache, or wait for it."""
+    """The operations that use a cache, or wait for it, in the order in which they were asked for."""
 
-    __slots__ = ("_alone", "_users", "_waiting")
+    __slots__ = ("_turns",)
 
     def __init__(self) -> None:
-        self._users = 0
-        self._alone = False
-        self._waiting: deque[Turn] = deque()
+        self._turns: deque[Turn] = deque()
 
-    def enter(self, turn: Turn) -> bool:
-        """Takes a turn. Whether it may use the cache at once."""
-        if self._waiting or not self._has_room(turn):
-            self._waiting.append(turn)
-            return False
-        self._admit(turn)
-        return True
+    def enter(self, turn: Turn) -> None:
+        """Takes a turn."""
+        self._turns.append(turn)
 
-    def leave(self, turn: Turn) -> list[Turn]:
-        """Forgets a turn that used the cache or waited for it. Returns those that may use it from now on."""
-        if self in turn.blocked_by:
-            self._waiting.remove(turn)
-        else:
-            self._users -= 1
-        admitted = []
-        while self._waiting and self._has_room(self._waiting[0]):
-            admitted.append(self._waiting.popleft())
-            self._admit(admitted[-1])
-        return admitted
+    def leave(self, turn: Turn) -> None:
+        """Forgets a turn, if it is here."""
+        if turn in self._turns:
+            self._turns.remove(turn)
 
-    def _has_room(self, turn: Turn) -> bool:
-        return not self._users or not (self._alone or turn.alone)
+    def has_in_front(self, turn: Turn) -> bool:
+        """Whether a turn, which is here, may use the cache."""
+        if len(self._turns) > 1 and turn is self._turns[-1] and not turn.alone:
+            last = self._turns[-2]
+            if last.called and not last.alone:  # they read side by side, however many there are
+                return True
+        return turn in self.front()
 
-    def _admit(self, turn: Turn) -> None:
-        self._users += 1
-        self._alone = turn.alone
+    def followers(self, turn: Turn) -> list[Turn]:
+        """Who may use the cache since a turn has left it: none of those that read behind another who still does."""
+        return [each for each in self.front(1 if turn.called and not turn.alone else None) if not each.called]
+
+    def front(self, most: int | None = None) -> list[Turn]:
+        """The turns that may use the cache: the first, and those right behind it as long as all only read."""
+        front: list[Turn] = []
+        for turn in self._turns:
+            if turn.left:
+                continue
+            if len(front) == most or (front and (turn.alone or front[0].alone)):
+                break
+            front.append(turn)
+        return front
 
 
 class Turn(ABC):
     """The place of an operation in the lines of its caches."""
 
-    __slots__ = ("alone", "blocked_by", "deadline", "lines")
+    __slots__ = ("alone", "called", "deadline", "left", "lines")
 
     def __init__(self, lines: Sequence[Line], alone: bool, deadline: float) -> None:
         self.lines: Final = lines
@@ -75,12 +79,19 @@ class Turn(ABC):
         """Whether it must have its caches for itself: it changes them."""
         self.deadline: Final = deadline
         """Until when it waits, in seconds of `time.monotonic`."""
-        self.blocked_by: set[Line] = set()
-        """The lines in which it waits."""
+        self.called = False
+        """Whether it has come, and waits no longer."""
+        self.left = False
+        """Whether it is over."""
+
+    @property
+    def is_in_front(self) -> bool:
+        """Whether nothing that it must wait for is before it."""
+        return all(line.has_in_front(self) for line in self.lines)
 
     @abstractmethod
     def start(self) -> None:
-        """Called when the turn has come, from any thread."""
+        """Called when the turn has come, from any thread; again if an interrupt ended the first call."""
 
     @abstractmethod
     def expire(self) -> None:
@@ -96,56 +107,66 @@ class Turns:
         self._lock = threading.Lock()
         self._waiting: set[Turn] = set()
         self._ready: deque[Turn] = deque()
-        self._starting = False
+        self._starter: int | None = None
         self._timer: Timer | None = None
         self._due = inf
 
     def take(self, turn: Turn) -> None:
-        """Enters a turn; it starts at once if nothing is before it."""
+        """Enters a turn; it starts at once if nothing is before it. Where an interrupt ends this, the turn is still
+        to be left.
+        """
         with self._lock:
-            turn.blocked_by = {line for line in turn.lines if not line.enter(turn)}
-            waits = bool(turn.blocked_by)
-            if waits and turn.deadline < inf:
+            for line in turn.lines:
+                line.enter(turn)
+            turn.called = starts = turn.is_in_front
+            if not starts and turn.deadline < inf:
                 self._waiting.add(turn)
                 self._watch(turn.deadline)
-        if not waits:
+        if starts:
             turn.start()
 
     def leave(self, turn: Turn) -> None:
         """Ends a turn, begun or not, and starts those that waited for it alone."""
+        turn.left = True
+        try:
+            self._call_followers(turn)
+        except BaseException:  # an interrupt: what it has left half done is done again, in a thread that has none
+            with self._lock:
+                if self._starter == threading.get_ident():
+                    self._starter = None
+            self._later(0.0, partial(self._call_followers, turn))
+            raise
+
+    def _call_followers(self, turn: Turn) -> None:
+        """Starts who waited for a turn that is left. Whatever of it is done already is not done again."""
         with self._lock:
             for line in turn.lines:
-                for follower in line.leave(turn):
-                    follower.blocked_by.discard(line)
-                    if not follower.blocked_by:
+                line.leave(turn)
+            for line in turn.lines:
+                for follower in line.followers(turn):
+                    if follower.is_in_front and not follower.called:
                         self._waiting.discard(follower)
                         self._ready.append(follower)
+                        follower.called = True
             self._waiting.discard(turn)
             if not self._waiting and self._timer is not None:  # it would keep the client alive
                 self._timer.cancel()
                 self._timer, self._due = None, inf
-            if self._starting or not self._ready:
+            if self._starter is not None or not self._ready:
                 return
-            self._starting = True
-        self._start_ready()
-
-    def _start_ready(self) -> None:
-        """Starts what is ready, one after the other: an operation that fails as it starts makes others ready, and of
-        those there may be more than a stack is deep.
-        """
-        try:
-            while (turn := self._next_ready()) is not None:
-                turn.start()
-        except BaseException:  # an interrupt
-            with self._lock:
-                self._starting = False
-            raise
+            self._starter = threading.get_ident()
+        # One after the other: an operation that fails as it starts makes others ready, and of those there may be more
+        # than a stack is deep.
+        while (ready := self._next_ready()) is not None:
+            if not ready.left:
+                ready.start()
+            self._ready.popleft()
 
     def _next_ready(self) -> Turn | None:
         with self._lock:
             if self._ready:
-                return self._ready.popleft()
-            self._starting = False
+                return self._ready[0]
+            self._starter = None
             return None
 
     def _watch(self, deadline: float) -> None:

@@ -98,7 +98,7 @@ class UnaryTransport:
         try:
             self._take(call, rpc)
         except AttnServeError as error:
-            self._finish(call, error)
+            self._finish(call, error.with_traceback(None))  # which leads here, and to all that the call holds
         except Exception as error:  # which gRPC would only log
             self._finish(call, ProtocolError(unreadable(error)))
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +20,7 @@ from attnserve import DeadlineExceededError, FailedPreconditionError, Unavailabl
 from attnserve._cache_requests import CacheInfo
 from attnserve._plans import CacheState, Plan, Request, Steps
 from attnserve._threads import later
-from attnserve._transaction import perform
+from attnserve._transaction import Transaction, perform
 from attnserve._turns import Turns
 
 GET = _cache_requests.get("cache")
@@ -135,3 +142,82 @@ def test_steps_that_come_too_late_are_not_taken(cache: CacheState, monkeypatch: 
     with pytest.raises(DeadlineExceededError):
         perform(cache.turns, plan(cache, steps(), 2.0), ask)
     assert asked == [2.0]
+
+
+def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
+    """As it gets in line and out of it, too, with somebody in line behind it."""
+    functions = 0
+    while _interrupted_after(functions):
+        functions += 1
+    assert functions > 10
+
+
+def _interrupted_after(functions: int) -> bool:
+    """Whether an operation calls more functions than that of those that know of turns. It is interrupted as it enters
+    the next.
+    """
+    left = functions
+    interrupted = False
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left, interrupted
+        if frame.f_globals["__name__"] in ("attnserve._transaction", "attnserve._turns") and not interrupted:
+            left -= 1
+            if left < 0:
+                interrupted = True
+                raise KeyboardInterrupt
+
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    cache = CacheState(info, Turns(later))
+    followers: list[Future[bool]] = []
+    answer: Future[bool] = Future()
+
+    def ask(request: Request, timeout: float | None) -> None:
+        sys.settrace(None)
+        follower: Future[bool] = Future()
+        followers.append(follower)
+        behind = plan(cache, once(), None)
+        Transaction(cache.turns, behind, lambda request, timeout: answer, partial(settle, follower)).begin()
+        sys.settrace(trace)
+
+    work = plan(cache, once())
+    sys.settrace(trace)
+    try:
+        perform(cache.turns, work, ask)
+    except KeyboardInterrupt:
+        assert interrupted
+    finally:
+        sys.settrace(None)
+    answer.set_result(True)
+    for follower in followers:
+        wait([follower], PATIENCE_S)
+        assert follower.done()
+    assert is_free(cache)
+    return interrupted
+
+
+def settle(future: Future[bool], outcome: Any) -> None:
+    if not future.done():
+        future.set_result(outcome is True)
+
+
+def test_what_a_failed_operation_held_is_free_when_it_is_over(cache: CacheState) -> None:
+    """Without the collector: that may be arrays."""
+
+    def steps(held: Future[None]) -> Steps[Any]:
+        yield GET
+        held.cancel()
+
+    def fail(request: Request, timeout: float | None) -> Any:
+        raise UnavailableError("gone")
+
+    gc.disable()
+    try:
+        held: Future[None] = Future()
+        watched = weakref.ref(held)
+        with contextlib.suppress(UnavailableError):
+            perform(cache.turns, plan(cache, steps(held)), fail)
+        del held
+        assert watched() is None
+    finally:
+        gc.enable()
