@@ -149,6 +149,11 @@ class Multiplexer(Generic[T]):
         self._stream = self._last_stream
         return self._stream
 
+    def unopened(self, stream: int) -> None:
+        """Takes notice that a stream could not be opened after all. Another may be, for what is ready."""
+        if stream == self._stream:
+            self._stream = 0
+
     def writes(self, stream: int) -> bool:
         """Whether more may be sent on a stream; if not, its sending side is to be closed."""
         return stream == self._stream

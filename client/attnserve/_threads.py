@@ -166,7 +166,11 @@ class StreamTransport:
             if self._closed:
                 raise ClientClosedError()
             self._multiplexer.add(call)
-            self._advance()
+            try:
+                self._advance()
+            except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
+                self._multiplexer.cancel(call)
+                raise
 
     def leave(self) -> None:
         """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
@@ -198,11 +202,13 @@ class StreamTransport:
         """Has everything done that has become possible. With the lock held."""
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
-            arrived = partial(self._arrived, stream)
-            attend_stream: Any = self._channel.stream_stream(SERVICE + "AttendStream", None, arrived)
-            rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
-            reader = threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True)
-            reader.start()
+            try:
+                self._open(stream)
+            except BaseException:
+                self._multiplexer.unopened(stream)
+                if (rpc := self._rpcs.pop(stream, None)) is not None:
+                    rpc.cancel()
+                raise
         if self._multiplexer.wants_writer:
             self._writable.notify_all()
         if self._multiplexer.wakeup < self._watched:
@@ -211,6 +217,13 @@ class StreamTransport:
                 self._watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
                 self._watcher.start()
             self._timer.notify()
+
+    def _open(self, stream: int) -> None:
+        """Opens a stream. Raises RuntimeError if there is no thread for it."""
+        arrived = partial(self._arrived, stream)
+        attend_stream: Any = self._channel.stream_stream(SERVICE + "AttendStream", None, arrived)
+        rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+        threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True).start()
 
     def _messages(self, stream: int) -> Iterator[bytes]:
         """The messages of a stream, as long as it is used. gRPC asks for the next when it has sent the last."""
@@ -229,8 +242,10 @@ class StreamTransport:
             for arrived in rpc:
                 if isinstance(arrived, Exception):
                     raise arrived
-                self._part_with(arrived.leaving)
-                _settle(arrived.outcomes)
+                try:
+                    self._part_with(arrived.leaving)
+                finally:
+                    _settle(arrived.outcomes)
                 del arrived  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
