@@ -141,8 +141,10 @@ class FastPath:
         """Takes notice of a request that went the way of others, and of where it begins in a message: when its like
         comes again, the layout of such requests is known from then on.
         """
+        if not isinstance(request, Request | CachedRequest):
+            return
         key = self._key_of(request)
-        if key is None or self._messages.knows(key):
+        if self._messages.knows(key):
             return
         suits = self._came.pop(key, None)
         if suits:
@@ -155,25 +157,22 @@ class FastPath:
             del self._came[next(iter(self._came))]
         self._came[key] = suits
 
-    def _key_of(self, request: Work) -> Hashable:
-        """What requests of its layout have in common; None if it is for others."""
+    def _key_of(self, request: Request | CachedRequest) -> Hashable:
+        """What requests of its layout have in common."""
         if isinstance(request, Request):
             return request.problem
-        if isinstance(request, CachedRequest) and self._caches is not None:
-            return self._caches.key_of(request)
-        return None
+        return None if self._caches is None else self._caches.key_of(request)
 
-    def _learn(self, key: Hashable, request: Work, message: bytes, begin: int) -> bool:
+    def _learn(self, key: Hashable, request: Request | CachedRequest, message: bytes, begin: int) -> bool:
         """Knows the layout of requests like this one from now on, if they are for the library."""
+        if request.cost > self._max_cost or request.payloads.buffer is not message:
+            return False
         layout: Layout | None = None
-        if request.cost <= self._max_cost and isinstance(request, Request | CachedRequest):
-            if isinstance(request, Request):
-                layout = layout_of(request)
-            elif self._caches is not None:
-                layout = self._caches.layout_of(request)
-            if layout is not None and request.payloads.buffer is message:
-                return self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)
-        return False
+        if isinstance(request, Request):
+            layout = layout_of(request)
+        elif self._caches is not None:
+            layout = self._caches.layout_of(request)
+        return layout is not None and self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)
 
 
 def _are_new(ids: list[int], in_flight: Collection[int]) -> bool:

@@ -244,6 +244,15 @@ async def test_layouts_that_take_turns_are_all_learnt(device: CpuDevice) -> None
     assert len(path.replies(path.answer(message_of(*requests)))) == 3
 
 
+async def test_what_lies_elsewhere_than_in_its_message_is_not_learnt(device: CpuDevice) -> None:
+    """As the payloads of a message of thousands of fields do, which are those of a copy."""
+    path, message = Path(device), messages.random_attend(1).SerializeToString()
+    elsewhere = messages.read_request(bytes(bytearray(message)))
+    for _ in range(3):
+        path.path.came(elsewhere, message, 0)
+    assert not path.messages.knows(elsewhere.problem)
+
+
 async def test_what_never_repeats_takes_no_memory_and_learns_nothing(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(1)
     path.comes(request)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from attnserve import _dtypes
 from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
+from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.devices.results import Parts, fetched, put
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
@@ -119,28 +120,28 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
     if not request.placements:
         return
     problem, placements, shape = request.problem, request.placements, request.uses[0].cache.shape
-    if device.torch_device.type == "cpu" and problem.kv_length == 1 and problem.dtype in DTYPES:
-        append_tokens(pool, request)
-        return
     if problem.kv_length > 1:
         key, value = (_heads_first(name, request, device) for name in ("key", "value"))
         for b, placement in enumerate(placements):
             pool.write(shape, placement, key[b], value[b])
-        return
-    for placement in placements:
-        pool.copy(placement.copies)
-    places = [placement.writes[0] for placement in placements]
-    key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
-    pool.write_tokens(shape, places, key, value)
+    elif device.torch_device.type == "cpu" and problem.dtype in DTYPES:
+        append_tokens(pool, request)
+    else:
+        key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
+        pool.write_tokens(shape, _places(pool, request), key, value)
 
 
 def append_tokens(pool: PagePool, request: CachedRequest) -> None:
     """Writes one token to each cache of a request where it has been placed, of at most 32 bits an element, on a CPU."""
+    key, value = (_token(name, request) for name in ("key", "value"))
+    pool.write_arrays(request.uses[0].cache.shape, _places(pool, request), key, value)
+
+
+def _places(pool: PagePool, request: CachedRequest) -> list[Write]:
+    """Where the tokens of a request go that appends one to each cache, in pages that are its caches' own by now."""
     for placement in request.placements:
         pool.copy(placement.copies)
-    places = [placement.writes[0] for placement in request.placements]
-    key, value = (_token(name, request) for name in ("key", "value"))
-    pool.write_arrays(request.uses[0].cache.shape, places, key, value)
+    return [placement.writes[0] for placement in request.placements]
 
 
 def _token(name: str, request: CachedRequest) -> NDArray[Any]:
