@@ -13,7 +13,7 @@ import grpc
 
 from attnserve._config import Settings
 from attnserve._credentials import Bearer
-from attnserve._multiplexer import Call
+from attnserve._in_flight import Call
 from attnserve._replicas import Replica
 from attnserve._retry import RetryPolicy
 

@@ -14,24 +14,24 @@ nothing more is sent on it, what it still owes is awaited, and a new stream take
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve import _retry
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
     ProtocolError,
     error_from_status,
     no_reply,
 )
 from attnserve._fields import Buffer, field_prefix, varint
+from attnserve._in_flight import Call, Outcome
 from attnserve._replicas import Replica
-from attnserve._reply import Reply, Response
+from attnserve._reply import Reply
 
 T = TypeVar("T")
 
@@ -49,58 +49,6 @@ _TIMEOUT: Final = 2
 
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-
-
-class Call(Generic[T]):
-    """One call and where it stands."""
-
-    __slots__ = (
-        "attempts",
-        "deadline",
-        "field",
-        "id",
-        "message_size",
-        "owner",
-        "pieces",
-        "pinned",
-        "resent",
-        "size",
-        "stream",
-        "timeout",
-        "trace",
-    )
-
-    def __init__(
-        self, owner: T, field: int, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None
-    ) -> None:
-        self.owner: Final = owner
-        """Whoever waits for the outcome; means nothing here."""
-        self.field: Final = field
-        """The number of the field that the request has in a stream's call: what is asked for."""
-        self.pieces: Final = pieces
-        """The serialised request, kept until the outcome: the call may have to be sent again."""
-        self.size: Final = size
-        """The length of the pieces together, in bytes."""
-        self.timeout: Final = timeout
-        self.deadline: Final = inf if timeout is None else now + timeout
-        """When nobody waits any more."""
-        self.pinned = False
-        """Whether no other server can answer it."""
-        self.trace = b""
-        """Its trace context, as serialised fields of a stream's call."""
-        self.id = 0
-        """What the call is named on the wire; 0 before it is added."""
-        self.stream = 0
-        """The stream on which the call was sent; 0 while it is not sent."""
-        self.message_size = 0
-        """The sizes together of the calls in the message with which it was sent."""
-        self.attempts = 0
-        """How many attempts have failed."""
-        self.resent = False
-        """Whether an attempt may have been carried out without a reply; one that was answered UNAVAILABLE was not."""
-
-
-Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]
 
 
 class Multiplexer(Generic[T]):

@@ -24,7 +24,8 @@ from attnserve._config import SERVICE
 from attnserve._credentials import Bearer
 from attnserve._ending import Ending
 from attnserve._errors import ClientClosedError, unreadable
-from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._in_flight import Call, Outcome
+from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import RetryPolicy

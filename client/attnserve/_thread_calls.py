@@ -24,7 +24,7 @@ from attnserve._errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from attnserve._multiplexer import Call
+from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
 from attnserve._reply import decode_response

@@ -29,7 +29,8 @@ from attnserve._errors import (
     status_from_rpc_error,
     unreadable,
 )
-from attnserve._multiplexer import Call, Multiplexer, Outcome
+from attnserve._in_flight import Call, Outcome
+from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import RetryPolicy

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 from google.rpc.status_pb2 import Status
 
-from attnserve._multiplexer import Call, Multiplexer
+from attnserve._in_flight import Call
+from attnserve._multiplexer import Multiplexer
 from attnserve._operation import ATTEND, Operation
 from attnserve._reply import Response
 from attnserve._retry import RetryPolicy

@@ -19,7 +19,8 @@ from attnserve import (
     ProtocolError,
     UnavailableError,
 )
-from attnserve._multiplexer import Call, Multiplexer
+from attnserve._in_flight import Call
+from attnserve._multiplexer import Multiplexer
 from attnserve._operation import APPLY, ATTEND
 from attnserve._reply import Reply, Response
 from attnserve._retry import RetryPolicy

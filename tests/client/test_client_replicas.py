@@ -12,7 +12,8 @@ from google.rpc.status_pb2 import Status
 from attnserve import TLS, Client, UnavailableError
 from attnserve._config import Settings
 from attnserve._errors import AttnServeError
-from attnserve._multiplexer import Call, Multiplexer
+from attnserve._in_flight import Call
+from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
 from attnserve._reply import Reply
 from attnserve._retry import RetryPolicy
