@@ -1,7 +1,7 @@
 """A device that is busy for as long as a test wants, so that what is asked for meanwhile waits.
 
 In: a server that is `PATIENT`. Nothing here depends on how fast a machine is, and this process may even stand still for
-a second: the next requests that occupy the device wait before the last one ends.
+some seconds: the next requests that occupy the device wait before the last one ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 """What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
 
-# Some hundredths of a second of a CPU, for no fast kernel computes float64. With its softcap it costs more than a batch
-# may, and so runs alone.
-_REQUEST = messages.random_attend(0, 1024, heads=1, width=128, dtype=np.float64, softcap=1.0, priority=8)
+# A tenth of a second of a CPU or two, for no fast kernel computes float64. With its softcap it costs more than a batch
+# may, and so runs alone. It is narrow: what is sent and read takes little of this process beside.
+_REQUEST = messages.random_attend(0, 2048, heads=1, width=32, dtype=np.float64, softcap=1.0, priority=8)
 _AHEAD = 32
-"""How many of them are there at once: one runs. They are most of a second ahead: a test may stand still meanwhile."""
+"""How many of them are there at once: one runs. They are seconds ahead: a test may stand still meanwhile."""
 
 
 class Occupied:
