@@ -48,7 +48,7 @@ MOST_TOLD: Final = 1024
 
 
 class Told(NamedTuple):
-    """Why a caller's last request was refused, of how many bytes it was, and after how many batches."""
+    """Why a caller's last request was refused, from how many bytes on others would be, and after how many batches."""
 
     error: Overloaded
     size: int
@@ -81,7 +81,9 @@ class Admission:
         self._stands = False
         self._callers: dict[Hashable, Usage] = {}
         self._told: dict[Hashable, Told] = {}
-        """The callers that have been refused since anything was counted: until then, nothing else is decided."""
+        """The callers that have been refused since anything was counted that could give them room: until then, nothing
+        else is decided.
+        """
         self.pace = Pace()
         """How fast requests are computed: whoever computes them tells it."""
 
@@ -124,7 +126,8 @@ class Admission:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
             refusal = error.again()
-            self._told[caller] = Told(refusal, size, self.pace.batches)
+            least = size if error.bound == "bytes" else 0  # of what else is full, no size counts
+            self._told[caller] = Told(refusal, least, self.pace.batches)
             return refusal
         return None
 
@@ -178,7 +181,7 @@ class Admission:
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = Usage()
-        self._told.clear()
+            self._told.clear()  # of shares: they are smaller now; otherwise nobody has room who had none
         for usage in (self._everybody, own):
             usage.requests += 1
             usage.bytes += size

@@ -101,40 +101,37 @@ class Outbox:
             self._write_due = asyncio.get_running_loop().call_soon(self.write)
 
     async def _write(self) -> None:
-        """Writes until nothing is ready."""
-        while self._unsent or self._closing:
-            if self._unsent:
-                await self._write_message()
-            else:
-                self._closing = False
-                await self._write_bytes(CLOSING)
+        """Writes until nothing is ready. Raises Cancelled if the caller leaves meanwhile."""
+        try:
+            while self._unsent or self._closing:
+                if not self._unsent:
+                    self._closing = False
+                    await self._context.write(CLOSING)
+                    self._metrics.sent(len(CLOSING))
+                    continue
+                unsent, size = self._next()
+                try:
+                    await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
+                    self._metrics.sent(size)
+                finally:
+                    self.bytes -= size
+                    self._engine.release(*[each.held for each in unsent if each.held is not None])
+                    del unsent  # a request keeps its layer alive
+                    self.progress.set()
+        except aio.InternalError:
+            raise Cancelled from None
 
     def _written(self, writing: Begun) -> None:
         self._writing = None
         if writing.error is not None and not self.broken.done():
             self.broken.set_exception(writing.error)
 
-    async def _write_message(self) -> None:
-        """Writes what is ready, as much as one message takes. By itself, so that a stream that idles holds nothing of
-        what it wrote last: a request keeps its layer alive.
-        """
+    def _next(self) -> tuple[list[Unsent], int]:
+        """Takes what is ready, as much as one message takes, and its length."""
         unsent = [self._unsent.popleft()]
         size = unsent[0].size
         while self._unsent and size + self._unsent[0].size <= MAX_JOINED_BYTES:
             unsent.append(self._unsent.popleft())
             size += unsent[-1].size
         self.replies -= sum([each.replies for each in unsent])
-        try:
-            await self._write_bytes(b"".join([piece for each in unsent for piece in each.pieces]))
-        finally:
-            self.bytes -= size
-            self._engine.release(*[each.held for each in unsent if each.held is not None])
-            self.progress.set()
-
-    async def _write_bytes(self, message: bytes) -> None:
-        """Writes a message. Raises Cancelled if the caller leaves meanwhile."""
-        try:
-            await self._context.write(message)
-        except aio.InternalError:
-            raise Cancelled from None
-        self._metrics.sent(len(message))
+        return unsent, size

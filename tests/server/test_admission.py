@@ -280,13 +280,13 @@ def overdone() -> Admission:
 
 def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = overdone()
-    told = [refused(admission, 1, 10**9)]
+    told = [refused(admission, 2, 10**9)]
     with monkeypatch.context() as patch:
         patch.setattr(Admission, "_check_room", None)
+        told.append(refused(admission, 3, 10**9))
         told.append(refused(admission, 1, 10**9))
-        told.append(refused(admission, 2, 10**9))
-    first, again, larger = told
-    assert first is not again is not larger, "one that is raised twice would keep alive what it met the first time"
+    first, again, smaller = told
+    assert first is not again is not smaller, "one that is raised twice would keep alive what it met the first time"
     assert {each.encoded_status() for each in told} == {first.encoded_status()}
     assert {(type(each), each.rejection, each.retry_delay, str(each)) for each in told} == {
         (type(first), first.rejection, first.retry_delay, str(first))
@@ -303,9 +303,9 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
         lambda admission: admission.admit(OTHER, 1, 10**9),
         lambda admission: at(10**9, 0.01)(admission),
     ],
-    ids=["computed", "release", "recount", "again", "admit", "learn"],
+    ids=["computed", "release", "recount", "again", "admit of another", "learn"],
 )
-def test_whatever_is_counted_or_learnt_makes_it_looked_at_again(
+def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
     change: Callable[[Admission], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = overdone()
