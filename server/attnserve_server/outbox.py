@@ -23,9 +23,6 @@ from attnserve_server.metrics import Metrics
 MAX_JOINED_BYTES: Final = 1 << 20
 """Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
 
-CLOSING: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
-"""What asks a caller to close a stream."""
-
 
 class Unsent(NamedTuple):
     """A reply that is ready, or several, and what is held of the server until it has been sent."""
@@ -34,6 +31,11 @@ class Unsent(NamedTuple):
     size: int
     held: Held | None
     replies: int = 1
+
+
+_PLEASE_CLOSE: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
+CLOSING: Final = Unsent([_PLEASE_CLOSE], len(_PLEASE_CLOSE), None, replies=0)
+"""What asks a caller to close a stream: a message by itself, or a part of one that brings replies."""
 
 
 class Outbox:
@@ -47,7 +49,6 @@ class Outbox:
         self._writing: Begun | None = None
         self._write_due: asyncio.Handle | None = None
         self._holds = False
-        self._closing = False
         self._closed = False
         self.replies = 0
         """How many are ready and not being written."""
@@ -76,14 +77,15 @@ class Outbox:
         if self._write_due is not None:
             self._write_due.cancel()
             self._write_due = None
-        if self._writing is None and (self._unsent or self._closing) and not self._closed:
+        if self._writing is None and self._unsent and not self._closed:
             writing = Begun(self._write(), self._written)
             if not writing.has_ended:
                 self._writing = writing
 
     def ask_to_close(self) -> None:
-        """Asks the caller to close the stream."""
-        self._closing = True
+        """Asks the caller to close the stream, before it is told anything else: there may be more to tell for ever."""
+        self._unsent.appendleft(CLOSING)
+        self.bytes += CLOSING.size
         self._write_soon()
 
     def close(self) -> None:
@@ -103,12 +105,7 @@ class Outbox:
     async def _write(self) -> None:
         """Writes until nothing is ready. Raises Cancelled if the caller leaves meanwhile."""
         try:
-            while self._unsent or self._closing:
-                if not self._unsent:
-                    self._closing = False
-                    await self._context.write(CLOSING)
-                    self._metrics.sent(len(CLOSING))
-                    continue
+            while self._unsent:
                 unsent, size = self._next()
                 try:
                     await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))

@@ -1,0 +1,116 @@
+"""Replies on their way to a caller that takes one message after the other, when it likes: in which order they go, and
+that nothing is held for them when they have left or never will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.fast_path import Answered
+from attnserve_server.outbox import MAX_JOINED_BYTES, Outbox, Unsent
+
+__all__ = ["torch_threads"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
+ME = "me"
+
+
+class Unread:
+    """What gRPC gives the server of a stream: what is written has left when the caller takes it."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.AttendStreamResponse] = []
+        self._left: asyncio.Future[None] | None = None
+
+    async def write(self, message: bytes) -> None:
+        self.messages.append(pb.AttendStreamResponse.FromString(message))
+        self._left = asyncio.get_running_loop().create_future()
+        await self._left
+
+    async def take(self) -> None:
+        """The caller takes the message that is being written, and all that follows from that happens."""
+        assert self._left is not None
+        self._left.set_result(None)
+        await asyncio.sleep(0)
+
+
+class Sending:
+    """An outbox, whose replies are each too large to be joined with another."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(HeldDevice(BESIDE))
+        self.context: Any = Unread()
+        self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics)
+
+    def put(self, number: int) -> None:
+        """A reply is ready, for which the server holds a request."""
+        reply = pb.AttendStreamReply(id=number)
+        reply.attend.output.data = bytes(MAX_JOINED_BYTES)
+        message = pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+        answered = Answered(message, ME, requests=1, size=len(message), query_tokens=1, flops=1)
+        self.bench.engine.computed_at_once(ME, answered.size, 1, 0.0)
+        self.outbox.put(Unsent([message], len(message), answered))
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The requests and bytes that the server holds."""
+        return self.bench.admission.requests, self.bench.admission.bytes
+
+    @property
+    def written(self) -> list[int | str]:
+        """What has been written: ids, and where the caller was asked to leave."""
+        written: list[int | str] = []
+        for message in self.context.messages:
+            written += ["close"] * message.closing + [reply.id for reply in message.replies]
+        return written
+
+
+async def test_who_has_always_more_to_be_told_is_asked_to_leave_before_that() -> None:
+    """Otherwise one that reads slowly would never be asked, and be cut off with calls that nobody has read."""
+    sending = Sending()
+    for number in range(3):
+        sending.put(number)
+    sending.outbox.write()
+    sending.outbox.ask_to_close()
+    for number in range(3, 6):
+        await sending.context.take()
+        sending.put(number)
+    assert sending.written == [0, "close", 1, 2]
+
+
+async def test_a_request_to_leave_and_small_replies_are_one_message() -> None:
+    sending = Sending()
+    for number in range(2):
+        message = pb.AttendStreamResponse(replies=[pb.AttendStreamReply(id=number)]).SerializeToString()
+        sending.outbox.put(Unsent([message], len(message), None))
+    sending.outbox.ask_to_close()
+    sending.outbox.write()
+    (message,) = sending.context.messages
+    assert message.closing
+    assert [reply.id for reply in message.replies] == [0, 1]
+    assert sending.outbox.replies == 0
+    await sending.context.take()
+    assert sending.outbox.bytes == 0
+
+
+@pytest.mark.parametrize("taken", range(5))
+async def test_whenever_the_caller_leaves_nothing_is_held_for_it(taken: int) -> None:
+    sending = Sending()
+    for number in range(3):
+        sending.put(number)
+    sending.outbox.write()
+    sending.outbox.ask_to_close()
+    for _ in range(taken):
+        await sending.context.take()
+    assert sending.written == [0, "close", 1, 2][: taken + 1]
+    assert sending.held[0] == [3, 2, 2, 1, 0][taken]
+    sending.outbox.close()
+    assert sending.held == (0, 0)
+    await asyncio.sleep(0)
+    assert sending.written == [0, "close", 1, 2][: taken + 1], "nothing is written to who has left"
