@@ -181,13 +181,23 @@ class Admission:
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = Usage()
-            self._told.clear()  # of shares: they are smaller now; otherwise nobody has room who had none
+            self._told.clear()  # of shares: they are smaller now
+        elif self._told and self._is_above_average(flops, kind):
+            self._told.clear()
         for usage in (self._everybody, own):
             usage.requests += 1
             usage.bytes += size
             usage.waiting += 1
             usage.flops += flops
             usage.work.add(kind, flops)
+
+    def _is_above_average(self, flops: int, kind: str) -> bool:
+        """Whether a request may take longer than those that wait do on average. Then the queue may take longer, too
+        (some may always wait, be they as slow as they like), and who was refused may have room.
+        """
+        everybody = self._everybody
+        kinds = everybody.work.kinds
+        return len(kinds) != 1 or kind not in kinds or flops * everybody.waiting > everybody.flops
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
         """Whether so many requests of a caller's, of so many bytes together, would be admitted now, while nothing

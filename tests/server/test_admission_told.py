@@ -10,6 +10,7 @@ from waiting import work
 
 from attnserve_server.admission import Admission
 from attnserve_server.errors import Overloaded
+from attnserve_server.pace import Pace
 
 Action = tuple[str, str, int, int]
 """What happens, to whom, and how many bytes and FLOPs a request has, or which of all those in flight it is."""
@@ -69,6 +70,11 @@ class Life:
         return False
 
 
+AVERAGE = [*[("admit", "a", 1, 1)] * 12, *[("admit", "b", 1, 1)] * 4, ("check", "a", 1, 1)]
+"""One of two callers has its share of a queue, which is as long as its requests are slow on average."""
+
+
+@example([*AVERAGE, ("admit", "b", 1, 3000), ("check", "a", 1, 1)], 0.001)
 @example([("admit", "a", 60, 1), ("check", "b", 60, 1), ("check", "c", 1, 1), ("check", "b", 60, 1)], 0.1)
 @given(st.lists(ACTIONS, max_size=200), st.sampled_from([0.0, 0.01, 0.1]))
 def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_time: float) -> None:
@@ -76,6 +82,8 @@ def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_ti
         Life(kind(40, 100, 10**4, max_queue_time=max_queue_time, batch_requests=8, batch_flops=10**4))
         for kind in (Admission, Forgetful)
     ]
+    for life in lives:
+        life.admission.pace = Pace(flop_seconds=1e-6, request_seconds=1e-4)
     for action in actions:
         refused, expected = (life.act(action) for life in lives)
         assert refused is expected
