@@ -8,6 +8,13 @@
 
 enum { ALIGNMENT = 64 };
 
+/* messages.py writes them there. */
+_Static_assert(offsetof(struct call, key) == 8 && offsetof(struct call, value) == 16, "keys and values of a call");
+_Static_assert(offsetof(struct call, kv_length) == 96 && offsetof(struct call, offset) == 104, "its lengths");
+_Static_assert(offsetof(struct asked, compute) == 80 && offsetof(struct asked, answer_bytes) == 88 &&
+               offsetof(struct asked, ids) == 168, "what was asked");
+_Static_assert(offsetof(struct reference, length) == 32 && sizeof(struct reference) == 40, "a reference");
+
 /* A part of a message that has not been read yet. */
 struct rest {
     const uint8_t *at, *end;
