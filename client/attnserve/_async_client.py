@@ -40,9 +40,9 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:8001") as client:
             result = await client.attend(query, key, value, causal=True)
 
-    It belongs to the loop in which it is first used; gRPC wants one event loop in a process to be the only one that it
-    meets. Otherwise everything is as with `Client`, but that it must be closed: it does not notice being forgotten.
-    Names are first looked up by `async with`, or else by the first call.
+    It belongs to the loop in which it is first used, and raises RuntimeError in others; gRPC wants one event loop in a
+    process to be the only one that it meets. Otherwise everything is as with `Client`, but that it must be closed: it
+    does not notice being forgotten. Names are first looked up by `async with`, or else by the first call.
     """
 
     def __init__(

@@ -231,7 +231,7 @@ def no_reply(timeout: float | None, address: str = "") -> DeadlineExceededError:
     )
 
 
-def unreadable(error: Exception) -> str:
+def unreadable(error: BaseException) -> str:
     """The message of the ProtocolError of calls whose replies could not be taken, whatever the reason."""
     return str(error) if isinstance(error, ProtocolError) else f"a reply could not be taken: {error!r}"
 

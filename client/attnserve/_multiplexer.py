@@ -97,10 +97,11 @@ class Multiplexer(Generic[T]):
         self._stream = self._last_stream
         return self._stream
 
-    def unopened(self, stream: int) -> None:
-        """Takes notice that a stream could not be opened after all. Another may be, for what is ready."""
-        if stream == self._stream:
-            self._stream = 0
+    def unopened(self, stream: int, error: BaseException, now: float) -> list[Outcome[T]]:
+        """Takes notice that a stream could not be opened after all, and why. What was ready for it is sent again, as
+        after one that broke: nobody else would open another.
+        """
+        return self.broken(stream, Status(code=_UNAVAILABLE, message=f"no stream could be opened: {error!r}"), now)
 
     def writes(self, stream: int) -> bool:
         """Whether more may be sent on a stream; if not, its sending side is to be closed."""

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Final, Generic, TypeVar
 
 from attnserve import _replicas
@@ -132,9 +131,9 @@ class Servers(Generic[C]):
             if self._closed:
                 raise ClientClosedError
             if self._first_look is None or self._first_look.done():
-                self._first_look = Future()
-                looking = partial(self._look, self._first_look)
-                threading.Thread(target=looking, name="attnserve-look", daemon=True).start()
+                found: Future[Sequence[str]] = Future()
+                threading.Thread(target=self._look, args=(found,), name="attnserve-look", daemon=True).start()
+                self._first_look = found  # not before there is a thread that looks
             return self._first_look
 
     def _look(self, found: Future[Sequence[str]]) -> None:

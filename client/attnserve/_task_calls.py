@@ -16,7 +16,6 @@ from attnserve._call import EncodedCall
 from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._credentials import Bearer, Identity
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
     DeadlineExceededError,
     PermissionDeniedError,
@@ -95,23 +94,33 @@ class Calls:
         """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own."""
         future: CallFuture[Any, T]
         if self._settings.transport == "stream":
-            future = CallFuture(call.result)
+            future = self._future(call.result)
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
             if self._find_for(home) is not None:
                 task = asyncio.get_running_loop().create_task(self._send_when_found(future, call))
                 self._looking.add(task)
                 task.add_done_callback(self._looking.discard)
+                task.add_done_callback(future.left_by)
                 future.withdraw = task.cancel
             else:
                 self._send_on_stream(future, call, home)
         else:
             operation = call.operation
-            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            future = self._future(lambda data: call.result(decode_response(operation, data)))
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
             self._unary.submit(future, operation.path, call.pieces, call.timeout, route, find=find)
+        return future
+
+    def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
+        """The future of a call. RuntimeError in another loop than that of the connections, where nobody would settle
+        it.
+        """
+        future = CallFuture(finish)
+        if self._loop is not None and self._loop is not future.get_loop():
+            raise RuntimeError("the client belongs to another event loop, in which it was first used")
         return future
 
     def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
@@ -142,7 +151,7 @@ class Calls:
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
         """Asks a plain RPC, for some seconds."""
-        future = CallFuture(rpc.decode)
+        future = self._future(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
         route, find, timeout = partial(self.servers.connection, home), self._find_for(home), checked_timeout(timeout)
@@ -193,7 +202,7 @@ class Calls:
     def _move(self, call: Call[StreamFuture]) -> None:
         try:
             self.servers.connection().stream().adopt(call)
-        except AttnServeError as error:
+        except Exception as error:  # whatever it is: nobody else would tell who waits
             call.owner.settle(error)
 
     def _dispose(self, connection: Connection) -> None:

@@ -1,7 +1,8 @@
 """How calls travel from a client for asyncio: gRPC's asyncio channel, and the tasks around it.
 
 In: encoded calls, all from one event loop. Out: settled futures. An open stream has two tasks: one writes what is ready
-as soon as the last write is done, one reads replies. Deadlines and retries are a timer of the loop. Nothing is decided
+as soon as the last write is done, one reads replies. Either may be cancelled, by whoever cancels all tasks of a loop;
+the stream is then over, and its calls are sent again. Deadlines and retries are a timer of the loop. Nothing is decided
 here; see `_multiplexer` and `_retry`.
 """
 
@@ -23,7 +24,7 @@ from attnserve._call import EncodedCall
 from attnserve._config import SERVICE
 from attnserve._credentials import Bearer
 from attnserve._ending import Ending
-from attnserve._errors import ClientClosedError, unreadable
+from attnserve._errors import ClientClosedError, UnavailableError, unreadable
 from attnserve._in_flight import Call, Outcome
 from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import Replica
@@ -76,6 +77,11 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         else:
             self.set_exception(error)
 
+    def left_by(self, task: asyncio.Task[None]) -> None:
+        """The task that was to settle it is over. Whoever cancels all tasks of a loop has cancelled that, too."""
+        if task.cancelled():
+            self.settle(UnavailableError("the task that carried the call was cancelled"))
+
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
@@ -100,7 +106,7 @@ class StreamTransport:
         self._others = others
         self._move = move
         self._writable = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._watched = inf
         self._closed = False
@@ -158,15 +164,7 @@ class StreamTransport:
         if self._closed:
             return
         if self._multiplexer.wants_stream:
-            stream = self._multiplexer.opened()
-            rpc = self._attend_stream(metadata=self._bearer.metadata)
-            ending = Ending(rpc)
-            for task in (
-                self._loop.create_task(self._write(stream, rpc)),
-                self._loop.create_task(self._read(stream, rpc, ending)),
-            ):
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            self._open()
         if self._multiplexer.wants_writer:
             self._writable.set()
         if self._multiplexer.wakeup < self._watched:
@@ -174,6 +172,21 @@ class StreamTransport:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_later(max(0.0, self._watched - time.monotonic()), self._tick)
+
+    def _open(self) -> None:
+        """Opens a stream. Where it cannot be opened, what was ready for it is sent again, or fails."""
+        stream = self._multiplexer.opened()
+        try:
+            rpc = self._attend_stream(metadata=self._bearer.metadata)
+            ending = Ending(rpc)
+        except Exception as error:  # the channel is closed, or there is no memory: who has sent the calls has left
+            _settle(self._multiplexer.unopened(stream, error, time.monotonic()))
+            return
+        writing = self._loop.create_task(self._write(stream, rpc))
+        reading = self._loop.create_task(self._read(stream, rpc, ending))
+        self._tasks.update((writing, reading))
+        writing.add_done_callback(partial(self._written, rpc))
+        reading.add_done_callback(partial(self._ended, stream, rpc, writing))
 
     async def _write(self, stream: int, rpc: Any) -> None:
         """Sends the messages of a stream, as long as it is used."""
@@ -191,32 +204,46 @@ class StreamTransport:
         except Exception as error:
             self._distrust(stream, rpc, error)
 
-    async def _read(self, stream: int, rpc: Any, ending: Ending) -> None:
-        """Takes replies until the stream ends, and then its end."""
-        status = Status()
+    def _written(self, rpc: Any, writing: asyncio.Task[None]) -> None:
+        """Nothing more is sent on a stream."""
+        self._tasks.discard(writing)
+        if writing.cancelled():  # there may be more to send, and nobody else would send it
+            rpc.cancel()
+
+    async def _read(self, stream: int, rpc: Any, ending: Ending) -> Status:
+        """Takes replies until the stream ends, and returns its end."""
         try:
             while (data := await rpc.read()) is not grpc.aio.EOF:
                 replies, closing = decode_replies(data)
                 outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
-                if closing:
-                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
-                    self._part_with(self._multiplexer.take_leaving())
-                self._advance()
-                _settle(outcomes)
+                try:
+                    if closing:
+                        self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                        self._part_with(self._multiplexer.take_leaving())
+                    self._advance()
+                finally:
+                    _settle(outcomes)
                 del data, outcomes, replies  # nothing of it is to be kept while the next is awaited
         except grpc.RpcError as error:
-            status = ending.status(error)
-        except asyncio.CancelledError:
-            if self._closed:
-                raise
-            # It was not this task that was cancelled but the stream, by the one that writes.
-        except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
+            return ending.status(error)
+        return Status()
+
+    def _ended(self, stream: int, rpc: Any, writing: asyncio.Task[None], reading: asyncio.Task[Status]) -> None:
+        """Takes the end of a stream, or of its reading: that of a task that was cancelled before it began, too."""
+        self._tasks.discard(reading)
+        writing.cancel()
+        status = Status()
+        if reading.cancelled():  # or the stream was, by the one that writes
+            rpc.cancel()
+        elif (error := reading.exception()) is not None:  # nonsense, or whatever else keeps replies from being read
             self._distrust(stream, rpc, error)
+        else:
+            status = reading.result()
         outcomes = self._multiplexer.broken(stream, status, time.monotonic())
         self._advance()
         _settle(outcomes)
 
-    def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
+    def _distrust(self, stream: int, rpc: Any, error: BaseException) -> None:
         """Gives up a stream that cannot be read or written, and the calls on it."""
         _settle(self._multiplexer.distrusted(stream, unreadable(error)))
         rpc.cancel()
@@ -226,9 +253,11 @@ class StreamTransport:
         outcomes = self._multiplexer.tick(time.monotonic(), self._others())
         self._watched = inf
         self._timer = None
-        self._part_with(self._multiplexer.take_leaving())
-        self._advance()
-        _settle(outcomes)
+        try:
+            self._part_with(self._multiplexer.take_leaving())
+            self._advance()
+        finally:
+            _settle(outcomes)
 
 
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:

@@ -18,7 +18,6 @@ from attnserve._call import EncodedCall
 from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._credentials import Bearer, Identity
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
     DeadlineExceededError,
     PermissionDeniedError,
@@ -170,7 +169,7 @@ def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[
     def move(call: Call[StreamFuture]) -> None:
         try:
             servers.connection().stream().adopt(call)
-        except AttnServeError as error:
+        except Exception as error:  # whatever it is: nobody else would tell who waits
             call.owner.settle(error)
 
     outdated = None if settings.tls is None else identity.changed

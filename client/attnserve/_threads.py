@@ -4,8 +4,8 @@ In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An op
 which takes messages from us as fast as the connection does, and one that asks for replies. They arrive in a thread of
 the channel's, which settles at once what somebody waits for: each thread that must be woken takes longer than a small
 call is computed in. What calls back, or goes on at other servers, is left to the stream's thread. One more watches
-deadlines and retries, from the first call that has any. All are daemons. Nothing is decided here; see `_multiplexer`
-and `_retry`.
+deadlines and retries, from the first call. All are daemons. Where there is no thread for a stream, its calls are sent
+again a little later. Nothing is decided here; see `_multiplexer` and `_retry`.
 """
 
 from __future__ import annotations
@@ -161,25 +161,35 @@ class StreamTransport:
         self.adopt(call)
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that."""
+        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that, and
+        RuntimeError if there is no thread to watch it.
+        """
         call.owner.withdraw = partial(self._withdraw, call)
-        with self._lock:
-            if self._closed:
-                raise ClientClosedError()
-            self._multiplexer.add(call)
-            try:
-                self._advance()
-            except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
-                self._multiplexer.cancel(call)
-                raise
+        outcomes: list[Outcome[StreamFuture]] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ClientClosedError()
+                self._multiplexer.add(call)
+                try:
+                    if self._watcher is None:
+                        self._watcher = self._begin_to_watch()
+                    self._advance(outcomes)
+                except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
+                    self._multiplexer.cancel(call)
+                    raise
+        finally:
+            _settle(outcomes)
 
     def leave(self) -> None:
         """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        outcomes: list[Outcome[StreamFuture]] = []
         with self._lock:
             self._multiplexer.leave()
             leaving = self._multiplexer.take_leaving()
-            self._advance()
+            self._advance(outcomes)
         self._part_with(leaving)
+        _settle(outcomes)
 
     def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -199,24 +209,22 @@ class StreamTransport:
             self._writable.notify_all()
         return withdrawn
 
-    def _advance(self) -> None:
-        """Has everything done that has become possible. With the lock held."""
+    def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
+        """Has everything done that has become possible, and adds the outcomes to be delivered. With the lock held."""
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
             try:
                 self._open(stream)
-            except BaseException:
-                self._multiplexer.unopened(stream)
+            except BaseException as error:
+                outcomes += self._multiplexer.unopened(stream, error, time.monotonic())
                 if (rpc := self._rpcs.pop(stream, None)) is not None:
                     rpc.cancel()
-                raise
+                if not isinstance(error, Exception):  # an interrupt
+                    raise
         if self._multiplexer.wants_writer:
             self._writable.notify_all()
         if self._multiplexer.wakeup < self._watched:
             self._watched = self._multiplexer.wakeup
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
-                self._watcher.start()
             self._timer.notify()
 
     def _open(self, stream: int) -> None:
@@ -225,6 +233,11 @@ class StreamTransport:
         attend_stream: Any = self._channel.stream_stream(SERVICE + "AttendStream", None, arrived)
         rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
         threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True).start()
+
+    def _begin_to_watch(self) -> threading.Thread:
+        watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
+        watcher.start()
+        return watcher
 
     def _messages(self, stream: int) -> Iterator[bytes]:
         """The messages of a stream, as long as it is used. gRPC asks for the next when it has sent the last."""
@@ -255,7 +268,7 @@ class StreamTransport:
         with self._lock:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
             del self._rpcs[stream]
-            self._advance()
+            self._advance(outcomes)
         _settle(outcomes)
 
     def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
@@ -277,7 +290,7 @@ class StreamTransport:
                 if closing:
                     self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
                     leaving = self._multiplexer.take_leaving()
-                self._advance()
+                self._advance(outcomes)
             if len(data) <= _PROMPT_BYTES:
                 outcomes = [each for each in outcomes if not each[0].owner.settle_silently(each[1])]
             return _Arrived(outcomes, leaving)
@@ -301,7 +314,7 @@ class StreamTransport:
                 outcomes = self._multiplexer.tick(time.monotonic(), self._others())
                 leaving = self._multiplexer.take_leaving()
                 self._watched = self._multiplexer.wakeup
-                self._advance()
+                self._advance(outcomes)
             self._part_with(leaving)
             _settle(outcomes)
             del outcomes, leaving

@@ -59,6 +59,7 @@ class UnaryTransport:
         self._tasks[task] = future
         future.withdraw = task.cancel
         task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(future.left_by)
 
     async def close(self) -> None:
         """Gives up all calls."""

@@ -79,6 +79,30 @@ def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multip
     assert isinstance(error, UnavailableError)
 
 
+def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Multiplexer[Any]) -> None:
+    """But nothing has been sent on it, and what another still owes is awaited."""
+    owed, ready = call("owed"), call("ready")
+    multiplexer.add(owed)
+    old = multiplexer.opened()
+    message(multiplexer, old)
+    multiplexer.asked_to_leave(old, 0.0, others=False)
+    multiplexer.add(ready)
+    now = 0.0
+    for _ in range(POLICY.retries):
+        assert multiplexer.unopened(multiplexer.opened(), RuntimeError("no thread"), now) == []
+        assert not multiplexer.wants_stream
+        assert multiplexer.wakeup > now
+        now = multiplexer.wakeup
+        assert multiplexer.tick(now) == []
+        assert multiplexer.wants_stream
+    ((given_up, error),) = multiplexer.unopened(multiplexer.opened(), RuntimeError("no thread"), now)
+    assert given_up is ready
+    assert not ready.resent
+    assert isinstance(error, UnavailableError)
+    assert "no thread" in str(error)
+    assert multiplexer.resolve(old, [Reply(owed.id, DONE)], now) == [(owed, DONE)]
+
+
 def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:
     multiplexer.add(call("a", timeout=0.05))
     stream = multiplexer.opened()

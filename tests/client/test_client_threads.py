@@ -83,20 +83,3 @@ def test_threads_that_share_a_client_get_their_own_results() -> None:
         for thread in threads:
             thread.join(PATIENCE_S)
     assert outputs == {number: {float(number)} for number in outputs}
-
-
-def test_a_stream_that_cannot_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no thread for it, for the moment."""
-    start, refused = threading.Thread.start, ["once"]
-
-    def scarce(thread: threading.Thread) -> None:
-        if thread.name == OWN and refused:
-            refused.pop()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", scarce)
-    with peer(good) as address, Client(address, timeout=PATIENCE_S) as client:
-        with pytest.raises(RuntimeError, match="thread"):
-            client.attend(*[array(2)] * 3)
-        assert client.attend(*[array(3)] * 3).output[0, 0] == 3

@@ -1,0 +1,93 @@
+"""The tasks of a client for asyncio, cancelled by somebody who cancels all tasks of a loop: no call is left without an
+outcome for that. Nor is one that another loop makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from askers import Transport, array, transport
+from calls import PATIENCE_S
+from peers import good, good_unary, peer
+
+from attnserve import AsyncClient, UnavailableError
+
+__all__ = ["transport"]
+
+
+async def output(future: asyncio.Future[Any]) -> Any:
+    """What comes of a call without a deadline; the test ends if it hangs."""
+    async with asyncio.timeout(PATIENCE_S):
+        return (await future).output[0, 0]
+
+
+def cancel_all() -> None:
+    """Cancels all tasks but this one."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def test_the_tasks_of_a_stream_that_is_used() -> None:
+    """Its calls are sent again, on another."""
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            assert await output(client.submit(*[array(1)] * 3)) == 1
+            future = client.submit(*[array(2)] * 3)
+            cancel_all()
+            assert await output(future) == 2
+
+
+async def test_the_tasks_of_a_stream_before_they_begin() -> None:
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            future = client.submit(*[array(2)] * 3)
+            cancel_all()
+            assert await output(future) == 2
+
+
+@pytest.mark.parametrize("which", ["_write", "_read"])
+async def test_one_of_the_tasks_of_an_idle_stream(which: str) -> None:
+    """Without the one that writes, nothing would be sent; without the other, no reply be read."""
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            assert await output(client.submit(*[array(1)] * 3)) == 1
+            (task,) = [task for task in asyncio.all_tasks() if f"StreamTransport.{which}" in repr(task.get_coro())]
+            task.cancel()
+            await asyncio.wait([task])
+            assert await output(client.submit(*[array(2)] * 3)) == 2
+
+
+async def test_the_task_of_a_unary_call() -> None:
+    with peer(good, good_unary) as address:
+        async with AsyncClient(address, timeout=None, transport="unary") as client:
+            future = client.submit(*[array(2)] * 3)
+            cancel_all()
+            with pytest.raises(UnavailableError, match="task"):
+                await output(future)
+
+
+async def test_the_task_that_waits_for_a_name(transport: Transport) -> None:
+    with peer(good, good_unary) as address:
+        client = AsyncClient(lambda: [address], timeout=None, transport=transport)
+        future = client.submit(*[array(2)] * 3)
+        cancel_all()
+        with pytest.raises(UnavailableError, match="task"):
+            await output(future)
+        assert await output(client.submit(*[array(3)] * 3)) == 3
+        await client.close()
+
+
+def test_another_loop(transport: Transport) -> None:
+    """Each call is told, not the first alone."""
+
+    async def attend(client: AsyncClient) -> Any:
+        return await output(client.submit(*[array(2)] * 3))
+
+    with peer(good, good_unary) as address:
+        client = AsyncClient(address, timeout=None, transport=transport)
+        assert asyncio.run(attend(client)) == 2
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="another event loop"):
+                asyncio.run(attend(client))

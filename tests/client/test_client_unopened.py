@@ -1,0 +1,189 @@
+"""Streams that cannot be opened: there is no thread for one, or the channel is closed. Each call has its outcome,
+wherever the stream was to be opened: where a call is made, or where a retry is due, of which no caller hears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+from askers import array
+from calls import PATIENCE_S
+from peers import good, peer, replies
+
+from attnserve import AsyncClient, Client, DeadlineExceededError, UnavailableError
+
+Refusals: TypeAlias = Callable[[int], object]
+"""How often opening fails from now on."""
+
+READER, WATCHER, LOOKER = "attnserve-replies", "attnserve-deadlines", "attnserve-look"
+
+
+class Threads:
+    """How often no thread of a name can be had."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refused = {READER: 0, WATCHER: 0, LOOKER: 0}
+        start = threading.Thread.start
+
+        def scarce(thread: threading.Thread) -> None:
+            if self.refused.get(thread.name):
+                self.refused[thread.name] -= 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+def ending(broken: Callable[[], object]) -> Callable[..., Iterator[bytes]]:
+    """The stream of a peer that ends the first one unanswered, having told so."""
+    first = iter([True])
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            if next(first, False):
+                broken()
+                context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            yield from replies(message)
+
+    return stream
+
+
+def test_a_thread_that_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
+    threads.refused[READER] = 1
+    with peer(good) as address, Client(address, timeout=PATIENCE_S) as client:
+        assert client.attend(*[array(2)] * 3).output[0, 0] == 2
+    assert not threads.refused[READER]
+
+
+def test_a_thread_that_is_never_to_be_had(threads: Threads) -> None:
+    threads.refused[READER] = 2
+    with peer(good) as address, Client(address, timeout=None, retries=1) as client:
+        future = client.submit(*[array(2)] * 3)
+        with pytest.raises(UnavailableError, match="can't start new thread"):
+            future.result(PATIENCE_S)
+        assert client.attend(*[array(3)] * 3).output[0, 0] == 3
+
+
+def test_a_thread_that_is_not_to_be_had_for_a_retry(threads: Threads) -> None:
+    """The retry is due in the thread that watches, which is to go on."""
+    stream = ending(lambda: threads.refused.update({READER: 1}))
+    with peer(stream) as address, Client(address, timeout=None) as client:
+        future = client.submit(*[array(2)] * 3)
+        assert future.result(PATIENCE_S).output[0, 0] == 2
+    assert not threads.refused[READER]
+
+
+def test_a_thread_that_looks_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
+    """Who calls is told so, and the next call has it."""
+    threads.refused[LOOKER] = 1
+    with peer(good) as address, Client(lambda: [address], timeout=PATIENCE_S) as client:
+        with pytest.raises(RuntimeError, match="thread"):
+            client.submit(*[array(2)] * 3)
+        assert client.attend(*[array(3)] * 3).output[0, 0] == 3
+
+
+def test_a_thread_that_watches_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
+    """The same: the deadline of the next call is watched."""
+
+    def silent(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for _ in messages:
+            yield from ()
+
+    threads.refused[WATCHER] = 1
+    with peer(silent) as address, Client(address, timeout=0.05) as client:
+        with pytest.raises(RuntimeError, match="thread"):
+            client.submit(*[array(2)] * 3)
+        late = client.submit(*[array(3)] * 3)
+        assert wait([late], PATIENCE_S).done
+        assert isinstance(late.exception(), DeadlineExceededError)
+
+
+def test_a_thread_that_watches_is_there_before_a_retry(threads: Threads) -> None:
+    """It is not first needed where no caller hears that there is none."""
+    with (
+        peer(ending(lambda: threads.refused.update({WATCHER: 1}))) as address,
+        Client(address, timeout=None) as client,
+    ):
+        assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
+
+
+async def attended(client: AsyncClient, number: float) -> Any:
+    """The output of a call without a deadline; the test ends if it hangs."""
+    async with asyncio.timeout(PATIENCE_S):
+        return (await client.attend(*[array(number)] * 3)).output[0, 0]
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    """How often gRPC's asyncio channel opens no stream."""
+    left = [0]
+    channel = grpc.aio.insecure_channel
+
+    def scarce(*arguments: Any, **options: Any) -> Any:
+        made = channel(*arguments, **options)
+        stream_stream = made.stream_stream
+
+        def method(*arguments: Any) -> Any:
+            open_stream = stream_stream(*arguments)
+
+            def call(**options: Any) -> Any:
+                if left[0]:
+                    left[0] -= 1
+                    raise MemoryError("not now")
+                return open_stream(**options)
+
+            return call
+
+        made.stream_stream = method  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", scarce)
+
+    def refuse(times: int) -> None:
+        left[0] = times
+
+    return refuse
+
+
+async def test_a_stream_that_a_task_cannot_open_for_a_moment(refusals: Refusals) -> None:
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            refusals(1)
+            assert await asyncio.gather(attended(client, 2), attended(client, 3)) == [2, 3]
+
+
+async def test_a_stream_that_a_task_can_never_open(refusals: Refusals) -> None:
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None, retries=1) as client:
+            refusals(2)
+            with pytest.raises(UnavailableError, match="not now"):
+                await attended(client, 2)
+            assert await attended(client, 3) == 3
+
+
+async def test_a_stream_that_cannot_be_opened_for_a_retry(refusals: Refusals) -> None:
+    """The retry is due in a timer of the loop."""
+    with peer(ending(lambda: refusals(1))) as address:
+        async with AsyncClient(address, timeout=None) as client:
+            assert await attended(client, 2) == 2
+
+
+async def test_a_channel_that_is_closed_under_a_client() -> None:
+    with peer(good) as address:
+        async with AsyncClient(address, timeout=None, retries=1) as client:
+            assert await attended(client, 2) == 2
+            await client._calls.servers.connection()._channel.close()
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="closed"):
+                    await attended(client, 3)
