@@ -7,6 +7,7 @@ the calls of a stream belong to many traces.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import CancelledError
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from attnserve.v1 import attention_pb2 as pb
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, TracerProvider
+
+logger = logging.getLogger("attnserve")
 
 
 class CallSpan:
@@ -39,7 +42,15 @@ class CallSpan:
         return pb.AttendStreamCall(**self._carrier).SerializeToString()  # type: ignore[arg-type]
 
     def end(self, error: BaseException | None) -> None:
-        """The call has its outcome. To be called once."""
+        """The call has its outcome. To be called once. Whatever goes wrong with that is logged: the outcome is to reach
+        the caller.
+        """
+        try:
+            self._end(error)
+        except Exception:  # OpenTelemetry lets pass what the caller's processors of spans raise
+            logger.exception("the span of a call could not be ended")
+
+    def _end(self, error: BaseException | None) -> None:
         if error is not None:
             self._span.set_attribute("error.type", type(error).__qualname__)
             if isinstance(error, AttnServeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import PATIENCE_S
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -149,6 +151,31 @@ def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(
     assert names == ["Create", "Attend", "Attend", "Attend", "Truncate", "Delete"]
     parents = {span.parent and span.parent.span_id for span in exporter.get_finished_spans() if span.name != "mine"}
     assert parents == {mine.get_span_context().span_id}
+
+
+class Failing(SpanProcessor):
+    """What OpenTelemetry calls as a span ends."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("a processor of the caller")
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_span_that_cannot_be_ended_takes_no_result_away(
+    transport: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(Failing())
+    query = np.zeros((2, 3), np.float32)
+    with peer(good, good_unary) as address:
+        async with (
+            AsyncClient(address, tracing=provider, transport=transport, timeout=None) as client,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            assert (await client.attend(query, query, query)).output.shape == (2, 3)
+        with Client(address, tracing=provider, transport=transport, timeout=None) as threads:
+            assert threads.submit(query, query, query).result(PATIENCE_S).output.shape == (2, 3)
+    assert caplog.text.count("the span of a call could not be ended") == 2
 
 
 def test_opentelemetry_is_imported_only_where_it_is_asked_for() -> None:
