@@ -50,7 +50,7 @@ class CallFuture(Future[T], Generic[R, T]):
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
-        self._calling = threading.Lock()
+        self._calling = threading.RLock()  # what is collected while a result is made may ask to be called back
         self._calls_back = False
         self.withdraw: Callable[[], bool] = bool
         """Has the transport forget the call; false if the call has its outcome already."""
@@ -102,10 +102,13 @@ class CallFuture(Future[T], Generic[R, T]):
                 error = raised
         if self.span is not None:
             self.span.end(error)
-        if error is None:
-            self.set_result(result)
-        else:
-            self.set_exception(error)
+        try:
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
+        except SystemExit:  # of who is called back, which is not to end the thread that others need
+            pass
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]

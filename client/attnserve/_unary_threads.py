@@ -1,7 +1,9 @@
 """Calls that each travel by themselves, for a client for threads.
 
 In: the pieces of a request, and what gives the connection for an attempt. Out: a settled `CallFuture`. gRPC's threads
-bring the answers; a timer waits before another attempt. Nothing is decided here; see `_unary`.
+bring the answers, and settle what somebody waits for; what calls back is left to a thread of our own, since whoever is
+called may close the client, or wait for another answer. A timer waits before another attempt. Nothing is decided here;
+see `_unary`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from attnserve._callbacks import Callbacks
 from attnserve._credentials import Bearer
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
 from attnserve._fields import Buffer
@@ -41,6 +44,7 @@ class UnaryTransport:
         self._policy = policy
         self._lock = threading.Lock()
         self._calls: set[_Call] = set()
+        self._callbacks = Callbacks()
         self._closed = False
 
     def submit(
@@ -98,9 +102,9 @@ class UnaryTransport:
         try:
             self._take(call, rpc)
         except AttnServeError as error:
-            self._finish(call, error.with_traceback(None))  # which leads here, and to all that the call holds
+            self._answer(call, error.with_traceback(None))  # which leads here, and to all that the call holds
         except Exception as error:  # which gRPC would only log
-            self._finish(call, ProtocolError(unreadable(error)))
+            self._answer(call, ProtocolError(unreadable(error)))
 
     def _take(self, call: _Call, rpc: Any) -> None:
         connection = call.connection
@@ -108,7 +112,7 @@ class UnaryTransport:
         connection.unary.discard(call)
         if rpc.code() is grpc.StatusCode.OK:
             connection.replica.worked(time.monotonic())
-            self._finish(call, rpc.result())
+            self._answer(call, rpc.result())
             return
         pause = call.failed(connection, rpc)
         with self._lock:
@@ -128,6 +132,11 @@ class UnaryTransport:
     def _finish(self, call: _Call, outcome: bytes | AttnServeError) -> None:
         if self._withdraw(call):
             call.future.settle(outcome)
+
+    def _answer(self, call: _Call, outcome: bytes | AttnServeError) -> None:
+        """Finishes a call, in a thread of gRPC's."""
+        if self._withdraw(call) and not call.future.settle_silently(outcome):
+            self._callbacks.settle(call.future, outcome)
 
     def _stop(self, call: _Call) -> None:
         if call.timer is not None:

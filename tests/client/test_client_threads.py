@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 from askers import array
 from calls import PATIENCE_S
-from peers import good, peer, replies
+from peers import SERVICE, good, good_unary, peer, replies
 
-from attnserve import Client
+from attnserve import Client, ClientClosedError
 from attnserve._threads import CallFuture
 
-OWN = "attnserve-replies"
-"""The thread of a stream."""
+STREAM, UNARY = "stream", "unary"
+
+OWN = {STREAM: "attnserve-replies", UNARY: "attnserve-callbacks"}
+"""The thread that calls back, which is not gRPC's."""
 
 
 @pytest.fixture
@@ -44,29 +48,118 @@ def test_a_future_that_calls_back_is_not(future: CallFuture[int, int]) -> None:
     assert called == [future]
 
 
-def test_a_client_may_be_closed_by_what_a_future_calls_back() -> None:
-    """Closing waits for gRPC's thread, and so must not happen in that."""
-    asked, over = threading.Event(), threading.Event()
-    threads: list[str] = []
+def test_a_future_that_is_settled_may_be_asked_to_call_back_meanwhile() -> None:
+    """Python's collector, or the end of what the call held, runs what it likes in that moment."""
+    called: list[Any] = []
 
-    def patient(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def finish(outcome: int) -> int:
+        future.add_done_callback(called.append)
+        return outcome + 1
+
+    future: CallFuture[int, int] = CallFuture(finish)
+    thread = threading.Thread(target=future.settle_silently, args=(1,), daemon=True)
+    thread.start()
+    assert future.result(PATIENCE_S) == 2
+    thread.join(PATIENCE_S)
+    assert called == [future]
+
+
+class Patient:
+    """A peer that answers nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+        self.asked = threading.Event()
+        """Whether there is an RPC that is never answered."""
+
+    def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         for message in messages:
-            assert asked.wait(PATIENCE_S)
+            assert self.told.wait(PATIENCE_S)
             yield from replies(message)
 
-    with peer(patient) as address, Client(address) as client:
+    def unary(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        assert self.told.wait(PATIENCE_S)
+        return good_unary(message, context)
+
+    def never(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """A unary RPC that is answered when its caller has left."""
+        left = threading.Event()
+        assert context.add_callback(left.set)
+        self.asked.set()
+        assert left.wait(PATIENCE_S)
+        return b""
+
+
+@pytest.mark.parametrize("transport", [STREAM, UNARY])
+def test_a_client_may_be_closed_by_what_a_future_calls_back(transport: Any) -> None:
+    """Closing waits for gRPC's thread, as long as calls are in flight, and so must not happen in that."""
+    closed, failures = SimpleQueue[str](), SimpleQueue[Exception]()
+    patient = Patient()
+    with peer(patient.stream, patient.unary, {SERVICE: {"ServerInfo": patient.never}}) as address:
+        client = Client(address, transport=transport)
+
+        def be_in_flight() -> None:
+            try:
+                client.server_info(timeout=None)
+            except Exception as error:
+                failures.put(error)
 
         def close(_: Future[Any]) -> None:
-            threads.append(threading.current_thread().name)
             client.close()
-            over.set()
+            closed.put(threading.current_thread().name)
 
+        threading.Thread(target=be_in_flight, daemon=True).start()
+        assert patient.asked.wait(PATIENCE_S)
         future = client.submit(array(2), array(2), array(2))
         future.add_done_callback(close)
-        asked.set()
-        assert over.wait(PATIENCE_S)
+        patient.told.set()
+        assert closed.get(timeout=PATIENCE_S) == OWN[transport]
         assert future.result(0).output[0, 0] == 2
-    assert threads == [OWN]
+        assert isinstance(failures.get(timeout=PATIENCE_S), ClientClosedError)
+
+
+def test_what_a_unary_call_calls_back_may_wait_for_another_call() -> None:
+    patient, answers = Patient(), SimpleQueue[Any]()
+    with peer(good, patient.unary) as address, Client(address, transport="unary", timeout=None) as client:
+        futures = [client.submit(*[array(number)] * 3) for number in (2, 3)]
+        for future in futures:
+            future.add_done_callback(lambda _: answers.put(client.attend(*[array(5)] * 3).output[0, 0]))
+        patient.told.set()
+        assert [answers.get(timeout=PATIENCE_S) for _ in futures] == [5, 5]
+        assert [future.result(0).output[0, 0] for future in futures] == [2, 3]
+
+
+def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, patient, called = threading.Thread.start, Patient(), SimpleQueue[str]()
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name == OWN[UNARY]:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with peer(good, patient.unary) as address, Client(address, transport="unary", timeout=None) as client:
+        futures = [client.submit(*[array(number)] * 3) for number in (2, 3)]
+        for future in futures:
+            future.add_done_callback(lambda _: called.put(threading.current_thread().name))
+        patient.told.set()
+        assert OWN[UNARY] not in [called.get(timeout=PATIENCE_S) for _ in futures]
+
+
+@pytest.mark.parametrize("transport", [STREAM, UNARY])
+def test_what_is_called_back_ends_no_thread(transport: Any) -> None:
+    """One that ends itself does not end what others wait for."""
+    patient = Patient()
+    with (
+        peer(patient.stream, patient.unary) as address,
+        Client(address, transport=transport, timeout=None) as client,
+    ):
+        for number in (2, 3):
+            patient.told.clear()
+            future = client.submit(*[array(number)] * 3)
+            future.add_done_callback(sys.exit)
+            patient.told.set()
+            assert future.result(PATIENCE_S).output[0, 0] == number
 
 
 def test_threads_that_share_a_client_get_their_own_results() -> None:
