@@ -10,6 +10,7 @@ again a little later. Nothing is decided here; see `_multiplexer` and `_retry`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ from attnserve._tracing import CallSpan
 R = TypeVar("R")
 T = TypeVar("T")
 
+logger = logging.getLogger("attnserve")
 
 _PROMPT_BYTES: Final = 1 << 20
 """The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
@@ -107,8 +109,8 @@ class CallFuture(Future[T], Generic[R, T]):
                 self.set_result(result)
             else:
                 self.set_exception(error)
-        except SystemExit:  # of who is called back, which is not to end the thread that others need
-            pass
+        except SystemExit:  # which is not to end a thread that others need
+            logger.exception("a callback of a call wanted to end its thread")
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
