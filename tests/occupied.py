@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
 """What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
 
-# A tenth of a second of a CPU or two, for no fast kernel computes float64. With its softcap it costs more than a batch
-# may, and so runs alone. It is narrow: what is sent and read takes little of this process beside.
+# One or two tenths of a second of a CPU, for no fast kernel computes float64. With its softcap it costs more than a
+# batch may, and so runs alone. It is narrow: what is sent and read takes little of this process beside.
 _REQUEST = messages.random_attend(0, 2048, heads=1, width=32, dtype=np.float64, softcap=1.0, priority=8)
 _AHEAD = 32
 """How many of them are there at once: one runs. They are seconds ahead: a test may stand still meanwhile."""
