@@ -51,11 +51,11 @@ class WaitingRoom:
         self._queue.push(entry)
 
     def enter_again(self, entry: Entry, request: Work) -> None:
-        """Has a request wait that has run, and is to once more, as another that costs something else. It is admitted,
-        and has its turn.
+        """Has a request wait that has run, and is to once more, as another that costs something else. It is admitted
+        with its bytes, which it keeps, and has its turn.
         """
         entry.request = request
-        entry.count()
+        entry.kind, entry.cost = request.kind, request.cost
         self._admission.again(entry.caller, entry.cost, entry.kind)
         self._queue.push(entry)
 

@@ -21,7 +21,7 @@ from attnserve._wire import Payloads
 from attnserve_server.caches.direct import planned
 from attnserve_server.caches.request import CachedRequest, Reference, named, request_to
 from attnserve_server.caches.run import append_tokens
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import Host
 from attnserve_server.errors import RequestError
 from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
@@ -157,13 +157,10 @@ class CachesAtOnce:
             caches = named(self._host, owner, references)
             request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
         else:
-            request.payloads = payloads
             for use in request.uses:
                 if use.cache.gone or use.cache.expired(now):
                     return key, None
-            old = zip(request.uses, expected, strict=True)
-            request.uses = tuple([Use(cache, layer, tokens, length) for (cache, layer, tokens, _), length in old])
-            request.count([use.cache.coming_length(use.layer) + use.tokens for use in request.uses])
+            request.renew(payloads, expected)
         if request.uses[0].cache.shape != layout.caches:  # which the bytes of requests do not tell
             return key, None
         for use in request.uses:

@@ -109,6 +109,23 @@ class CachedRequest(CacheWork):
         self.scratch_bytes = problem.scratch_bytes(longest)
         self._counted = lengths
 
+    def count_at_door(self) -> None:
+        """Counts what it costs if all that is before it has its turn. Raises InvalidRequest."""
+        self.count([use.cache.coming_length(use.layer) + use.tokens for use in self.uses])
+
+    def renew(self, payloads: Payloads, expected_lengths: Sequence[int | None]) -> None:
+        """Makes it another one, once it is over: like it, to the same caches, with other contents. Raises
+        InvalidRequest.
+        """
+        self.payloads = payloads
+        self.uses = tuple(
+            [
+                Use(cache, layer, tokens, expected)
+                for (cache, layer, tokens, _), expected in zip(self.uses, expected_lengths, strict=True)
+            ]
+        )
+        self.count_at_door()
+
     def check(self, longest: int) -> None:
         """Raises InvalidRequest if masks, lengths or offsets do not fit the caches."""
         problem = self.problem
@@ -269,7 +286,7 @@ def request_to(
     request = CachedRequest(
         host=host, uses=uses, received_bytes=size, problem=problem, payloads=payloads, limits=limits
     )
-    request.count([use.cache.coming_length(use.layer) + use.tokens for use in uses])
+    request.count_at_door()
     return request
 
 
