@@ -13,6 +13,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PEERS := triton mosec
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+NODE := examples/node
 NATIVE := server/attnserve_server/native
 INGREDIENTS := pyproject.toml constraints.txt hatch_build.py $(NATIVE)/sources.py $(wildcard $(NATIVE)/*.[ch])
 # Of what pip builds it shows nothing, and of what it lacked for that as little.
@@ -20,7 +21,7 @@ CHECK_NATIVE = @test -e $(NATIVE)/attention.so || \
   echo "without a C compiler, or not on Linux on x86-64: attention on the processor is torch's alone" >&2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format docs bench bench-peers bench-tune gpu chaos fuzz sbom audit protos protos-baseline clean
+.PHONY: help demo serve test check format docs bench bench-peers bench-tune gpu chaos fuzz sbom audit protos protos-baseline descriptors node clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[-a-z]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,8 +84,13 @@ protos: $(VENV)/.dev ## generate the code of the protos
 protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it breaks nothing
 	$(BIN)/python scripts/protos.py baseline
 
+descriptors: $(VENV)/.dev ## write the protocol and all it imports to build/attnserve.binpb, for languages that load it
+	$(BIN)/python scripts/protos.py descriptors build/attnserve.binpb
+
+node: descriptors $(NODE)/node_modules/.installed ## make the client for Node ready, in examples/node
+
 clean: ## remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)/attention.so
+	rm -rf $(VENV) .venv-peers $(NODE)/node_modules build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)/attention.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
@@ -117,6 +123,10 @@ $(VENV)/.dev: $(INGREDIENTS) | $(BIN)/python
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(PIP) --editable '.[fuzz]'
+	@touch $@
+
+$(NODE)/node_modules/.installed: $(NODE)/package.json $(NODE)/package-lock.json
+	npm ci --prefix $(NODE) --no-audit --no-fund --ignore-scripts
 	@touch $@
 
 # Servers of others, each in an environment of its own, with the same torch.

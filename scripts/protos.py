@@ -6,6 +6,7 @@ Out: `client/attnserve/v1/*_pb2.py`, `.pyi` and `*_pb2_grpc.py`; or what is wron
     python scripts/protos.py generate    writes the generated code
     python scripts/protos.py check       lint, breaking and generated code in step
     python scripts/protos.py baseline    makes today's protocol the baseline; refuses if it breaks the last one
+    python scripts/protos.py descriptors FILE    writes the protocol, its imports and the details of errors as one file
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -22,6 +24,8 @@ PROTOS: Final = ROOT / "protos"
 GENERATED: Final = ROOT / "client"
 BASELINE: Final = PROTOS / "baseline.binpb"
 PACKAGE: Final = Path("attnserve/v1")
+ERROR_DETAILS: Final = "google/rpc/error_details.proto"
+"""What the details of a google.rpc.Status are, which no proto of ours names."""
 
 
 class ProtoError(Exception):
@@ -34,7 +38,7 @@ def _run(*command: str | Path) -> None:
         raise ProtoError((done.stdout + done.stderr).strip() or f"{command[0]} exited with {done.returncode}")
 
 
-def _protoc(sources: list[Path], *options: str | Path) -> None:
+def _protoc(sources: Sequence[str | Path], *options: str | Path) -> None:
     rpc = find_spec("google.rpc")  # google/rpc/status.proto lies beside its generated code
     if rpc is None or not rpc.submodule_search_locations:
         raise ProtoError("googleapis-common-protos is not installed")
@@ -62,10 +66,10 @@ def generate(destination: Path) -> list[Path]:
     return sorted(PACKAGE / name for name in names)
 
 
-def descriptor_set(destination: Path, *, comments: bool) -> Path:
-    """Writes the descriptor set of the protos and all they import, with or without the comments."""
+def descriptor_set(destination: Path, *others: str, comments: bool) -> Path:
+    """Writes the descriptor set of the protos, others and all they import, with or without the comments."""
     options = ["--include_source_info"] if comments else []
-    _protoc(sources(), f"--descriptor_set_out={destination}", "--include_imports", *options)
+    _protoc([*sources(), *others], f"--descriptor_set_out={destination}", "--include_imports", *options)
     return destination
 
 
@@ -125,18 +129,21 @@ def renew_baseline() -> None:
     descriptor_set(BASELINE, comments=False)
 
 
-def main(command: str) -> int:
+def main(*arguments: str) -> int:
     """Runs one command and says what went wrong."""
     try:
-        match command:
-            case "generate":
+        match arguments:
+            case ["generate"]:
                 generate(GENERATED)
-            case "check":
+            case ["check"]:
                 check()
-            case "baseline":
+            case ["baseline"]:
                 renew_baseline()
+            case ["descriptors", destination]:
+                Path(destination).parent.mkdir(parents=True, exist_ok=True)
+                descriptor_set(Path(destination), ERROR_DETAILS, comments=False)
             case _:
-                raise ProtoError(f"no such command: {command!r}\n\n{__doc__}")
+                raise ProtoError(f"no such command: {' '.join(arguments)!r}\n\n{__doc__}")
     except ProtoError as error:
         print(error, file=sys.stderr)
         return 1
@@ -144,4 +151,4 @@ def main(command: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
+    sys.exit(main(*sys.argv[1:]))

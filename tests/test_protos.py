@@ -53,6 +53,17 @@ def test_the_baseline_holds_the_service() -> None:
     assert not any(file.HasField("source_code_info") for file in baseline.file)
 
 
+def test_the_protocol_as_one_file_has_whatever_it_needs(tmp_path: Path) -> None:
+    assert protos.main("descriptors", str(tmp_path / "new" / "protocol.binpb")) == 0
+    files = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "new" / "protocol.binpb").read_bytes()).file
+    messages = {f"{file.package}.{message.name}" for file in files for message in file.message_type}
+    assert {"attnserve.v1.AttendRequest", "google.rpc.Status", "google.rpc.BadRequest"} <= messages
+    known = set[str]()
+    for file in files:  # in an order in which they can be loaded
+        assert known.issuperset(file.dependency)
+        known.add(file.name)
+
+
 def test_a_changed_proto_is_out_of_step(workshop: Path) -> None:
     replace(workshop, "uint32 batch_size = 2;", "uint32 batch_size = 2;\n  // New.\n  uint32 retries = 99;")
     with pytest.raises(protos.ProtoError, match=r"not in step: .*attention_pb2.py"):
