@@ -7,7 +7,7 @@ from typing import Final, Protocol, cast
 
 from benchmarks.chaos.outcome import Figure
 
-NAMES: Final = ("guilt", "device", "drain", "rolling", "kill", "network", "overload", "unary", "soak")
+NAMES: Final = ("guilt", "device", "drain", "rolling", "kill", "network", "overload", "unary", "returning", "soak")
 """Each is a module of this package."""
 
 

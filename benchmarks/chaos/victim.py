@@ -106,9 +106,18 @@ class Victim:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
+        return self._metrics()[name]
+
+    def rejections(self) -> float:
+        """How many attempts have been refused, for whatever reason."""
+        found = self._metrics().items()
+        return sum(value for name, value in found if name.startswith("attnserve_rejected_requests_total{"))
+
+    def _metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://{self.http_address}/metrics", timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
-        return float(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[name])
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
 
     def __enter__(self) -> Self:
         try:

@@ -1,17 +1,21 @@
-"""The two ways to ask a server: calls on a stream, as the SDK makes them, and each as an RPC, as any gRPC client can.
+"""The ways to ask a server: calls on a stream, made once, each as an RPC, as any gRPC client can, and by the SDK, which
+sends again.
 
-In: a channel to the server, and requests. Out: a reply each, with the error of a call that failed in it.
+In: the address of the server, and requests. Out: a reply each, with the error of a call that failed in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final, Protocol
 
+import numpy as np
+from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc import aio
 
+from attnserve import AsyncClient, AttnServeError, OverloadedError
 from attnserve.v1 import attention_pb2 as pb
 
 STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
@@ -19,11 +23,39 @@ APPLY: Final = "/attnserve.v1.AttentionService/Apply"
 DETAILS: Final = "grpc-status-details-bin"
 
 
+class Way(Protocol):
+    """One caller, who has a connection of its own."""
+
+    told_within: ClassVar[float]
+    """How many seconds it should take, by the median, until it is told that the server is full."""
+    slower: ClassVar[float | None]
+    """How many times as long as at 90 % load it may take what is accepted, by the 99th percentile. None: it has perhaps
+    come back, and no bound is promised.
+    """
+
+    def __init__(self, address: str) -> None: ...
+
+    async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
+        """The reply to one call."""
+
+    async def close(self) -> None:
+        """Ends what is open."""
+
+
+def _channel(address: str) -> aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    return aio.insecure_channel(address, options)
+
+
 class Stream:
     """One caller: calls on one stream."""
 
-    def __init__(self, channel: aio.Channel) -> None:
-        self._call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(STREAM)()
+    told_within: ClassVar[float] = 0.01
+    slower: ClassVar[float | None] = 3.0
+
+    def __init__(self, address: str) -> None:
+        self._channel = _channel(address)
+        self._call: aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(STREAM)()
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
         self._waiting: dict[int, asyncio.Future[pb.AttendStreamReply]] = {}
         self._numbers = count(1)
@@ -44,6 +76,7 @@ class Stream:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
 
     async def _write(self) -> None:
         while True:
@@ -58,8 +91,12 @@ class Stream:
 class Unary:
     """One caller: each call an RPC."""
 
-    def __init__(self, channel: aio.Channel) -> None:
-        self._apply: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(APPLY)
+    told_within: ClassVar[float] = 0.01
+    slower: ClassVar[float | None] = 3.0
+
+    def __init__(self, address: str) -> None:
+        self._channel = _channel(address)
+        self._apply: aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(APPLY)
 
     async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
         """The reply to one call. What gRPC ends by itself comes without details."""
@@ -74,4 +111,32 @@ class Unary:
         return pb.AttendStreamReply(apply=pb.ApplyResponse.FromString(reply))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Ends the connection."""
+        await self._channel.close()
+
+
+class Sdk:
+    """One caller: the SDK as it comes, which asks a full server again when that says, if it answers others."""
+
+    told_within: ClassVar[float] = 2.0
+    slower: ClassVar[float | None] = None
+
+    def __init__(self, address: str) -> None:
+        self._client = AsyncClient(address)
+
+    async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
+        """Whether one call was answered, after all attempts."""
+        try:
+            await self._client.apply(request.layer, np.frombuffer(request.input.data, "<i8"))
+        except AttnServeError as error:
+            status = Status(code=error.code.value[0], message=str(error))
+            if isinstance(error, OverloadedError) and error.retry_delay is not None:
+                told = RetryInfo()
+                told.retry_delay.FromNanoseconds(round(error.retry_delay * 1e9))
+                status.details.add().Pack(told)
+            return pb.AttendStreamReply(error=status)
+        return pb.AttendStreamReply(apply=pb.ApplyResponse())
+
+    async def close(self) -> None:
+        """Ends the client."""
+        await self._client.close()

@@ -45,7 +45,9 @@ class Client:
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
-    So is a call that a full server refuses, as often, but not before the server says. Other errors are not retried.
+    So is a call that a full server refuses, as often, but not before the server says, and no more of them than were
+    answered in the last ten seconds (and ten): where few are answered, coming back makes it worse. Other errors are not
+    retried.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Client:
           then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
         - `timeout`: seconds that a call waits for its reply unless it says otherwise; None for no limit.
-        - `retries`: how often a call is sent again when the server goes away.
+        - `retries`: how often a call is sent again when the server goes away, or is full.
         - `streams`: how many streams the calls to a server are spread over. One is enough.
         - `options`: gRPC channel options, which win over the SDK's own.
         - `tls`: a `TLS`, for a server that speaks it. Default: in the clear.

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from attnserve._credentials import TLS, Token, is_local
 from attnserve._errors import InvalidRequestError
+from attnserve._retry import RetryPolicy
 from attnserve._targets import Address, Target, is_looked_up, target_of
 
 Transport: TypeAlias = Literal["stream", "unary"]
@@ -76,6 +77,8 @@ class Settings:
     """How often it is looked up which servers there are, in seconds."""
     target: Target = field(init=False)
     """What the address names."""
+    policy: RetryPolicy = field(init=False)
+    """When a call is sent again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", target_of(self.address))
@@ -84,6 +87,7 @@ class Settings:
         checked_timeout(self.timeout)
         if self.retries < 0:
             raise ValueError(f"retries: expected 0 or more, found {self.retries!r}")
+        object.__setattr__(self, "policy", RetryPolicy(self.retries))
         if self.streams < 1:
             raise ValueError(f"streams: expected 1 or more, found {self.streams!r}")
         if self.tls is not None and not isinstance(self.tls, TLS):

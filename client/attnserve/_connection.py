@@ -15,7 +15,6 @@ from attnserve._config import Settings
 from attnserve._credentials import Bearer
 from attnserve._in_flight import Call
 from attnserve._replicas import Replica
-from attnserve._retry import RetryPolicy
 
 
 class Stream(Protocol):
@@ -59,9 +58,9 @@ class BaseConnection(Generic[S]):
         self.unary: Final[set[object]] = set()
         """The calls by themselves that it has not answered."""
         self._methods: dict[str, Any] = {}
-        policy, others_than_it = RetryPolicy(settings.retries), partial(others, self)
+        others_than_it = partial(others, self)
         self._streams: Sequence[S] = [
-            self.transport(self._channel, policy, bearer, replica, others_than_it, move)
+            self.transport(self._channel, settings.policy, bearer, replica, others_than_it, move)
             for _ in range(settings.streams if settings.transport == "stream" else 0)
         ]
 

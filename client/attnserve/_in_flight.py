@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, OverloadedError
 from attnserve._fields import Buffer
 from attnserve._reply import Response
 
@@ -28,6 +28,7 @@ class Call(Generic[T]):
         "owner",
         "pieces",
         "pinned",
+        "refusal",
         "resent",
         "size",
         "stream",
@@ -61,6 +62,8 @@ class Call(Generic[T]):
         """The sizes together of the calls in the message with which it was sent."""
         self.attempts = 0
         """How many attempts have failed."""
+        self.refusal: OverloadedError | None = None
+        """What the last attempt was refused with, if a server had no room."""
         self.resent = False
         """Whether an attempt may have been carried out without a reply; one that was answered UNAVAILABLE was not."""
 

@@ -24,6 +24,7 @@ from google.rpc.status_pb2 import Status
 from attnserve import _retry
 from attnserve._errors import (
     ClientClosedError,
+    OverloadedError,
     ProtocolError,
     error_from_status,
     no_reply,
@@ -171,6 +172,7 @@ class Multiplexer(Generic[T]):
         callers have gone.
         """
         outcomes: list[Outcome[T]] = []
+        answered = 0
         for reply in replies:
             call = self._calls.get(reply.id)
             if call is None or call.stream != stream:
@@ -186,10 +188,14 @@ class Multiplexer(Generic[T]):
                 result = error_from_status(result, resent=call.resent)
                 pause = self._policy.after_overload(result, call.attempts + 1, now, call.deadline)
                 if pause is not None:
-                    self._wait(call, now + pause)
+                    assert isinstance(result, OverloadedError)
+                    self._wait(call, now + pause, result)
                     continue
+            else:
+                answered += 1
             outcomes.append((self._calls.pop(reply.id), result))
             self._replica.worked(now)
+        self._policy.budget.answered(answered, now)
         return outcomes
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
@@ -265,15 +271,20 @@ class Multiplexer(Generic[T]):
         return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
 
     def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
-        """Does what is due: calls that waited for a retry become ready, here or with `others` elsewhere; calls beyond
-        their deadline fail.
+        """Does what is due: calls that waited for a retry become ready, here or with `others` elsewhere, unless there
+        are too many; calls beyond their deadline fail.
         """
         outcomes: list[Outcome[T]] = []
         for call in [call for call in self._calls.values() if call.deadline <= now]:
             del self._calls[call.id]
             self._retract(call)
             outcomes.append((call, no_reply(call.timeout, self._replica.address)))
-        due_again = [call for due, call in self._waiting if due <= now and call.id in self._calls]
+        due_again: list[Call[T]] = []
+        for call in [call for due, call in self._waiting if due <= now and call.id in self._calls]:
+            if call.refusal is None or self._policy.budget.take(now):
+                due_again.append(call)
+            else:
+                outcomes.append((self._calls.pop(call.id), call.refusal))
         self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
         if others:
             self._part_with(due_again)
@@ -306,9 +317,10 @@ class Multiplexer(Generic[T]):
             return
         self._wait(call, now + delay)
 
-    def _wait(self, call: Call[T], until: float) -> None:
-        """Has a call sent again, then."""
+    def _wait(self, call: Call[T], until: float, refusal: OverloadedError | None = None) -> None:
+        """Has a call sent again, then; if it had no room, unless too many are."""
         call.stream = 0
+        call.refusal = refusal
         call.attempts += 1
         self._waiting.append((until, call))
         self.wakeup = min(self.wakeup, until)

@@ -5,7 +5,8 @@ comes with the length that the cache is expected to have, so that a second attem
 to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE, or what
 gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's, or when
 the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would come
-again, and a call that changes the server.
+again, and a call that changes the server. Of what full servers refused, no more is sent again than is answered, or
+those who suffer from an overload would make it last.
 """
 
 from __future__ import annotations
@@ -53,6 +54,42 @@ def _of_the_connection(status: Status) -> bool:
     return unavailable or (breaks_only_the_stream(status.code) and not status.details)
 
 
+BUDGET_WINDOW_S: Final = 10
+BUDGET_ALWAYS: Final = 10
+"""So many calls in that time may be sent again whatever was answered: somebody with few calls has few answers."""
+
+
+class RetryBudget:
+    """How many calls that full servers refused a client may send again: in `BUDGET_WINDOW_S` as many as were answered,
+    and `BUDGET_ALWAYS`. Where most are answered that is all of them; where few are, those who come back would but keep
+    the servers busy with refusing. (Retry budgets, as in Finagle and in the SRE book, chapter 22.)
+
+    For any number of threads, without a lock: at worst some counts of one second are lost.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [-BUDGET_WINDOW_S] * BUDGET_WINDOW_S
+        self._balances = [0] * BUDGET_WINDOW_S
+        """Answers less what was sent again, in each of the last seconds."""
+
+    def answered(self, calls: int, now: float) -> None:
+        """Counts calls that servers have answered."""
+        second = int(now)
+        slot = second % BUDGET_WINDOW_S
+        if self._seconds[slot] != second:
+            self._seconds[slot], self._balances[slot] = second, 0
+        self._balances[slot] += calls
+
+    def take(self, now: float) -> bool:
+        """Whether a call may be sent again; counts it if so."""
+        oldest = int(now) - BUDGET_WINDOW_S
+        recent = zip(self._seconds, self._balances, strict=True)
+        if BUDGET_ALWAYS + sum(balance for second, balance in recent if second > oldest) <= 0:
+            return False
+        self.answered(-1, now)
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with jitter, so that the callers of a server that went away do not return all at once."""
@@ -65,6 +102,8 @@ class RetryPolicy:
     """The longest that any retry waits, in seconds."""
     random: Callable[[], float] = field(default=random.random, repr=False)
     """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
+    budget: RetryBudget = field(default_factory=RetryBudget, repr=False)
+    """Of what full servers refuse."""
 
     def delay(self, attempts: int, now: float, deadline: float) -> float | None:
         """How long to wait before the next attempt, in seconds, after so many; None to give up."""
@@ -98,6 +137,12 @@ class RetryPolicy:
 
 NO_RETRIES: Final = RetryPolicy(0)
 """For calls that must not be sent again."""
+
+
+def refusal(status: Status) -> OverloadedError | None:
+    """The error of a call that had no room at a server, with this status; None if it failed otherwise."""
+    error = error_from_status(status)
+    return error if isinstance(error, OverloadedError) else None
 
 
 def given_up(status: Status, attempts: int) -> AttnServeError:

@@ -25,7 +25,6 @@ from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
 from attnserve._reply import decode_response
-from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
 from attnserve._task_connection import Connection
 from attnserve._task_servers import TaskServers
@@ -60,7 +59,7 @@ class Calls:
         """The servers that there are."""
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
-        self._unary = UnaryTransport(RetryPolicy(settings.retries), self._bearer)
+        self._unary = UnaryTransport(settings.policy, self._bearer)
         self._looking: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Future[Any]] = set()
         self._end: asyncio.Task[None] | None = None

@@ -27,7 +27,6 @@ from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
 from attnserve._reply import decode_response
-from attnserve._retry import RetryPolicy
 from attnserve._rpc import Rpc
 from attnserve._servers import Servers
 from attnserve._thread_connection import Connection
@@ -54,7 +53,7 @@ class Calls:
             self.servers.find()
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
-        self._unary = UnaryTransport(RetryPolicy(settings.retries), bearer)
+        self._unary = UnaryTransport(settings.policy, bearer)
         self._telling: set[Future[Any]] = set()
         self._streaming = settings.transport == "stream"
         self._tracing = tracing

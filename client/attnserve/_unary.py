@@ -17,7 +17,7 @@ import grpc
 from attnserve._connection import BaseConnection
 from attnserve._errors import AttnServeError, DeadlineExceededError, status_from_rpc_error
 from attnserve._fields import Buffer
-from attnserve._retry import RetryPolicy
+from attnserve._retry import RetryPolicy, refusal
 
 C = TypeVar("C", bound=BaseConnection[Any])
 F = TypeVar("F")
@@ -43,6 +43,8 @@ class UnaryCall(Generic[F, C]):
         self._policy: Final = policy
         self._route: Final = route
         self._attempts = 0
+        self._refusal: AttnServeError | None = None
+        """What the last attempt was refused with, if a server had no room."""
 
     @property
     def message(self) -> bytes:
@@ -51,8 +53,10 @@ class UnaryCall(Generic[F, C]):
 
     def connect(self) -> tuple[C, float | None]:
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
-        none, or no time left.
+        none, no time left, or if it had no room and too many are sent again.
         """
+        if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
+            raise self._refusal
         connection = self._route(self.left())
         left = self.left()
         if left is not None and left <= 0:
@@ -65,10 +69,18 @@ class UnaryCall(Generic[F, C]):
         self._attempts += 1
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             connection.replica.failed(now)
-        verdict = self._policy.after(status_from_rpc_error(error), self._attempts, now, self._deadline)
+        status = status_from_rpc_error(error)
+        verdict = self._policy.after(status, self._attempts, now, self._deadline)
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
+        self._refusal = refusal(status)
         return verdict
+
+    def answered(self, connection: C) -> None:
+        """Takes notice of an attempt that has been answered."""
+        now = time.monotonic()
+        connection.replica.worked(now)
+        self._policy.budget.answered(1, now)
 
     def left(self) -> float | None:
         """The seconds until the deadline; None if there is none."""

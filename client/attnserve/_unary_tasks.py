@@ -7,7 +7,6 @@ through all its attempts. Nothing is decided here; see `_unary`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -91,7 +90,7 @@ class UnaryTransport:
             try:
                 method = connection.method(call.path)
                 reply: bytes = await method(call.message, timeout=timeout, metadata=self._bearer.metadata + metadata)
-                connection.replica.worked(time.monotonic())
+                call.answered(connection)
                 return reply
             except grpc.RpcError as error:
                 pause = call.failed(connection, error)

@@ -9,7 +9,6 @@ see `_unary`.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,7 +110,7 @@ class UnaryTransport:
         assert connection is not None  # it made the attempt
         connection.unary.discard(call)
         if rpc.code() is grpc.StatusCode.OK:
-            connection.replica.worked(time.monotonic())
+            call.answered(connection)
             self._answer(call, rpc.result())
             return
         pause = call.failed(connection, rpc)

@@ -14,9 +14,11 @@ from askers import Attend, Transport, array, attend, transport
 from calls import PATIENCE_S
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
-from peers import good, good_unary, peer, replies
+from grpc_status import rpc_status
+from peers import good, good_unary, peer, replies, response
 
 from attnserve import InvalidRequestError, OverloadedError, UnavailableError
+from attnserve._retry import BUDGET_ALWAYS
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]
@@ -161,6 +163,47 @@ def test_a_server_that_stays_full(attend: Attend, reason: str, delay_ms: int, co
     assert isinstance(result, OverloadedError)
     assert (result.retry_delay, result.reason) == (delay_ms / 1000, reason)
     assert len(attempts) == count
+
+
+def test_few_come_back_to_a_server_that_refuses_all(attend: Attend, transport: Transport) -> None:
+    attempts: list[int] = []
+    full = overloaded("OVERLOADED", 5)
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            calls = pb.AttendStreamRequest.FromString(message).calls
+            attempts.extend(call.id for call in calls)
+            refused = [pb.AttendStreamReply(id=call.id, error=full) for call in calls]
+            yield pb.AttendStreamResponse(replies=refused).SerializeToString()
+
+    def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        attempts.append(0)
+        context.abort_with_status(rpc_status.to_status(full))
+        raise AssertionError("aborted")
+
+    with peer(stream, unary) as address:
+        results = attend(address, [array(n) for n in range(100)], transport=transport)
+    assert all(isinstance(result, OverloadedError) and result.retry_delay == 0.005 for result in results)
+    assert 100 + BUDGET_ALWAYS <= len(attempts) <= 100 + 2 * BUDGET_ALWAYS, (
+        "twice where it takes longer than the window"
+    )
+
+
+def test_all_come_back_to_a_server_that_answers_as_many(attend: Attend) -> None:
+    full = overloaded("OVERLOADED", 5)
+    calls = itertools.count()
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                reply = pb.AttendStreamReply(id=call.id, attend=response(call.attend))
+                if 50 <= next(calls) < 100:
+                    reply = pb.AttendStreamReply(id=call.id, error=full)
+                yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+
+    with peer(stream) as address:
+        results = attend(address, [array(n) for n in range(100)], retries=1)
+    assert [result.output[0, 0] for result in results] == list(range(100))
 
 
 def test_a_bad_call_fails_alone(attend: Attend) -> None:

@@ -9,9 +9,18 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnserve import InvalidRequestError, OverloadedError, UnavailableError
-from attnserve._retry import RetryPolicy, breaks_only_the_stream, given_up
+from attnserve._retry import (
+    BUDGET_ALWAYS,
+    BUDGET_WINDOW_S,
+    RetryBudget,
+    RetryPolicy,
+    breaks_only_the_stream,
+    given_up,
+)
 
 CODE = grpc.StatusCode
 
@@ -50,6 +59,35 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_ev
     assert isinstance(policy.after(overloaded(0.0), 5, 0.0, inf), OverloadedError), "four retries are enough"
     for told in (None, 0.0, 0.001):
         assert policy.after(overloaded(told), 1, 0.0, inf) == pytest.approx(0.01 * share)
+
+
+def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
+    budget = RetryBudget()
+    assert [budget.take(0.0) for _ in range(BUDGET_ALWAYS + 2)] == [True] * BUDGET_ALWAYS + [False] * 2
+    budget.answered(3, 0.5)
+    assert [budget.take(1.5) for _ in range(4)] == [True, True, True, False]
+    budget.answered(2, 5.0)
+    last = BUDGET_WINDOW_S - 0.1
+    assert [budget.take(last) for _ in range(3)] == [True, True, False]
+    # What was sent again in the first second counts no more, what was in the second still does.
+    assert [budget.take(last + 0.5) for _ in range(BUDGET_ALWAYS)] == [True] * (BUDGET_ALWAYS - 3) + [False] * 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=60))
+def test_within_the_window_no_more_is_sent_again_than_that(steps: list[tuple[float, int, int]]) -> None:
+    budget, now = RetryBudget(), 1000.0
+    answered: list[tuple[int, int]] = []
+    taken: list[tuple[int, int]] = []
+    for pause, answers, wanted in steps:
+        now += pause
+        budget.answered(answers, now)
+        answered.append((int(now), answers))
+        given = sum([budget.take(now) for _ in range(wanted)])
+        taken.append((int(now), given))
+        since = int(now) - BUDGET_WINDOW_S
+        room = BUDGET_ALWAYS + sum(n for at, n in answered if at > since) - sum(n for at, n in taken if at > since)
+        assert room >= 0 or not given
+        assert given == wanted or room <= 0
 
 
 def test_no_retry_begins_at_the_deadline_or_later() -> None:

@@ -1,0 +1,19 @@
+"""The overload of `overload.py`, by callers who come back: the SDK sends again what a full server has refused."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.chaos import overload
+from benchmarks.chaos.outcome import Figure
+from benchmarks.chaos.ways import Sdk
+
+PROMISE: Final = (
+    "The same by the SDK, which sends again what was refused, three times at most: no more than is answered "
+    "comes back, so that the server has hardly more to refuse, and callers soon know."
+)
+
+
+def run(minutes: float) -> list[Figure]:
+    """Does it, for a minute of overload at most."""
+    return overload.run(minutes, Sdk)
