@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from grpc import StatusCode
+
 from attnserve import _bench
 from attnserve._cache_requests import CacheInfo, CachePool
 from attnserve._client import Client
 from attnserve._config import DEFAULT_ADDRESS
 from attnserve._connection_flags import add_flags, tls_of, token_of
-from attnserve._errors import AttnServeError, UnavailableError
+from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._table import table
@@ -65,10 +67,19 @@ def _ask(parsed: argparse.Namespace) -> int:
 
 
 def _complain(parsed: argparse.Namespace, error: Exception) -> None:
-    # A server that speaks TLS closes connections that do not, and says nothing of it.
-    in_the_clear = isinstance(error, UnavailableError) and tls_of(parsed, os.environ) is None
-    hint = "; without TLS, for which --tls or --ca ask" if in_the_clear else ""
-    print(f"attnserve: {parsed.address}: {error}{hint}", file=sys.stderr)
+    print(f"attnserve: {parsed.address}: {error}{_hint(parsed, error)}", file=sys.stderr)
+
+
+def _hint(parsed: argparse.Namespace, error: Exception) -> str:
+    """The flags that the server may have missed. A connection that lacks TLS, or a certificate, is closed unsaid."""
+    if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
+        return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
+    if not isinstance(error, UnavailableError):
+        return ""
+    tls = tls_of(parsed, os.environ)
+    if tls is None:
+        return "; if it speaks TLS: --tls or --ca"
+    return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 
 
 def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:

@@ -53,7 +53,8 @@ class Endpoint:
                 answer = connection.getresponse()
                 text = self._read(answer).decode(errors="replace")
         except OSError as error:
-            raise OSError(f"no metrics at {self.url}: {error}") from None
+            closed = self._tls is None and isinstance(error, ConnectionResetError)  # as by one that speaks TLS
+            raise OSError(f"no metrics at {self.url}: {error}{'; if it speaks TLS: https://' * closed}") from None
         except http.client.HTTPException:  # its text is what has come, which need not be any
             raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
         if answer.status != http.HTTPStatus.OK:

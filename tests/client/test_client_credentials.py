@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +128,29 @@ def test_commands_take_credentials_from_flags(
     assert main(["info", guarded.address, "--ca", str(authority.ca), "--token-file", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"]
     assert main(["info", guarded.address, "--ca", str(authority.ca)]) == 1
-    assert "there is no token" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no token" in said
+    assert said.endswith("; --token-file shows a token\n")
     assert main(["info", guarded.address, "--ca", str(authority.ca), "--token-file", str(tmp_path / "none")]) == 2
     assert "cannot read" in capsys.readouterr().err
     assert main(["caches", guarded.address, "--ca", str(authority.ca), "--certificate", "c"]) == 2
     assert "tls: expected both" in capsys.readouterr().err
+    (tmp_path / "unknown").write_text("of-nobody")
+    assert main(["info", guarded.address, "--ca", str(authority.ca), "--token-file", str(tmp_path / "unknown")]) == 1
+    assert capsys.readouterr().err.endswith("the token is not known\n")
+
+
+def test_commands_say_that_a_certificate_may_be_wanted(
+    authority: certificates.Authority, start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a connection without one, mutual TLS says nothing: it is closed."""
+    files = authority.issue_for_server("mutual")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    server = start_server(*flags, "--tls-client-ca", str(authority.ca))
+    shown = ("--certificate", str(files.certificate), "--key", str(files.key))
+    assert main(["health", server.address, "--ca", str(authority.ca)]) == 1
+    assert capsys.readouterr().err.endswith("; if it wants a certificate: --certificate and --key\n")
+    assert main(["health", server.address, "--ca", str(authority.ca), *shown]) == 0
 
 
 @pytest.mark.usefixtures("variables")
@@ -151,7 +169,9 @@ def test_health_from_the_command_line(
     assert main(["health", guarded.address, "--ca", str(authority.ca), "--live"]) == 0
     assert capsys.readouterr().out == "ready\nalive\n"
     assert main(["health", guarded.address]) == 1
-    assert guarded.address in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert guarded.address in said
+    assert said.endswith("; if it speaks TLS: --tls or --ca\n")
 
 
 async def test_health_from_the_client_for_asyncio(guarded: Server, authority: certificates.Authority) -> None:

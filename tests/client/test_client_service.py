@@ -327,7 +327,7 @@ def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) ->
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("attnserve: unix:/nowhere/at/all: ")
-    assert "without TLS" in captured.err
+    assert captured.err.endswith("; if it speaks TLS: --tls or --ca\n")
     assert captured.err.count("\n") == 1
 
 

@@ -248,6 +248,8 @@ def test_a_server_with_tls_tells_those_who_have_a_token(
     assert "certificate verify failed" in capsys.readouterr().err
     assert top(f"https://{server.http_address}") == 1
     assert "certificate verify failed" in capsys.readouterr().err
+    assert top(server.http_address) == 1
+    assert capsys.readouterr().err.endswith("; if it speaks TLS: https://\n")
     monkeypatch.setenv("ATTNSERVE_TOKEN", tokens["use"])
     assert top(server.http_address, *trusted) == 1
     assert "403" in capsys.readouterr().err
