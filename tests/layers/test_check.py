@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -171,3 +172,13 @@ def test_it_starts_nothing_and_needs_no_torch(tmp_path: Path) -> None:
     (layer,) = json.loads(done.stdout)["layers"]
     assert (layer["name"], layer["blocks"], layer["query_heads"], layer["vocabulary"]) == ("minilm", 6, 12, 30522)
     assert layer["bytes"] == 4 * layer["parameters"] == 90261504
+
+
+def test_it_is_cut_short(definitions: Path) -> None:
+    """By `head`, say, which closes its end."""
+    nobody_reads, out = os.pipe()
+    os.close(nobody_reads)
+    command = [sys.executable, "-m", "attnserve_server", "layers", "check", str(definitions), "--json"]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(out)
+    assert (done.returncode, done.stderr) == (1, b"")

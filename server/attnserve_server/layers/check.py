@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -29,14 +30,23 @@ def main(argv: Sequence[str]) -> int:
         examination = examine(definitions, arguments.model_directory or definitions.parent)
     except LayerError as error:
         examination = Examination((), error.defects)
-    if arguments.json:
-        print(json.dumps(_as_json(examination), indent=2))
-    else:
-        for line in _as_text(examination):
-            print(line)
-        for defect in examination.defects:
-            print(defect, file=sys.stderr)
+    try:
+        _print(examination, as_json=arguments.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails as it ends
+        return 1
     return 1 if examination.defects else 0
+
+
+def _print(examination: Examination, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_json(examination), indent=2))
+        return
+    for line in _as_text(examination):
+        print(line)
+    for defect in examination.defects:
+        print(defect, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
