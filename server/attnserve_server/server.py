@@ -215,13 +215,9 @@ class Server:
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
         try:
-            layers = await self.registry.load(Path(self._config.layers))
+            await self.registry.load(Path(self._config.layers))
         except OutOfMemory as error:
             raise StartError(f"layers: {error}") from None
-        for loaded in layers:
-            specification = loaded.specification
-            size = specification.parameter_bytes()
-            print(f"layer: {loaded.name}, {specification.kind}, {loaded.outline}, {size} bytes", flush=True)
 
     async def drain(self) -> None:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""

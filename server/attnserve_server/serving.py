@@ -48,6 +48,9 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopping.set)
+        for layer in server.registry.all():
+            size = layer.specification.parameter_bytes()
+            startup.say("layer", f"{layer.name}, {layer.specification.kind}, {layer.outline}, {size} bytes")
         device = server.device
         threads = f", {device.threads} threads" * bool(device.threads)
         startup.say("computes_on", f"{device.name}, {device.description}{threads}")
@@ -75,4 +78,5 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
     if server.engine.stuck:
         logger.warning("what was still being computed is cut off")
         return CUT_OFF
+    logger.info("ended")  # without this line the process was killed
     return 0

@@ -28,7 +28,7 @@ from attnserve_server.command_line import misspelled
 from attnserve_server.config import settings
 
 if TYPE_CHECKING:
-    from tests.conftest import Server
+    from tests.conftest import Models, Server
 
 ROOT = Path(__file__).parents[2]
 EXTRA = ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
@@ -313,9 +313,10 @@ def test_startup_says_what_it_runs_on_and_every_setting(
     assert startup["cache_pool"] == "64MiB"
 
 
-def test_for_machines_every_line_is_json(start_server: Callable[..., Server]) -> None:
+def test_for_machines_every_line_is_json(start_server: Callable[..., Server], models: Models) -> None:
     """On standard output and on standard error, from the first to the last."""
-    server = start_server("--log-format", "json", "--max-requests", "77", "--log-level", "debug")
+    layers = str(models.directory / "layers.toml")
+    server = start_server("--log-format", "json", "--max-requests", "77", "--log-level", "debug", "--layers", layers)
     facts = {fact["fact"]: fact for fact in map(json.loads, server.said)}
     assert {item.name for item in settings()} <= set(facts)
     limit = facts["max_requests"]
@@ -324,8 +325,10 @@ def test_for_machines_every_line_is_json(start_server: Callable[..., Server]) ->
     assert limit["time"].endswith("Z")
     assert (facts["ready"]["grpc"], facts["ready"]["http"]) == (server.address, server.http_address)
     assert server.stop() == 0
-    of_python = [line for line in server.stderr().splitlines() if not CORE.match(line)]
-    assert all(json.loads(line)["message"] for line in of_python)
+    assert facts["layer"]["value"].endswith(" bytes")
+    of_python = [json.loads(line)["message"] for line in server.stderr().splitlines() if not CORE.match(line)]
+    assert all(of_python)
+    assert (of_python[-1], "draining" in of_python) == ("ended", True)
     done = run("--log-format=json", "--listen", server.address, "--http-listen", "127.0.0.1:0", "--layers", "/no/file")
     assert done.returncode == 1
     assert all(json.loads(line)["message"] for line in (*done.stdout.splitlines(), *done.stderr.splitlines()))
