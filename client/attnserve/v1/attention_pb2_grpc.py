@@ -26,8 +26,17 @@ if _version_not_supported:
 
 
 class AttentionServiceStub(object):
-    """Computes attention. Calls are pure: the same request has the same reply, so that a call that may or may not
-    have run can be sent again.
+    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
+    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
+    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+
+    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
+    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
+    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+
+    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
+    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
+    `traceparent` and `tracestate`, a W3C trace context.
     """
 
     def __init__(self, channel):
@@ -59,14 +68,24 @@ class AttentionServiceStub(object):
 
 
 class AttentionServiceServicer(object):
-    """Computes attention. Calls are pure: the same request has the same reply, so that a call that may or may not
-    have run can be sent again.
+    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
+    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
+    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+
+    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
+    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
+    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+
+    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
+    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
+    `traceparent` and `tracestate`, a W3C trace context.
     """
 
     def Attend(self, request, context):
         """Computes one attention. Errors: INVALID_ARGUMENT (google.rpc.BadRequest names the field),
         RESOURCE_EXHAUSTED (the server is full; google.rpc.RetryInfo says when to come back), DEADLINE_EXCEEDED,
-        UNAVAILABLE (the server is draining), INTERNAL (the computation failed).
+        UNAVAILABLE (the server is draining), INTERNAL (the computation failed). With caches also NOT_FOUND and
+        FAILED_PRECONDITION. Like all RPCs: UNAUTHENTICATED and PERMISSION_DENIED, where callers are told apart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +102,8 @@ class AttentionServiceServicer(object):
         """Computes any number of calls over one stream, which is the fast way. Each message carries one or more
         calls, or replies. Replies come as they finish, in any order, each with the id of its call. An error of a
         call travels in its reply; the stream goes on. The server ends the stream when the caller has half-closed
-        it and every reply has been sent.
+        it and every reply has been sent. A server that drains ends it, with status OK too, when all that it has read
+        is answered: a call that then has no reply was not run, and can be sent to another server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,8 +148,17 @@ def add_AttentionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AttentionService(object):
-    """Computes attention. Calls are pure: the same request has the same reply, so that a call that may or may not
-    have run can be sent again.
+    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
+    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
+    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+
+    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
+    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
+    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+
+    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
+    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
+    `traceparent` and `tracestate`, a W3C trace context.
     """
 
     @staticmethod
