@@ -166,7 +166,9 @@ class Overloaded(RequestError):
 
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         super().__init__(
-            f"the server is full: {bound} is {limit:.9g}; retry in {retry_delay:.3f} s", "OVERLOADED", bound=bound
+            f"the server is full: its bound on {bound} is {limit:.9g}; retry in {retry_delay:.3f} s",
+            "OVERLOADED",
+            bound=bound,
         )
         self.bound = bound
         self.retry_delay = retry_delay
@@ -219,7 +221,8 @@ class ShareExceeded(Overloaded):
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         RequestError.__init__(
             self,
-            f"this caller has its share of the server, whose {bound} is {limit:.9g}; retry in {retry_delay:.3f} s",
+            f"this caller has its share of the server, whose bound on {bound} is {limit:.9g};"
+            f" retry in {retry_delay:.3f} s",
             "SHARE_EXCEEDED",
             bound=bound,
         )
