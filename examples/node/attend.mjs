@@ -37,7 +37,10 @@ function difference(found, expected) {
   return found.reduce((most, each, i) => Math.max(most, Math.abs(each - expected[i])), 0);
 }
 
-const { version, device } = await client.info();
+const { version, device } = await client.info().catch((error) => {
+  console.error(`attend: ${error.message}`);
+  process.exit(1);
+});
 console.log(`attnserve ${version} on ${device}`);
 
 // A hundred calls on one stream: they travel together, and run together.

@@ -137,6 +137,13 @@ def test_the_example_does_what_it_says(node: str, server: Server) -> None:
     assert not done.stderr
 
 
+def test_the_example_says_that_there_is_no_server(node: str) -> None:
+    command = [node, str(EXAMPLE / "attend.mjs"), "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("attend: ")
+
+
 def request_of(case: Case, **more: Any) -> pb.AttendRequest:
     """The request for a case."""
     call = encode_attend(case.query, case.key, case.value, **case.arguments, **more)
