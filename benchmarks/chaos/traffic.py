@@ -138,11 +138,11 @@ def bad_input(client: Client, random: np.random.Generator, record: Record) -> No
 
 
 def caching(client: Client, random: np.random.Generator, record: Record) -> None:
-    """Fills a cache, forks it, cuts it off, attends to it, and deletes it or lets its lease end."""
+    """Fills a cache, forks it, cuts it off, attends to both, deletes them, or lets the lease of what was forked end."""
     with client.create_cache(2, 8) as cache:
         key, value = random.standard_normal((2, 2, int(random.integers(1, 200)), 8), dtype=np.float32)
         cache.append(key, value)
-        branch = cache.fork(ttl=LEASE_S)
+        branch = cache.fork()
         more = random.standard_normal((2, 2, 5, 8), dtype=np.float32)
         query = random.standard_normal((2, 3, 8), dtype=np.float32)
         result = branch.attend(query, key=more[0], value=more[1])
@@ -153,7 +153,8 @@ def caching(client: Client, random: np.random.Generator, record: Record) -> None
         output = cache.attend(query).output
         wrong |= np.abs(output - exact(query, key[:, :length], value[:, :length], False)).max() > TOLERANCE
         if random.integers(2):
-            branch.delete()
+            branch.fork(ttl=LEASE_S)  # which nobody uses, so that its lease ends, whatever else takes long
+        branch.delete()
     record.counts["caches"] += 2
     record.counts["wrong answers of caches"] += bool(wrong)
 
