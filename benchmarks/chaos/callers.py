@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter
@@ -58,10 +58,16 @@ class Tally:
 
     def until(self, count: int) -> None:
         """Waits until so many more answers have been right. TimeoutError if they do not come."""
-        wanted, deadline = self.right + count, perf_counter() + PATIENCE_S
-        while self.right < wanted:
+        until_all([self], count)
+
+
+def until_all(tallies: Iterable[Tally], count: int) -> None:
+    """Waits until so many more answers of each have been right. TimeoutError if they do not come."""
+    wanted, deadline = [(tally, tally.right + count) for tally in tallies], perf_counter() + PATIENCE_S
+    for tally, goal in wanted:
+        while (missing := goal - tally.right) > 0:
             if perf_counter() > deadline:
-                raise TimeoutError(f"{wanted - self.right} of {count} answers did not come; errors: {self.errors}")
+                raise TimeoutError(f"{missing} of {count} answers did not come; errors: {tally.errors}")
             threading.Event().wait(0.01)
 
 

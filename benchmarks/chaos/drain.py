@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from attnserve import Client
-from benchmarks.chaos.callers import Tally, in_threads
+from benchmarks.chaos.callers import Tally, in_threads, until_all
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.victim import Victim
 
@@ -65,11 +65,9 @@ def run(minutes: float) -> list[Figure]:
         for transport, tally in tallies.items():
             client = stack.enter_context(Client(victim.address, transport=transport, retries=0))  # type: ignore[arg-type]
             stack.enter_context(in_threads(client, CALLERS, tally))
-        for tally in tallies.values():
-            tally.until(100)
+        until_all(tallies.values(), 100)
         victim.terminate()
-        for tally in tallies.values():
-            tally.until(5)  # within the delay
+        until_all(tallies.values(), 5)  # within the delay
         not_ready = victim.get("/readyz")
         status = victim.wait()
         stack.close()

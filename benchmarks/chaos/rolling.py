@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Final, Literal
 
 from attnserve import Client
-from benchmarks.chaos.callers import Tally, in_tasks, in_threads
+from benchmarks.chaos.callers import Tally, in_tasks, in_threads, until_all
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.victim import Victim, start_all
 
@@ -65,10 +65,8 @@ def _under_load(victims: Sequence[Victim]) -> dict[str, Tally]:
 
 
 def _start_again(victim: Victim, tallies: Sequence[Tally]) -> None:
-    for tally in tallies:
-        tally.until(50)
+    until_all(tallies, 50)
     victim.terminate()
     victim.wait()
-    for tally in tallies:
-        tally.until(50)  # by the others
+    until_all(tallies, 50)  # by the others
     victim.start()
