@@ -142,6 +142,19 @@ def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> No
     os.close(ends[0])
 
 
+def test_modules_are_not_looked_through_for_garbage() -> None:
+    """The event loop would stand still for so long; what is made later is looked through."""
+    code = "import gc, sys; from attnserve_server.__main__ import main; main(sys.argv[1:])"
+    code += "; print(gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()))"
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends at once
+        addresses = ("--listen", f"127.0.0.1:{taken.getsockname()[1]}", "--http-listen", "127.0.0.1:0")
+        command = [sys.executable, "-c", code, *addresses, "--device", "cpu", "--cache-bytes", "1MiB"]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    enabled, frozen, others = done.stdout.split()[-3:]
+    assert enabled == "True", done.stderr
+    assert int(frozen) > 10 * int(others)
+
+
 @pytest.mark.parametrize("argv", [("--help",), ("token", "ranker")], ids=" ".join)
 def test_what_serves_nothing_needs_nothing_that_serving_does(argv: tuple[str, ...]) -> None:
     assert run_without_the_extra(*argv).returncode == 0
