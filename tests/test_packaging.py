@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(directory, filter="data")
     (root,) = (each for each in directory.iterdir() if each.is_dir())
     return root
+
+
+@pytest.fixture(scope="module")
+def compiled(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source distribution from which a wheel was built, and that wheel."""
+    root = tmp_path_factory.mktemp("compiled") / "attnserve"
+    shutil.copytree(unpacked, root)
+    built, _ = built_from(root)
+    return root, built
 
 
 @pytest.fixture(scope="module")
@@ -168,27 +178,43 @@ def test_the_source_distribution_holds_all_that_is_compiled_and_nothing_that_was
 
 
 @needs_compiler
-def test_from_the_source_distribution_comes_the_same_wheel(unpacked: Path, names: set[str]) -> None:
-    built, _ = built_from(unpacked)
-    assert set(zipfile.ZipFile(built).namelist()) == names
-    (unpacked / "server" / LIBRARY).unlink()
+def test_from_the_source_distribution_comes_the_same_wheel(compiled: tuple[Path, Path], names: set[str]) -> None:
+    assert set(zipfile.ZipFile(compiled[1]).namelist()) == names
+
+
+COMPILER = """
+import sys
+
+with open(sys.argv[sys.argv.index("-o") + 1], "w") as made:
+    made.write(" ".join(sys.argv))
+"""
+"""As much of a compiler as can be seen of one: what it makes has what it was told to define."""
 
 
 @needs_compiler
-def test_it_is_compiled_again_when_and_only_when_sources_have_changed(unpacked: Path) -> None:
-    native = unpacked / "server" / "attnserve_server" / "native"
+def test_it_is_compiled_again_when_and_only_when_sources_have_changed(
+    compiled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    root, _ = compiled
+    library = root / "server" / LIBRARY
+    (tmp_path / "compiler.py").write_text(COMPILER)
+    environment = os.environ | {"CC": shlex.join([sys.executable, str(tmp_path / "compiler.py")])}
 
-    def built() -> int:
-        subprocess.run([sys.executable, "hatch_build.py"], cwd=unpacked, check=True, timeout=250)
-        return (native / "attention.so").stat().st_ino
+    def build() -> bytes:
+        subprocess.run([sys.executable, "hatch_build.py"], cwd=root, env=environment, check=True, timeout=250)
+        return library.read_bytes()
 
-    before = built()
+    before = library.read_bytes()
+    assert before.startswith(b"\x7fELF")
     for date in (0, 2**31):
-        os.utime(native / "attention.so", (date, date))
-        assert built() == before
-    (native / "tiles.h").write_text((native / "tiles.h").read_text() + "\n")
-    assert built() != before
-    (native / "attention.so").unlink()
+        os.utime(library, (date, date))
+        assert build() == before
+    header = library.with_name("tiles.h")
+    header.write_text(header.read_text() + "\n")
+    assert b"-shared" in build()
+    inode = library.stat().st_ino
+    build()
+    assert library.stat().st_ino == inode
 
 
 @pytest.mark.parametrize(
