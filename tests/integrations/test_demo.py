@@ -6,7 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from conftest import Server
+
+from attnserve import Client
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,13 +36,14 @@ def test_demo_with_a_service_of_its_own() -> None:
     assert max(map(len, demo.stdout.splitlines())) <= 100
 
 
-def test_demo_with_a_running_service(server: Any) -> None:
+def test_demo_with_a_running_service(server: Server, client: Client) -> None:
     """Its counts are of its own run, however much the service has done before."""
-    for _ in range(2):
-        demo = run("--address", server.address, "--http-address", server.http_address)
-        assert demo.returncode == 0, demo.stderr
-        assert "requests          24 OK" in demo.stdout
-        assert "that service holds no layer 'minilm'" in demo.stdout
+    for causal in (False, True):
+        client.attend(*np.ones((3, 2, 4, 8), np.float32), causal=causal)
+    demo = run("--address", server.address, "--http-address", server.http_address)
+    assert demo.returncode == 0, demo.stderr
+    assert "requests          24 OK" in demo.stdout
+    assert "that service holds no layer 'minilm'" in demo.stdout
 
 
 def test_demo_without_a_service() -> None:
