@@ -154,10 +154,10 @@ class Client:
     ) -> Future[AttentionResult[ArrayT]]:
         """Asks for one attention and returns a future of its result, so that one thread can keep many in flight.
 
-        Arguments are those of `attend`. Cancelling the future has the server told. What is wrong with the arguments
-        themselves is raised here; everything else is raised by the future. Callbacks of the future run in a thread
-        of the client's, one after the other: they must be quick, and must not wait for another call of this client, but
-        may close it.
+        Arguments are those of `attend`. Cancelling the future has the server told; a finalizer (``__del__``) and a
+        signal's handler may do that, but nothing else with a client. What is wrong with the arguments themselves is
+        raised here; everything else is raised by the future. Callbacks of the future run in a thread of the client's,
+        one after the other: they must be quick, and must not wait for another call of this client, but may close it.
         """
         timeout = self._settings.timeout
         if caches is None:

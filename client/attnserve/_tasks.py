@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class CallFuture(asyncio.Future[T], Generic[R, T]):
-    """The result of a call, to come. Cancelling it has the server told."""
+    """The result of a call, to come. Cancelling it has the server told; a finalizer may do it."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__(loop=asyncio.get_running_loop())
@@ -54,7 +55,9 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         if self.span is not None:
             self.span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, bool
-        withdraw()
+        loop = self.get_loop()
+        if not loop.is_closed():
+            loop.call_soon(withdraw)  # not here, which may be in the middle of anything: a finalizer may cancel
         return True
 
     def settle(self, outcome: R | Exception) -> None:
@@ -72,10 +75,11 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
                 error = raised
         if self.span is not None:
             self.span.end(error)
-        if error is None:
-            self.set_result(result)
-        else:
-            self.set_exception(error)
+        with suppress(asyncio.InvalidStateError):  # a finalizer has cancelled it meanwhile
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
 
     def left_by(self, task: asyncio.Task[None]) -> None:
         """The task that was to settle it is over. Whoever cancels all tasks of a loop has cancelled that, too."""

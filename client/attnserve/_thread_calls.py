@@ -23,6 +23,7 @@ from attnserve._errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from attnserve._held import Held
 from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
 from attnserve._replicas import Replica
@@ -130,7 +131,7 @@ class Calls:
         # The steps are taken by whatever thread brings the answer to the one before.
         parent = None if self._tracing is None else self._tracing.current()
         transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
-        future.withdraw = transaction.cancel
+        future.withdraw = partial(_give_up, transaction)
         future.calls = self
         transaction.begin()
         return future
@@ -142,6 +143,12 @@ class Calls:
             return self._send_rpc(request, timeout, parent, home)
         request.timeout = timeout
         return self.send(request, parent, home)
+
+
+def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
+    if not waits:  # who is next begins here, with locks of its own
+        raise Held
+    return transaction.cancel()
 
 
 def wait(future: Future[T]) -> T:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -30,6 +30,7 @@ from attnserve._errors import (
     status_from_rpc_error,
     unreadable,
 )
+from attnserve._held import Held, at_once
 from attnserve._in_flight import Call, Outcome
 from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import Replica
@@ -46,16 +47,27 @@ _PROMPT_BYTES: Final = 1 << 20
 """The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
 
 
+class Withdraw(Protocol):
+    """Has a call forgotten; false if the call has its outcome already."""
+
+    def __call__(self, *, waits: bool) -> bool:
+        """`Held` if it would have to wait for a lock, and must not."""
+
+
+def _withdrawn_already(*, waits: bool) -> bool:
+    return False
+
+
 class CallFuture(Future[T], Generic[R, T]):
-    """The result of a call, to come. Cancelling it has the server told, if there is still time."""
+    """The result of a call, to come. Cancelling it has the server told, if there is time; a finalizer may do it."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
         self._calling = threading.RLock()  # what is collected while a result is made may ask to be called back
         self._calls_back = False
-        self.withdraw: Callable[[], bool] = bool
-        """Has the transport forget the call; false if the call has its outcome already."""
+        self.withdraw: Withdraw = _withdrawn_already
+        """Has the transport forget the call."""
         self.calls: object = None
         """All calls of the client, which must not be collected before the reply is there."""
         self.span: CallSpan | None = None
@@ -69,10 +81,16 @@ class CallFuture(Future[T], Generic[R, T]):
         span, self.span = self.span, None  # who cancels once more ends it no more
         if span is not None:
             span.end(CancelledError())
-        withdraw, self.withdraw = self.withdraw, bool
-        if withdraw():
-            self.set_running_or_notify_cancel()  # for who waits for several futures
+        withdraw, self.withdraw = self.withdraw, _withdrawn_already
+        try:
+            self._give_up(withdraw, waits=False)
+        except Held:
+            later(0.0, partial(self._give_up, withdraw, waits=True))
         return True
+
+    def _give_up(self, withdraw: Withdraw, *, waits: bool) -> None:
+        if withdraw(waits=waits):
+            self.set_running_or_notify_cancel()  # for who waits for several futures
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Has a function called with the future when it is done."""
@@ -91,7 +109,7 @@ class CallFuture(Future[T], Generic[R, T]):
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
         self.calls = None
-        self.withdraw = bool  # which holds what the call holds
+        self.withdraw = _withdrawn_already  # and not what holds what the call holds
         if not self.set_running_or_notify_cancel():
             return
         error: Exception | None = None
@@ -208,8 +226,8 @@ class StreamTransport:
             rpc.cancel()
         _settle(outcomes)
 
-    def _withdraw(self, call: Call[StreamFuture]) -> bool:
-        with self._lock:
+    def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
+        with self._lock if waits else at_once(self._lock):
             withdrawn = self._multiplexer.cancel(call)
             self._writable.notify_all()
         return withdrawn

@@ -19,6 +19,7 @@ from attnserve._callbacks import Callbacks
 from attnserve._credentials import Bearer
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
 from attnserve._fields import Buffer
+from attnserve._held import at_once
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._threads import CallFuture
 from attnserve._unary import UnaryCall
@@ -120,8 +121,8 @@ class UnaryTransport:
                 call.timer.daemon = True
                 call.timer.start()
 
-    def _withdraw(self, call: _Call) -> bool:
-        with self._lock:
+    def _withdraw(self, call: _Call, *, waits: bool = True) -> bool:
+        with self._lock if waits else at_once(self._lock):
             if call not in self._calls:
                 return False
             self._calls.remove(call)

@@ -1,0 +1,129 @@
+"""Calls that a finalizer gives up. Python's collector runs it in whatever thread makes an object, at any moment: the
+thread may hold any lock of the client's, or be about to settle that very call.
+
+The server is a real one. What is not needed any more is found at the n-th object that is made, for each n in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from calls import PATIENCE_S
+from conftest import Server
+
+from attnserve import AsyncClient, Client
+from attnserve._tasks import CallFuture
+
+MOMENTS = range(1, 400)
+"""How many objects are made before one is found that is not needed: a call makes fewer."""
+
+ARRAY = np.ones((1, 1, 1, 2), np.float32)
+
+
+class Owner:
+    """Who gives up a call when it is found that nobody needs them."""
+
+    def __init__(self, future: Any) -> None:
+        self.itself = self  # so that only the collector finds it
+        self.future = future
+
+    def __del__(self) -> None:
+        self.future.cancel()
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """Leaves Python's collector as it was; it runs when a test says."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.enable()
+
+
+@contextmanager
+def collecting_after(objects: int) -> Iterator[None]:
+    """Has the collector run once so many objects have been made."""
+    gc.set_threshold(objects)
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.disable()
+
+
+def ends(run: Callable[[], object]) -> bool:
+    """Whether a function ends, in a thread that may be left behind."""
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("way", ["stream", "unary", "cache"])
+def test_while_a_thread_makes_another_call(server: Server, way: Any) -> None:
+    client = Client(server.address, transport="unary" if way == "unary" else "stream", timeout=None)
+    given_up: list[Any] = []
+    answered: list[float] = []
+
+    def call() -> None:
+        caches = client.create_cache(1, 2) if way == "cache" else None
+        client.attend(ARRAY, ARRAY, ARRAY, caches=caches)
+        inputs = (ARRAY, ARRAY, ARRAY) if caches is None else (ARRAY,)
+        for objects in MOMENTS:
+            given_up.append(client.submit(*inputs, caches=caches))
+            Owner(given_up[-1])
+            with collecting_after(objects):
+                answered.append(client.submit(*inputs, caches=caches).result().output[0, 0, 0, 0])
+        if caches is not None:
+            caches.delete()
+
+    assert ends(call)
+    assert answered == [1.0] * len(MOMENTS)
+    assert any(future.cancelled() for future in given_up)
+    assert not wait(given_up, PATIENCE_S).not_done
+    client.close()
+
+
+@pytest.mark.parametrize("way", ["stream", "cache"])
+def test_while_a_task_makes_another_call(server: Server, way: Any) -> None:
+    given_up: list[Any] = []
+    answered: list[float] = []
+
+    async def call() -> None:
+        async with AsyncClient(server.address, timeout=None) as client:
+            caches = await client.create_cache(1, 2) if way == "cache" else None
+            await client.attend(ARRAY, ARRAY, ARRAY, caches=caches)
+            inputs = (ARRAY, ARRAY, ARRAY) if caches is None else (ARRAY,)
+            for objects in MOMENTS:
+                given_up.append(client.submit(*inputs, caches=caches))
+                Owner(given_up[-1])
+                with collecting_after(objects):
+                    answered.append((await client.submit(*inputs, caches=caches)).output[0, 0, 0, 0])
+            if caches is not None:
+                await caches.delete()
+
+    assert ends(lambda: asyncio.run(call()))
+    assert answered == [1.0] * len(MOMENTS)
+    assert any(future.cancelled() for future in given_up)
+
+
+async def test_while_a_task_gets_the_result() -> None:
+    """Nobody is told, least of all who settles the calls of others next."""
+
+    def finish(outcome: int) -> int:
+        assert future.cancel()
+        return outcome
+
+    future: CallFuture[int, int] = CallFuture(finish)
+    future.settle(1)
+    assert future.cancelled()
