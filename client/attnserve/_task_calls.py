@@ -73,9 +73,9 @@ class Calls:
 
     async def close(self) -> None:
         """Ends the connections. Calls in flight fail with `ClientClosedError`. Once begun, it goes on to its end, even
-        if who waits for that is cancelled.
+        if who waits for that is cancelled; or with the next call, where all tasks of the loop were.
         """
-        if self._end is None:
+        if self._end is None or self._end.cancelled():
             self._end = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._end)
 

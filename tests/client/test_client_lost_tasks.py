@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 from askers import Transport, array, transport
 from calls import PATIENCE_S
@@ -77,6 +78,22 @@ async def test_the_task_that_waits_for_a_name(transport: Transport) -> None:
             await output(future)
         assert await output(client.submit(*[array(3)] * 3)) == 3
         await client.close()
+
+
+async def test_the_task_that_closes(transport: Transport) -> None:
+    """Closing again goes on with it."""
+    with peer(good, good_unary) as address:
+        client = AsyncClient(address, timeout=None, transport=transport)
+        assert await output(client.submit(*[array(2)] * 3)) == 2
+        connection = client._calls.servers.connection()
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        cancel_all()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert connection._channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+        await client.close()
+        assert connection._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 def test_another_loop(transport: Transport) -> None:
