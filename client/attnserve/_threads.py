@@ -143,6 +143,9 @@ class _Arrived(NamedTuple):
     """To be made at other servers."""
 
 
+_FORKED: Final = "the client was used before the process was forked; spawn processes, or make a client in each"
+
+
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
@@ -168,6 +171,7 @@ class StreamTransport:
         self._watcher: threading.Thread | None = None
         self._watched = inf
         self._closed = False
+        self._forked = False
 
     def __len__(self) -> int:
         """How many calls are in flight."""
@@ -192,7 +196,7 @@ class StreamTransport:
         try:
             with self._lock:
                 if self._closed:
-                    raise ClientClosedError()
+                    raise ClientClosedError(_FORKED) if self._forked else ClientClosedError()
                 self._multiplexer.add(call)
                 try:
                     if self._watcher is None:
@@ -225,6 +229,17 @@ class StreamTransport:
         for rpc in rpcs:
             rpc.cancel()
         _settle(outcomes)
+
+    def forked(self) -> bool:
+        """Takes notice of being in the child of a fork, which has none of the threads, nor who held the lock. Whether
+        that ends it: whether it was used before.
+        """
+        if self._watcher is not None:
+            self._lock = threading.Lock()
+            self._writable, self._timer = threading.Condition(self._lock), threading.Condition(self._lock)
+            self._rpcs.clear()
+            self._closed = self._forked = True
+        return self._forked
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
         with self._lock if waits else at_once(self._lock):
