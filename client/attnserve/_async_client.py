@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from attnserve import _arguments, _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
@@ -200,6 +200,12 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
         await self._calls.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._settings.target.name!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled: make one in each process")
 
     async def __aenter__(self) -> Self:
         await self._calls.look()

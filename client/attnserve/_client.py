@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from attnserve import _arguments, _cache_requests, _plans
 from attnserve._apply import ApplyOptions, encode_apply
@@ -40,8 +40,9 @@ class Client:
         with Client("127.0.0.1:8001") as client:
             result = client.attend(query, key, value, causal=True)
 
-    It connects when it is first used, connects again by itself, and may be shared by any number of threads. After a
-    fork it must not be used in the child if it was used in the parent; start processes by spawning.
+    It connects when it is first used, connects again by itself, and may be shared by any number of threads, but not by
+    processes: one that was used before a fork is closed in the child (with ``transport="unary"`` it must not be used
+    there), and what was in flight has no outcome there. Start processes by spawning, or make a client in each.
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
@@ -315,6 +316,12 @@ class Client:
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
         self._calls.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._settings.target.name!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled: make one in each process")
 
     def __enter__(self) -> Self:
         return self

@@ -84,7 +84,11 @@ class Settings:
         object.__setattr__(self, "target", target_of(self.address))
         if self.transport not in get_args(Transport):
             raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
-        checked_timeout(self.timeout)
+        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
+        if not all(
+            isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in self.options
+        ):
+            raise ValueError(f"options: expected pairs of a name and a value, found {self.options!r}")
         if self.retries < 0:
             raise ValueError(f"retries: expected 0 or more, found {self.retries!r}")
         object.__setattr__(self, "policy", RetryPolicy(self.retries))

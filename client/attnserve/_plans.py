@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 from attnserve import _arguments, _cache_requests
 from attnserve._apply import ApplyCall, ApplyOptions, encode_apply
@@ -82,6 +82,9 @@ class CacheState:
     def lengths(self) -> tuple[int, ...]:
         """The tokens of each layer, as of the last operation that succeeded."""
         return tuple(self.tokens)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a cache cannot be pickled: have it opened by its name, with open_cache")
 
 
 CacheStates: TypeAlias = CacheState | Iterable[CacheState]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from attnserve._config import Settings
     [
         ("transport", "pigeon"),
         ("timeout", -1),
+        ("timeout", "soon"),
+        ("options", {"grpc.own": 1}),
+        ("options", [("grpc.own",)]),
         ("retries", -1),
         ("streams", 0),
         ("address", ""),
@@ -78,3 +82,16 @@ def test_the_callers_channel_options_win() -> None:
     options = dict(settings.channel_options("host:1"))
     assert (options["grpc.max_send_message_length"], options["grpc.own"]) == (7, 1)
     assert options["grpc.max_receive_message_length"] == -1
+
+
+@pytest.mark.parametrize(("given", "taken"), [("3", 3.0), (7, 7.0), (1e300, None), (None, None)])
+def test_a_timeout_is_a_number_of_seconds(given: Any, taken: float | None) -> None:
+    assert Settings("host:1", "stream", given, 0, 1, ()).timeout == taken
+
+
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+def test_what_a_client_says_of_itself(client_class: Any) -> None:
+    client = client_class("localhost:1")
+    assert repr(client) == f"{client_class.__name__}('localhost:1')"
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(client)
