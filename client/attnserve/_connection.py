@@ -48,21 +48,25 @@ class BaseConnection(Generic[S]):
         move: Callable[[Call[Any]], object],
     ) -> None:
         """`others` says whether other servers could answer, and `move` makes a call at one of them."""
-        address, options = replica.address, settings.channel_options(replica.address)
-        if credentials is None:
-            self._channel = self.library.insecure_channel(address, options=options)
-        else:
-            self._channel = self.library.secure_channel(address, credentials, options=options)
+        self._options: Final = settings.channel_options(replica.address)
+        self._credentials: Final = credentials
         self.replica: Final = replica
         """The server."""
         self.unary: Final[set[object]] = set()
         """The calls by themselves that it has not answered."""
+        self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
         others_than_it = partial(others, self)
         self._streams: Sequence[S] = [
             self.transport(self._channel, settings.policy, bearer, replica, others_than_it, move)
             for _ in range(settings.streams if settings.transport == "stream" else 0)
         ]
+
+    def _new_channel(self) -> Any:
+        address, options = self.replica.address, self._options
+        if self._credentials is None:
+            return self.library.insecure_channel(address, options=options)
+        return self.library.secure_channel(address, self._credentials, options=options)
 
     @property
     def in_flight(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
@@ -22,7 +24,18 @@ class Connection(BaseConnection[StreamTransport]):
         """Arguments are those of `BaseConnection`."""
         super().__init__(*arguments)
         self._forked = False
+        self._lost: list[grpc.Channel] = []
         _connections.add(self)
+
+    def lose_channel(self) -> None:
+        """Takes another channel than one for which gRPC had no thread: no reply is ever read there any more, and who
+        closes it, or lets go of it, waits for that thread.
+        """
+        self._lost.append(self._channel)
+        self._channel = self._new_channel()
+        self._methods.clear()
+        for stream in self._streams:
+            stream.channel = self._channel
 
     def forked(self) -> None:
         """Takes notice of being in the child of a fork."""
@@ -35,6 +48,9 @@ class Connection(BaseConnection[StreamTransport]):
             stream.close()
         if not self._forked:  # gRPC would wait for threads that are its parent's
             self._channel.close()
+        for channel in self._lost:
+            with suppress(RuntimeError):  # there is no thread for that, either
+                threading.Thread(target=channel.close, name="attnserve-lost", daemon=True).start()
 
 
 _connections: Final[WeakSet[Connection]] = WeakSet()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
+from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -159,7 +160,8 @@ class StreamTransport:
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
         """`others` says whether other servers could answer, and `move` makes a call at one of them."""
-        self._channel = channel
+        self.channel = channel
+        """On which the next stream is opened."""
         self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
@@ -266,11 +268,18 @@ class StreamTransport:
             self._timer.notify()
 
     def _open(self, stream: int) -> None:
-        """Opens a stream. Raises RuntimeError if there is no thread for it."""
-        arrived = partial(self._arrived, stream)
-        attend_stream: Any = self._channel.stream_stream(SERVICE + "AttendStream", None, arrived)
-        rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
-        threading.Thread(target=self._read, args=(stream, rpc), name="attnserve-replies", daemon=True).start()
+        """Opens a stream. Raises RuntimeError if there is no thread for it. That is found out first: a channel is of no
+        use any more once gRPC has had none for it.
+        """
+        opened: SimpleQueue[Any] = SimpleQueue()
+        rpc = None
+        try:
+            threading.Thread(target=self._read, args=(stream, opened), name="attnserve-replies", daemon=True).start()
+            arrived = partial(self._arrived, stream)
+            attend_stream: Any = self.channel.stream_stream(SERVICE + "AttendStream", None, arrived)
+            rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+        finally:
+            opened.put(rpc)
 
     def _begin_to_watch(self) -> threading.Thread:
         watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
@@ -287,8 +296,10 @@ class StreamTransport:
                     self._writable.wait()
             yield b"".join(message)
 
-    def _read(self, stream: int, rpc: Any) -> None:
-        """Takes replies until the stream ends, and then its end."""
+    def _read(self, stream: int, opened: SimpleQueue[Any]) -> None:
+        """Takes replies until the stream ends, and then its end; nothing if it was not opened."""
+        if (rpc := opened.get()) is None:
+            return
         status = Status()
         try:
             for arrived in rpc:
@@ -305,7 +316,7 @@ class StreamTransport:
             self._distrust(stream, rpc, error)
         with self._lock:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
-            del self._rpcs[stream]
+            self._rpcs.pop(stream, None)  # not there if an interrupt ended the opening
             self._advance(outcomes)
         _settle(outcomes)
 

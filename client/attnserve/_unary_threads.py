@@ -17,7 +17,7 @@ import grpc
 
 from attnserve._callbacks import Callbacks
 from attnserve._credentials import Bearer
-from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
+from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
 from attnserve._fields import Buffer
 from attnserve._held import at_once
 from attnserve._retry import NO_RETRIES, RetryPolicy
@@ -87,7 +87,7 @@ class UnaryTransport:
 
     def _begin(self, call: _Call) -> None:
         connection, timeout = call.connect()
-        method, message = connection.method(call.path), call.message
+        message = call.message
         span = call.future.span
         metadata = self._bearer.metadata + (() if span is None else span.metadata)
         with self._lock:
@@ -95,7 +95,11 @@ class UnaryTransport:
                 return
             connection.unary.add(call)
             call.connection = connection
-            call.rpc = method.future(message, timeout=timeout, metadata=metadata)
+            try:
+                call.rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
+            except RuntimeError as error:
+                connection.lose_channel()
+                raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
         call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _Call, rpc: Any) -> None:

@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 
 import grpc
 import pytest
-from askers import array
+from askers import Transport, array, transport
 from calls import PATIENCE_S
-from peers import good, peer, replies
+from peers import good, good_unary, peer, replies
 
 from attnserve import AsyncClient, Client, DeadlineExceededError, UnavailableError
+
+__all__ = ["transport"]
 
 Refusals: TypeAlias = Callable[[int], object]
 """How often opening fails from now on."""
@@ -82,6 +84,46 @@ def test_a_thread_that_is_not_to_be_had_for_a_retry(threads: Threads) -> None:
         future = client.submit(*[array(2)] * 3)
         assert future.result(PATIENCE_S).output[0, 0] == 2
     assert not threads.refused[READER]
+
+
+@pytest.fixture
+def scarcity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often nobody gets a thread from now on, gRPC neither: one number."""
+    refused = [0]
+    start = threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if refused[0] and not thread.name.startswith("ThreadPoolExecutor"):  # in which the peer answers
+            refused[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    return refused
+
+
+def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
+    """The first to miss it is not gRPC, which would never again read from the channel."""
+    stream = ending(lambda: scarcity.append(scarcity.pop() + 1))
+    with peer(stream) as address, Client(address, timeout=None) as client:
+        future = client.submit(*[array(2)] * 3)
+        assert future.result(PATIENCE_S).output[0, 0] == 2
+    assert scarcity == [0]
+
+
+def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], transport: Transport) -> None:
+    """What it is to read from then on is another channel."""
+    with peer(good, good_unary) as address:
+        client = Client(address, timeout=None, transport=transport)
+        scarcity[0] = 1
+        with pytest.raises(UnavailableError, match="thread"):
+            client.is_ready()
+        assert scarcity == [0]
+        assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
 
 
 def test_a_thread_that_looks_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
