@@ -314,7 +314,9 @@ class Client:
         return self._calls.ask(LIVENESS, timeout)
 
     def close(self) -> None:
-        """Ends the connection. Calls in flight fail with `ClientClosedError`."""
+        """Ends the connection. Calls in flight fail with `ClientClosedError`. Not for a signal's handler, which may run
+        in the middle of a call: have it raise an exception, or set an event.
+        """
         self._calls.close()
 
     def __repr__(self) -> str:

@@ -150,7 +150,9 @@ class ProtocolError(AttnServeError):
 
 
 class ClientClosedError(AttnServeError):
-    """The client was closed before the reply came, or before the call was made."""
+    """The client was closed before the reply came, or before the call was made; or it was used before a fork, of which
+    this process is the child.
+    """
 
     default_code = grpc.StatusCode.CANCELLED
 

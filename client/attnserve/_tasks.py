@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -75,11 +74,13 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
                 error = raised
         if self.span is not None:
             self.span.end(error)
-        with suppress(asyncio.InvalidStateError):  # a finalizer has cancelled it meanwhile
+        try:
             if error is None:
                 self.set_result(result)
             else:
                 self.set_exception(error)
+        except asyncio.InvalidStateError:  # a finalizer has cancelled it meanwhile
+            return
 
     def left_by(self, task: asyncio.Task[None]) -> None:
         """The task that was to settle it is over. Whoever cancels all tasks of a loop has cancelled that, too."""
