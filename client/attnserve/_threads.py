@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import SimpleQueue
@@ -80,16 +81,19 @@ class CallFuture(Future[T], Generic[R, T]):
             return False
         self.calls = None
         span, self.span = self.span, None  # who cancels once more ends it no more
-        if span is not None:
-            span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:
-            self._give_up(withdraw, waits=False)
+            self._give_up(withdraw, span, waits=False)
         except Held:
-            later(0.0, partial(self._give_up, withdraw, waits=True))
+            with suppress(RuntimeError):  # there is no thread for that: it ends when its outcome is there
+                later(0.0, partial(self._give_up, withdraw, span, waits=True))
         return True
 
-    def _give_up(self, withdraw: Withdraw, *, waits: bool) -> None:
+    def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
+        if span is not None:
+            if not waits:  # who takes spans has locks, too
+                raise Held
+            span.end(CancelledError())
         if withdraw(waits=waits):
             self.set_running_or_notify_cancel()  # for who waits for several futures
 

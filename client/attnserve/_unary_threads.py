@@ -19,7 +19,7 @@ from attnserve._callbacks import Callbacks
 from attnserve._credentials import Bearer
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
 from attnserve._fields import Buffer
-from attnserve._held import at_once
+from attnserve._held import Held, at_once
 from attnserve._retry import NO_RETRIES, RetryPolicy
 from attnserve._threads import CallFuture
 from attnserve._unary import UnaryCall
@@ -129,6 +129,8 @@ class UnaryTransport:
         with self._lock if waits else at_once(self._lock):
             if call not in self._calls:
                 return False
+            if call.timer is not None and not waits:  # which has a lock, too
+                raise Held
             self._calls.remove(call)
         self._stop(call)
         return True

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from calls import PATIENCE_S
 from conftest import Server
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from peers import good, peer
 
 from attnserve import AsyncClient, Client
+from attnserve._retry import RetryPolicy
 from attnserve._tasks import CallFuture
 
 MOMENTS = range(1, 400)
@@ -92,6 +97,54 @@ def test_while_a_thread_makes_another_call(server: Server, way: Any) -> None:
     assert any(future.cancelled() for future in given_up)
     assert not wait(given_up, PATIENCE_S).not_done
     client.close()
+
+
+def test_while_a_thread_takes_spans(server: Server) -> None:
+    """It may hold a lock of whoever takes them."""
+    taking, ended = threading.Lock(), threading.Event()
+
+    class Spans(SpanProcessor):
+        def on_end(self, span: object) -> None:
+            with taking:
+                ended.set()
+
+    provider = TracerProvider()
+    provider.add_span_processor(Spans())
+    client = Client(server.address, timeout=None, tracing=provider)
+    long = np.ones((1, 1, 3000, 2), np.float32)
+
+    def call() -> None:
+        future = client.submit(long, long, long)
+        with taking:
+            Owner(future)
+            gc.collect()
+
+    assert ends(call)
+    assert ended.wait(PATIENCE_S)
+    client.close()
+
+
+def test_while_a_thread_begins_to_wait_for_a_retry() -> None:
+    """It holds the lock of the timer that giving up would stop."""
+
+    def gone(message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        raise AssertionError("aborted")
+
+    with peer(good, gone) as address, Client(address, timeout=None, transport="unary") as client:
+        unary = client._calls._unary
+        unary._policy = RetryPolicy(9, first_delay=PATIENCE_S, longest_delay=PATIENCE_S)
+        future = client.submit(ARRAY, ARRAY, ARRAY)
+        (call,) = unary._calls
+        while (timer := call.timer) is None:
+            time.sleep(0.01)
+
+        def give_up() -> None:
+            with timer.finished._cond:  # type: ignore[attr-defined]
+                future.cancel()
+
+        assert ends(give_up)
+        assert not wait([future], PATIENCE_S).not_done
 
 
 @pytest.mark.parametrize("way", ["stream", "cache"])
