@@ -76,7 +76,7 @@ class UnaryTransport:
                 await find(call.left())
             outcome = await self._reply(call)
         except AttnServeError as error:
-            outcome = error
+            outcome = error.with_traceback(None)  # which leads here, and to all that the call holds
         except Exception as error:  # of which asyncio would only tell when the task is collected
             outcome = ProtocolError(unreadable(error))
         call.future.settle(outcome)
@@ -92,8 +92,8 @@ class UnaryTransport:
                 reply: bytes = await method(call.message, timeout=timeout, metadata=self._bearer.metadata + metadata)
                 call.answered(connection)
                 return reply
-            except grpc.RpcError as error:
-                pause = call.failed(connection, error)
+            except grpc.RpcError as raised:
+                error = raised.with_traceback(None)  # which leads here, and is not to be the context of what follows
             finally:
                 connection.unary.discard(call)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(call.failed(connection, error))

@@ -78,10 +78,11 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
 
     def _send(self, call: _Call) -> None:
+        call.timer = None  # which leads here, once it is over, too
         try:
             self._begin(call)
         except AttnServeError as error:
-            self._finish(call, error)
+            self._finish(call, error.with_traceback(None))  # which leads here, and to all that the call holds
         except Exception as error:  # in the thread of a timer nobody else would hear of it
             self._finish(call, ProtocolError(unreadable(error)))
 
@@ -106,7 +107,7 @@ class UnaryTransport:
         try:
             self._take(call, rpc)
         except AttnServeError as error:
-            self._answer(call, error.with_traceback(None))  # which leads here, and to all that the call holds
+            self._answer(call, error.with_traceback(None))
         except Exception as error:  # which gRPC would only log
             self._answer(call, ProtocolError(unreadable(error)))
 
@@ -145,8 +146,9 @@ class UnaryTransport:
             self._callbacks.settle(call.future, outcome)
 
     def _stop(self, call: _Call) -> None:
-        if call.timer is not None:
-            call.timer.cancel()
+        timer, call.timer = call.timer, None
+        if timer is not None:
+            timer.cancel()
         if call.rpc is not None:
             call.rpc.cancel()
         if call.connection is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from peers import good, good_unary, peer, replies, response
 
 from attnserve import InvalidRequestError, OverloadedError, UnavailableError
 from attnserve._retry import BUDGET_ALWAYS
+from attnserve._unary import UnaryCall
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]
@@ -187,6 +190,28 @@ def test_few_come_back_to_a_server_that_refuses_all(attend: Attend, transport: T
     assert 100 + BUDGET_ALWAYS <= len(attempts) <= 100 + 2 * BUDGET_ALWAYS, (
         "twice where it takes longer than the window"
     )
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_error_does_not_keep_what_was_asked(attend: Attend, retries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[weakref.ref[Any]] = []
+    connect = UnaryCall.connect
+    monkeypatch.setattr(UnaryCall, "connect", lambda call: (calls.append(weakref.ref(call)), connect(call))[1])
+
+    def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort_with_status(rpc_status.to_status(overloaded("OVERLOADED", 5)))
+        raise AssertionError("aborted")
+
+    gc.collect()
+    gc.disable()  # which finds it, later
+    try:
+        with peer(good, unary) as address:
+            (error,) = attend(address, [array(1)], transport="unary", retries=retries)
+        assert isinstance(error, OverloadedError)
+        assert len(calls) == 1 + retries
+        assert [call() for call in calls] == [None] * len(calls)
+    finally:
+        gc.enable()
 
 
 def test_all_come_back_to_a_server_that_answers_as_many(attend: Attend) -> None:
