@@ -24,18 +24,35 @@ class Connection(BaseConnection[StreamTransport]):
         """Arguments are those of `BaseConnection`."""
         super().__init__(*arguments)
         self._forked = False
+        self._is_lost = False
         self._lost: list[grpc.Channel] = []
+        for stream in self._streams:
+            stream.channel, stream.lose_channel = self.channel, self.lose_channel
         _connections.add(self)
 
-    def lose_channel(self) -> None:
-        """Takes another channel than one for which gRPC had no thread: no reply is ever read there any more, and who
-        closes it, or lets go of it, waits for that thread.
+    def channel(self) -> grpc.Channel:
+        """What the next call is to travel on. RuntimeError if there is no thread for another than the one that is lost:
+        each that is lost costs memory and a file descriptor until the process ends.
         """
-        self._lost.append(self._channel)
-        self._channel = self._new_channel()
-        self._methods.clear()
-        for stream in self._streams:
-            stream.channel = self._channel
+        if self._is_lost:
+            _find_threads(_THREADS)
+            self._lost.append(self._channel)
+            self._channel = self._new_channel()
+            self._methods.clear()
+            self._is_lost = False
+        channel: grpc.Channel = self._channel
+        return channel
+
+    def lose_channel(self) -> None:
+        """Has the next call travel on another channel. gRPC had no thread for this one: no reply is ever read there any
+        more, and who closes it, or lets go of it, waits for that thread.
+        """
+        self._is_lost = True
+
+    def method(self, path: str) -> Any:
+        """A unary method. RuntimeError if there is no thread for it."""
+        self.channel()
+        return super().method(path)
 
     def forked(self) -> None:
         """Takes notice of being in the child of a fork."""
@@ -46,11 +63,27 @@ class Connection(BaseConnection[StreamTransport]):
         """Gives up the calls on its streams and ends the connection."""
         for stream in self._streams:
             stream.close()
-        if not self._forked:  # gRPC would wait for threads that are its parent's
+        if self._is_lost:
+            self._lost.append(self._channel)
+        elif not self._forked:  # gRPC would wait for threads that are its parent's
             self._channel.close()
         for channel in self._lost:
             with suppress(RuntimeError):  # there is no thread for that, either
                 threading.Thread(target=channel.close, name="attnserve-lost", daemon=True).start()
+
+
+_THREADS: Final = 3
+"""So many a stream needs: its own, that of its channel, and the one that takes its messages."""
+
+
+def _find_threads(number: int) -> None:
+    """RuntimeError if there are not so many threads to be had."""
+    found = threading.Event()
+    try:
+        for _ in range(number):
+            threading.Thread(target=found.wait, name="attnserve-found", daemon=True).start()
+    finally:
+        found.set()
 
 
 _connections: Final[WeakSet[Connection]] = WeakSet()

@@ -164,8 +164,10 @@ class StreamTransport:
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
         """`others` says whether other servers could answer, and `move` makes a call at one of them."""
-        self.channel = channel
-        """On which the next stream is opened."""
+        self.channel: Callable[[], grpc.Channel] = lambda: channel
+        """On which the next stream is opened. RuntimeError if there is no thread for it."""
+        self.lose_channel: Callable[[], object] = bool
+        """Says that gRPC had no thread for the channel."""
         self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
@@ -272,16 +274,20 @@ class StreamTransport:
             self._timer.notify()
 
     def _open(self, stream: int) -> None:
-        """Opens a stream. Raises RuntimeError if there is no thread for it. That is found out first: a channel is of no
-        use any more once gRPC has had none for it.
+        """Opens a stream. Raises RuntimeError if there is no thread for it. That is found out first, as far as it can
+        be: a channel is of no use any more once gRPC has had none for it.
         """
         opened: SimpleQueue[Any] = SimpleQueue()
         rpc = None
         try:
             threading.Thread(target=self._read, args=(stream, opened), name="attnserve-replies", daemon=True).start()
             arrived = partial(self._arrived, stream)
-            attend_stream: Any = self.channel.stream_stream(SERVICE + "AttendStream", None, arrived)
-            rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+            attend_stream: Any = self.channel().stream_stream(SERVICE + "AttendStream", None, arrived)
+            try:
+                rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+            except RuntimeError:
+                self.lose_channel()
+                raise
         finally:
             opened.put(rpc)
 

@@ -126,6 +126,66 @@ def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], trans
         assert not closing.is_alive()
 
 
+@pytest.mark.parametrize("those_before", [1, 2])
+def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.MonkeyPatch, those_before: int) -> None:
+    """Its own there was; then gRPC had none to read with, or none to write with."""
+    start, started = threading.Thread.start, iter(range(those_before + 1))
+
+    def scarce(thread: threading.Thread) -> None:
+        counts = thread.name != WATCHER and not thread.name.startswith("ThreadPoolExecutor")
+        if counts and next(started, None) == those_before:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with peer(good) as address:
+        client = Client(address, timeout=None)
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
+        assert next(started, None) is None
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+
+
+def test_while_there_is_no_thread_no_channel_more_is_lost(scarcity: list[int], transport: Transport) -> None:
+    """Each would keep a file descriptor."""
+    with peer(good, good_unary) as address:
+        client = Client(address, timeout=None, transport=transport)
+        connection = client._calls.servers.connection()
+        scarcity[0] = 100
+        while scarcity[0]:
+            with pytest.raises(UnavailableError, match="thread"):
+                client.is_ready()
+        assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
+        assert len(connection._lost) == 1
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+
+
+def test_a_thread_that_is_not_to_be_had_to_give_up_a_call(scarcity: list[int]) -> None:
+    """Giving up is not refused, and who waits for the call is told when its reply is there."""
+    ask, answer = threading.Event(), threading.Event()
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            ask.set()
+            assert answer.wait(PATIENCE_S)
+            yield from replies(message)
+
+    with peer(stream) as address, Client(address, timeout=None) as client:
+        future = client.submit(*[array(2)] * 3)
+        assert ask.wait(PATIENCE_S)
+        scarcity[0] = 1
+        with client._calls.servers.connection().stream()._lock:
+            assert future.cancel()
+        assert scarcity == [0]
+        answer.set()
+        assert not wait([future], PATIENCE_S).not_done
+
+
 def test_a_thread_that_looks_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
     """Who calls is told so, and the next call has it."""
     threads.refused[LOOKER] = 1
