@@ -64,6 +64,7 @@ export class Client {
   #caches;
   #metadata;
   #stream = null;
+  #streams = new Set(); // those that were left, too, as long as they owe replies
 
   constructor(address, { token, rootCertificate } = {}) {
     const channelCredentials = rootCertificate ? credentials.createSsl(rootCertificate) : credentials.createInsecure();
@@ -84,8 +85,13 @@ export class Client {
   }
 
   // One attention among many, on the stream that all of them share. This is the fast way.
-  attend(request, timeout = 60) {
-    if (!this.#stream?.open) this.#stream = new Stream(this.#attention.attendStream(this.#metadata));
+  async attend(request, timeout = 60) {
+    if (!this.#stream?.open) {
+      const stream = new Stream(this.#attention.attendStream(this.#metadata));
+      this.#streams.add(stream);
+      stream.ended.then(() => this.#streams.delete(stream));
+      this.#stream = stream;
+    }
     return this.#stream.call({ timeout: duration(timeout), attend: request });
   }
 
@@ -103,9 +109,9 @@ export class Client {
     await this.#unary(this.#caches, "delete", { names });
   }
 
-  // Ends the stream, once everything has been answered, and the connection.
+  // Ends the streams, once everything has been answered, and the connection.
   async close() {
-    await this.#stream?.end();
+    await Promise.all([...this.#streams].map((stream) => stream.end()));
     this.#attention.close();
     this.#caches.close();
   }
@@ -121,16 +127,16 @@ export class Client {
 // Calls on one stream, any number in flight: each has a number, replies come in any order.
 class Stream {
   open = true;
+  ended; // when nothing more comes
   #rpc;
   #waiting = new Map();
   #unsent = [];
   #writing = false;
   #numbers = 0;
-  #ended;
 
   constructor(rpc) {
     this.#rpc = rpc;
-    this.#ended = new Promise((resolve) => {
+    this.ended = new Promise((resolve) => {
       rpc.on("data", (message) => this.#read(message));
       rpc.on("error", (error) => this.#end(callError(error), resolve));
       rpc.on("end", () => this.#end(new CallError({ code: status.UNAVAILABLE, message: "the stream has ended" }), resolve));
@@ -140,8 +146,8 @@ class Stream {
   call(call) {
     return new Promise((resolve, reject) => {
       const id = ++this.#numbers;
+      this.#unsent.push({ bytes: sizeOf(call.attend), call: { id, ...call } });
       this.#waiting.set(id, { resolve, reject });
-      this.#unsent.push({ id, ...call });
       this.#write();
     });
   }
@@ -150,7 +156,7 @@ class Stream {
   end() {
     this.open = false;
     this.#write();
-    return this.#ended;
+    return this.ended;
   }
 
   // What is there when the last message is on its way goes with the next; none waits to be filled.
@@ -160,9 +166,9 @@ class Stream {
     setImmediate(() => {
       const calls = [];
       for (let bytes = 0; this.#unsent.length && calls.length < MAX_MESSAGE_CALLS && bytes < MAX_MESSAGE_BYTES; ) {
-        const call = this.#unsent.shift();
-        bytes += sizeOf(call.attend);
-        calls.push(call);
+        const next = this.#unsent.shift();
+        bytes += next.bytes;
+        calls.push(next.call);
       }
       const more = () => {
         this.#writing = false;
@@ -177,10 +183,11 @@ class Stream {
 
   #read({ replies, closing }) {
     for (const { id, result, error, attend } of replies ?? []) {
-      const { resolve, reject } = this.#waiting.get(id);
+      const call = this.#waiting.get(id);
+      if (!call) continue; // nobody waits for it
       this.#waiting.delete(id);
-      if (result === "error") reject(new CallError(error));
-      else resolve(attend);
+      if (result === "error") call.reject(new CallError(error));
+      else call.resolve(attend);
     }
     if (closing) this.end(); // the connection has become old: what comes now goes on another
   }

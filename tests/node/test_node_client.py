@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -19,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import accuracy
 import certificates
+import grpc
 import numpy as np
 import oracle
 import psutil  # type: ignore[import-untyped]
@@ -212,6 +214,28 @@ def test_it_leaves_a_stream_when_it_is_asked_to(
         port = int(server.address.rpartition(":")[2])
         connections |= {each.raddr for each in process.net_connections("tcp") if each.laddr.port == port and each.raddr}
     accuracy.check(case, SimpleNamespace(output=array(reply.output), lse=None, scores=None))
+
+
+def test_replies_that_nobody_waits_for(ask_by: Callable[..., Peer]) -> None:
+    """They are passed over, and the calls that wait get theirs."""
+
+    def stream(messages: Iterator[bytes], context: object) -> Iterator[bytes]:
+        for message in messages:
+            ids = [call.id for call in pb.AttendStreamRequest.FromString(message).calls]
+            replies = [pb.AttendStreamReply(id=id, attend=pb.AttendResponse()) for id in (99, *ids, *ids)]
+            yield pb.AttendStreamResponse(replies=replies).SerializeToString()
+
+    method = {"AttendStream": grpc.stream_stream_rpc_method_handler(stream)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("attnserve.v1.AttentionService", method),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        asker = ask_by(f"127.0.0.1:{port}")
+        assert asker.ask(*[request_of(Plan().case(0))] * 3) == [pb.AttendResponse()] * 3
+        assert asker.close() == 0
+    finally:
+        server.stop(None).wait()
 
 
 def test_tls_and_tokens(start_server: Callable[..., Server], ask_by: Callable[..., Peer], tmp_path: Path) -> None:
