@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -54,9 +55,9 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         if self.span is not None:
             self.span.end(CancelledError())
         withdraw, self.withdraw = self.withdraw, bool
-        loop = self.get_loop()
-        if not loop.is_closed():
-            loop.call_soon(withdraw)  # not here, which may be in the middle of anything: a finalizer may cancel
+        with suppress(RuntimeError):  # the loop is closed
+            # Not here, which may be in the middle of anything, and in any thread: a finalizer may cancel.
+            self.get_loop().call_soon_threadsafe(withdraw)
         return True
 
     def settle(self, outcome: R | Exception) -> None:

@@ -170,6 +170,22 @@ def test_while_a_task_makes_another_call(server: Server, way: Any) -> None:
     assert any(future.cancelled() for future in given_up)
 
 
+async def test_while_another_thread_does_anything() -> None:
+    """The loop is woken."""
+    withdrawn = asyncio.Event()
+    future: CallFuture[int, int] = CallFuture(lambda outcome: outcome)
+    future.withdraw = withdrawn.set
+    loop = asyncio.get_running_loop()
+    loop.set_debug(True)  # refuses what is not for other threads
+    timer = threading.Timer(0.05, future.cancel)  # the loop sleeps by then, until something is due
+    timer.start()
+    began = loop.time()
+    loop.call_later(PATIENCE_S, withdrawn.set)
+    await withdrawn.wait()
+    assert loop.time() - began < PATIENCE_S / 2
+    assert future.cancelled()
+
+
 async def test_while_a_task_gets_the_result() -> None:
     """Nobody is told, least of all who settles the calls of others next."""
 
