@@ -139,9 +139,11 @@ NO_RETRIES: Final = RetryPolicy(0)
 """For calls that must not be sent again."""
 
 
-def refusal(status: Status) -> OverloadedError | None:
-    """The error of a call that had no room at a server, with this status; None if it failed otherwise."""
-    error = error_from_status(status)
+def refusal(status: Status, attempts: int) -> OverloadedError | None:
+    """The error of a call that had no room at a server, with this status, after so many attempts; None if it failed
+    otherwise.
+    """
+    error = error_from_status(status, resent=attempts > 1)
     return error if isinstance(error, OverloadedError) else None
 
 

@@ -73,7 +73,7 @@ class UnaryCall(Generic[F, C]):
         verdict = self._policy.after(status, self._attempts, now, self._deadline)
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
-        self._refusal = refusal(status)
+        self._refusal = refusal(status, self._attempts)
         return verdict
 
     def answered(self, connection: C) -> None:

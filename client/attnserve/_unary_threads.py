@@ -124,7 +124,10 @@ class UnaryTransport:
             if call in self._calls:
                 call.timer = threading.Timer(pause, self._send, (call,))
                 call.timer.daemon = True
-                call.timer.start()
+                try:
+                    call.timer.start()
+                except RuntimeError as error:
+                    raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 
     def _withdraw(self, call: _Call, *, waits: bool = True) -> bool:
         with self._lock if waits else at_once(self._lock):
