@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from attnserve._threads import CallFuture
+from attnserve._thread_future import CallFuture
 
 
 class Callbacks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -90,6 +90,15 @@ class RetryBudget:
         return True
 
 
+class Again(NamedTuple):
+    """A call is to be sent again."""
+
+    pause: float
+    """In so many seconds."""
+    refusal: AttnServeError | None = None
+    """The error with which it ends instead if then there is no budget for it: a server had no room."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with jitter, so that the callers of a server that went away do not return all at once."""
@@ -123,28 +132,20 @@ class RetryPolicy:
         delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())
         return delay if told <= self.longest_delay and now + delay < deadline else None
 
-    def after(self, status: Status, attempts: int, now: float, deadline: float) -> float | AttnServeError:
-        """What follows a call that has failed so many times, now with a status: the delay before the next attempt, in
-        seconds, or the error to give up with.
+    def after(self, status: Status, attempts: int, now: float, deadline: float) -> Again | AttnServeError:
+        """What follows a call that has failed so many times, now with a status: another attempt, or the error to give
+        up with.
         """
         if not _of_the_connection(status):
             error = error_from_status(status, resent=attempts > 1)
             pause = self.after_overload(error, attempts, now, deadline)
-            return error if pause is None else pause
+            return error if pause is None else Again(pause, error)
         delay = self.delay(attempts, now, deadline)
-        return given_up(status, attempts) if delay is None else delay
+        return given_up(status, attempts) if delay is None else Again(delay)
 
 
 NO_RETRIES: Final = RetryPolicy(0)
 """For calls that must not be sent again."""
-
-
-def refusal(status: Status, attempts: int) -> OverloadedError | None:
-    """The error of a call that had no room at a server, with this status, after so many attempts; None if it failed
-    otherwise.
-    """
-    error = error_from_status(status, resent=attempts > 1)
-    return error if isinstance(error, OverloadedError) else None
 
 
 def given_up(status: Status, attempts: int) -> AttnServeError:

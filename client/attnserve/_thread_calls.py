@@ -31,7 +31,8 @@ from attnserve._reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers import Servers
 from attnserve._thread_connection import Connection
-from attnserve._threads import CallFuture, StreamFuture, later
+from attnserve._thread_future import CallFuture, later
+from attnserve._threads import StreamFuture
 from attnserve._tracing import Tracing
 from attnserve._transaction import Transaction, perform
 from attnserve._turns import Turns

@@ -10,16 +10,13 @@ again a little later. Nothing is decided here; see `_multiplexer` and `_retry`.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -32,108 +29,16 @@ from attnserve._errors import (
     status_from_rpc_error,
     unreadable,
 )
-from attnserve._held import Held, at_once
+from attnserve._held import at_once
 from attnserve._in_flight import Call, Outcome
 from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import Replica
 from attnserve._reply import Response, decode_replies
 from attnserve._retry import RetryPolicy
-from attnserve._tracing import CallSpan
-
-R = TypeVar("R")
-T = TypeVar("T")
-
-logger = logging.getLogger("attnserve")
+from attnserve._thread_future import CallFuture
 
 _PROMPT_BYTES: Final = 1 << 20
 """The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
-
-
-class Withdraw(Protocol):
-    """Has a call forgotten; false if the call has its outcome already."""
-
-    def __call__(self, *, waits: bool) -> bool:
-        """`Held` if it would have to wait for a lock, and must not."""
-
-
-def _withdrawn_already(*, waits: bool) -> bool:
-    return False
-
-
-class CallFuture(Future[T], Generic[R, T]):
-    """The result of a call, to come. Cancelling it has the server told, if there is time; a finalizer may do it."""
-
-    def __init__(self, finish: Callable[[R], T]) -> None:
-        super().__init__()
-        self._finish = finish
-        self._calling = threading.RLock()  # what is collected while a result is made may ask to be called back
-        self._calls_back = False
-        self.withdraw: Withdraw = _withdrawn_already
-        """Has the transport forget the call."""
-        self.calls: object = None
-        """All calls of the client, which must not be collected before the reply is there."""
-        self.span: CallSpan | None = None
-        """The call's span, if it is traced."""
-
-    def cancel(self) -> bool:
-        """Gives up the call. False if it is too late."""
-        if not super().cancel():
-            return False
-        self.calls = None
-        span, self.span = self.span, None  # who cancels once more ends it no more
-        withdraw, self.withdraw = self.withdraw, _withdrawn_already
-        try:
-            self._give_up(withdraw, span, waits=False)
-        except Held:
-            with suppress(RuntimeError):  # there is no thread for that: it ends when its outcome is there
-                later(0.0, partial(self._give_up, withdraw, span, waits=True))
-        return True
-
-    def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
-        if span is not None:
-            if not waits:  # who takes spans has locks, too
-                raise Held
-            span.end(CancelledError())
-        if withdraw(waits=waits):
-            self.set_running_or_notify_cancel()  # for who waits for several futures
-
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Has a function called with the future when it is done."""
-        with self._calling:
-            self._calls_back = True
-        super().add_done_callback(fn)
-
-    def settle_silently(self, outcome: R | Exception) -> bool:
-        """Settles it, unless that would call others, who may do anything. Whether it has."""
-        with self._calling:
-            silent = not self._calls_back and self.span is None
-            if silent:
-                self.settle(outcome)
-            return silent
-
-    def settle(self, outcome: R | Exception) -> None:
-        """Gives the future its result, or the error instead. To be called once."""
-        self.calls = None
-        self.withdraw = _withdrawn_already  # and not what holds what the call holds
-        if not self.set_running_or_notify_cancel():
-            return
-        error: Exception | None = None
-        if isinstance(outcome, Exception):
-            error = outcome
-        else:
-            try:
-                result = self._finish(outcome)
-            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
-                error = raised
-        if self.span is not None:
-            self.span.end(error)
-        try:
-            if error is None:
-                self.set_result(result)
-            else:
-                self.set_exception(error)
-        except SystemExit:  # which is not to end a thread that others need
-            logger.exception("a callback of a call wanted to end its thread")
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
@@ -383,11 +288,3 @@ def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
     """Delivers outcomes. Without a lock: whoever waits may do anything next."""
     for call, outcome in outcomes:
         call.owner.settle(outcome)
-
-
-def later(delay: float, function: Callable[[], object]) -> threading.Timer:
-    """Calls a function after some seconds, in a thread of its own."""
-    timer = threading.Timer(min(delay, threading.TIMEOUT_MAX), function)
-    timer.daemon = True
-    timer.start()
-    return timer

@@ -17,7 +17,7 @@ import grpc
 from attnserve._connection import BaseConnection
 from attnserve._errors import AttnServeError, DeadlineExceededError, status_from_rpc_error
 from attnserve._fields import Buffer
-from attnserve._retry import RetryPolicy, refusal
+from attnserve._retry import RetryPolicy
 
 C = TypeVar("C", bound=BaseConnection[Any])
 F = TypeVar("F")
@@ -69,12 +69,11 @@ class UnaryCall(Generic[F, C]):
         self._attempts += 1
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             connection.replica.failed(now)
-        status = status_from_rpc_error(error)
-        verdict = self._policy.after(status, self._attempts, now, self._deadline)
+        verdict = self._policy.after(status_from_rpc_error(error), self._attempts, now, self._deadline)
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
-        self._refusal = refusal(status, self._attempts)
-        return verdict
+        self._refusal = verdict.refusal
+        return verdict.pause
 
     def answered(self, connection: C) -> None:
         """Takes notice of an attempt that has been answered."""

@@ -21,7 +21,7 @@ from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, 
 from attnserve._fields import Buffer
 from attnserve._held import Held, at_once
 from attnserve._retry import NO_RETRIES, RetryPolicy
-from attnserve._threads import CallFuture
+from attnserve._thread_future import CallFuture
 from attnserve._unary import UnaryCall
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from google.rpc.status_pb2 import Status
 from peers import good, peer
 
 from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError
-from attnserve._threads import CallFuture, StreamTransport
+from attnserve._thread_future import CallFuture
+from attnserve._threads import StreamTransport
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]

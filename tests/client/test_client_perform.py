@@ -19,7 +19,7 @@ from calls import PATIENCE_S
 from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError, _cache_requests
 from attnserve._cache_requests import CacheInfo
 from attnserve._plans import CacheState, Plan, Request, Steps
-from attnserve._threads import later
+from attnserve._thread_future import later
 from attnserve._transaction import Transaction, perform
 from attnserve._turns import Turns
 

@@ -12,10 +12,11 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import InvalidRequestError, OverloadedError, UnavailableError
+from attnserve import AttnServeError, InvalidRequestError, OverloadedError, UnavailableError
 from attnserve._retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
+    Again,
     RetryBudget,
     RetryPolicy,
     breaks_only_the_stream,
@@ -40,6 +41,12 @@ def overloaded(delay: float | None, reason: str = "OVERLOADED") -> Status:
     return status(CODE.RESOURCE_EXHAUSTED, *((why,) if delay is None else (retry, why)))
 
 
+def pause(verdict: Again | AttnServeError) -> float:
+    """How long to wait: there is another attempt."""
+    assert isinstance(verdict, Again)
+    return verdict.pause
+
+
 @pytest.mark.parametrize("draw", [0.0, 0.3, 1.0])
 def test_delays_double_up_to_a_bound_and_are_jittered(draw: float) -> None:
     policy = RetryPolicy(10, first_delay=0.1, longest_delay=1.0, random=lambda: draw)
@@ -53,12 +60,12 @@ def test_delays_double_up_to_a_bound_and_are_jittered(draw: float) -> None:
 def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_every_time(draw: float) -> None:
     policy = RetryPolicy(4, first_delay=0.1, longest_delay=0.2, random=lambda: draw)
     share = 1.0 + 0.5 * draw
-    delays = [policy.after(overloaded(0.05), attempts, 0.0, inf) for attempts in (1, 2, 3)]
+    delays = [pause(policy.after(overloaded(0.05), attempts, 0.0, inf)) for attempts in (1, 2, 3)]
     assert delays == pytest.approx([0.05 * share, 0.1 * share, 0.2 * share])
     assert isinstance(policy.after(overloaded(0.05), 4, 0.0, inf), OverloadedError), "0.4 s is longer than any wait"
     assert isinstance(policy.after(overloaded(0.0), 5, 0.0, inf), OverloadedError), "four retries are enough"
     for told in (None, 0.0, 0.001):
-        assert policy.after(overloaded(told), 1, 0.0, inf) == pytest.approx(0.01 * share)
+        assert pause(policy.after(overloaded(told), 1, 0.0, inf)) == pytest.approx(0.01 * share)
 
 
 def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
@@ -93,20 +100,20 @@ def test_within_the_window_no_more_is_sent_again_than_that(steps: list[tuple[flo
 def test_no_retry_begins_at_the_deadline_or_later() -> None:
     policy = RetryPolicy(3, first_delay=1.0, random=lambda: 0.0)
     for cause, delay in ((status(CODE.UNAVAILABLE), 0.5), (overloaded(2.0), 2.0)):
-        assert policy.after(cause, 1, 10.0, 10.01 + delay) == delay
+        assert pause(policy.after(cause, 1, 10.0, 10.01 + delay)) == delay
         assert isinstance(policy.after(cause, 1, 10.0, 10.0 + delay), UnavailableError | OverloadedError)
 
 
 def test_an_overload_that_does_not_pass_is_not_waited_for() -> None:
     policy = RetryPolicy(3)
-    assert isinstance(policy.after(overloaded(0.01, "SHARE_EXCEEDED"), 1, 0.0, inf), float)
+    assert isinstance(policy.after(overloaded(0.01, "SHARE_EXCEEDED"), 1, 0.0, inf), Again)
     assert isinstance(policy.after(overloaded(0.01, "CACHE_POOL_FULL"), 1, 0.0, inf), OverloadedError)
 
 
 def test_only_the_unavailable_is_tried_again() -> None:
     policy = RetryPolicy(1)
     unavailable = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")
-    assert isinstance(policy.after(unavailable, 1, 0.0, 10.0), float)
+    assert isinstance(policy.after(unavailable, 1, 0.0, 10.0), Again)
     assert isinstance(policy.after(unavailable, 2, 0.0, 10.0), UnavailableError)
     assert isinstance(policy.after(unavailable, 1, 0.0, 0.01), UnavailableError)
     invalid = policy.after(Status(code=3, message="no"), 1, 0.0, 10.0)
@@ -122,18 +129,18 @@ def test_what_grpc_says_of_a_connection_is_tried_again(code: grpc.StatusCode) ->
     """What the service says of a call comes with details, and would come again, but for UNAVAILABLE."""
     policy = RetryPolicy(1)
     assert breaks_only_the_stream(code.value[0])
-    assert isinstance(policy.after(status(code), 1, 0.0, inf), float)
+    assert isinstance(policy.after(status(code), 1, 0.0, inf), Again)
     gave_up = policy.after(status(code), 2, 0.0, inf)
     assert isinstance(gave_up, UnavailableError)
     assert gave_up.code is code
     detailed = policy.after(status(code, error_details_pb2.ErrorInfo(reason="A_REASON")), 1, 0.0, inf)
-    assert isinstance(detailed, float) == (code is CODE.UNAVAILABLE)
+    assert isinstance(detailed, Again) == (code is CODE.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("code", [CODE.UNIMPLEMENTED, CODE.UNAUTHENTICATED, CODE.DEADLINE_EXCEEDED, CODE.DATA_LOSS])
 def test_nothing_else_is(code: grpc.StatusCode) -> None:
     assert not breaks_only_the_stream(code.value[0])
-    assert not isinstance(RetryPolicy(1).after(status(code), 1, 0.0, inf), float)
+    assert not isinstance(RetryPolicy(1).after(status(code), 1, 0.0, inf), Again)
 
 
 def test_an_error_says_how_often_it_was_tried() -> None:
