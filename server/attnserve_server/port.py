@@ -17,6 +17,11 @@ from attnserve_server.start_errors import ListenError
 _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
 """gRPC's own bounds on the RPCs that have arrived and not begun."""
 
+SETTINGS_TIMEOUT_MS: Final = 10_000
+"""How long a connection may take to say how it speaks HTTP/2. One that is reset right after it has begun, while the
+server is busy, keeps its descriptor for so long: by gRPC's default for a minute.
+"""
+
 
 def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     """The options of a server's channels."""
@@ -25,6 +30,7 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     yield "grpc.max_send_message_length", -1
     yield "grpc.keepalive_permit_without_calls", 1
     yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
+    yield "grpc.http2.settings_timeout", SETTINGS_TIMEOUT_MS
     yield from _for_unbegun_calls(config)
 
 
