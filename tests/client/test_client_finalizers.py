@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from calls import PATIENCE_S
+from calls import PATIENCE_S, until
 from conftest import Server
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from peers import good, peer
@@ -136,8 +135,8 @@ def test_while_a_thread_begins_to_wait_for_a_retry() -> None:
         unary._policy = RetryPolicy(9, first_delay=PATIENCE_S, longest_delay=PATIENCE_S)
         future = client.submit(ARRAY, ARRAY, ARRAY)
         (call,) = unary._calls
-        while (timer := call.timer) is None:
-            time.sleep(0.01)
+        until(lambda: call.timer is not None, "it waits for a retry")
+        timer = call.timer
 
         def give_up() -> None:
             with timer.finished._cond:  # type: ignore[attr-defined]
