@@ -100,7 +100,8 @@ export class Client {
     return (await this.#unary(this.#caches, "create", request)).cache;
   }
 
-  // Appends to a cache, and says how many tokens it has then. With `expected_length`, a second attempt is recognised.
+  // Appends to a cache, and says how many tokens it has then. With `expected_length` and an `append_id` of its own, a
+  // second attempt is recognised.
   async append(request) {
     return (await this.#unary(this.#caches, "append", request)).length;
   }

@@ -85,14 +85,16 @@ class AdditiveScore(_message.Message):
     def __init__(self, query_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., output_weight: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class CacheReference(_message.Message):
-    __slots__ = ("name", "layer", "expected_length")
+    __slots__ = ("name", "layer", "expected_length", "append_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    APPEND_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     layer: int
     expected_length: int
-    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ...) -> None: ...
+    append_id: int
+    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ..., append_id: _Optional[int] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("layout", "causal", "alignment", "window", "scale", "softcap", "general", "additive", "return_lse", "return_scores", "priority", "caches", "query", "key", "value", "mask", "bias", "alibi_slopes", "sinks", "query_lengths", "kv_lengths", "query_offset")

@@ -28,7 +28,8 @@ if _version_not_supported:
 class AttentionServiceStub(object):
     """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
     that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
+    that, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
     programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
@@ -70,7 +71,8 @@ class AttentionServiceStub(object):
 class AttentionServiceServicer(object):
     """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
     that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
+    that, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
     programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
@@ -150,7 +152,8 @@ def add_AttentionServiceServicer_to_server(servicer, server):
 class AttentionService(object):
     """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
     that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length: if the first has run, the second fails with FAILED_PRECONDITION, and appends nothing.
+    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
+    that, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
     programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing

@@ -63,20 +63,22 @@ class CacheServiceCreateResponse(_message.Message):
     def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
 
 class CacheServiceAppendRequest(_message.Message):
-    __slots__ = ("name", "layer", "expected_length", "length_first", "key", "value")
+    __slots__ = ("name", "layer", "expected_length", "length_first", "append_id", "key", "value")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIRST_FIELD_NUMBER: _ClassVar[int]
+    APPEND_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     name: str
     layer: int
     expected_length: int
     length_first: bool
+    append_id: int
     key: _tensor_pb2.Tensor
     value: _tensor_pb2.Tensor
-    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ..., length_first: bool = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., layer: _Optional[int] = ..., expected_length: _Optional[int] = ..., length_first: bool = ..., append_id: _Optional[int] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class CacheServiceAppendResponse(_message.Message):
     __slots__ = ("length",)

@@ -93,7 +93,7 @@ class CacheServiceServicer(object):
 
     def Append(self, request, context):
         """Appends keys and values to one layer of a cache. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has
-        another length than expected; `length` in the ErrorInfo's metadata), RESOURCE_EXHAUSTED.
+        another length than expected; `length` in the ErrorInfo's metadata, and `appended`), RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +101,7 @@ class CacheServiceServicer(object):
 
     def Fork(self, request, context):
         """Makes another cache with the same content, in constant time: what is there is shared, what either appends is its
-        own. Errors: NOT_FOUND, RESOURCE_EXHAUSTED.
+        own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
