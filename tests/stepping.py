@@ -156,6 +156,7 @@ def step(
     seed: int = 0,
     append: bool = False,
     expected: Sequence[int | None] = (),
+    append_id: int = 0,
     layer: int = 0,
     heads: int = 2,
     dtype: Any = np.float32,
@@ -170,7 +171,12 @@ def step(
 
     lengths = [*expected, *[None] * (len(caches) - len(expected))]
     references = [
-        pb.CacheReference(name=each if isinstance(each, str) else each.name, layer=layer, expected_length=length)
+        pb.CacheReference(
+            name=each if isinstance(each, str) else each.name,
+            layer=layer,
+            expected_length=length,
+            append_id=append_id,
+        )
         for each, length in zip(caches, lengths, strict=True)
     ]
     fields["query"] = tokens(heads, shape.head_dim)

@@ -33,6 +33,7 @@ contents = st.one_of(st.binary(max_size=6), st.binary(min_size=120, max_size=140
 
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_DOUBLE: st.floats(),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),

@@ -14,7 +14,7 @@ from grpc import aio
 
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
-from attnserve_server.caches.operations import Fork, Look, Truncate, describe, read_append
+from attnserve_server.caches.operations import Fork, Forked, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import Host, Use, cache_named
 from attnserve_server.callers import Caller
@@ -108,13 +108,18 @@ class CacheService:
             store.give_up(caller.name, request_id, now)
         return pb.CacheServiceDeleteResponse()
 
-    def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork:
+    def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork | Forked:
         request = parsed(pb.CacheServiceForkRequest, data)
-        cache = cache_named(self._host, request.name, caller.name)
+        request_id = _checked_id("request_id", request.request_id)
+        try:
+            cache = cache_named(self._host, request.name, caller.name)
+        except NotFound:
+            made = self._host.store.made_by(caller.name, request_id, monotonic(), shape=None, parent=request.name)
+            if made is None:
+                raise
+            return Forked(self._host, (Use(made, 0, 0, None),), len(data), caller.name)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
-        return Fork(
-            self._host, (Use(cache, 0, 0, None),), len(data), ttl, _checked_id("request_id", request.request_id)
-        )
+        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, request_id)
 
     def _get(self, caller: Caller, data: bytes, at: int, end: int) -> Look:
         request = parsed(pb.CacheServiceGetRequest, data)

@@ -27,11 +27,12 @@ _STAGES: Final[dict[str, Any]] = {
 
 
 class Reference(NamedTuple):
-    """A cache in a request, and how many tokens it is believed to have."""
+    """A cache in a request, how many tokens it is believed to have, and the id of what is appended."""
 
     name: str
     layer: int = 0
     expected_length: int | None = None
+    append_id: int = 0
 
 
 class Caller:
@@ -109,7 +110,7 @@ class Caller:
 def references(given: Sequence[str | Reference]) -> list[pb.CacheReference]:
     """Caches as a request names them."""
     each = (Reference(one) if isinstance(one, str) else one for one in given)
-    return [pb.CacheReference(name=one.name, layer=one.layer, expected_length=one.expected_length) for one in each]
+    return [pb.CacheReference(**one._asdict()) for one in each]
 
 
 def attend_request(

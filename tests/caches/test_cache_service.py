@@ -103,6 +103,49 @@ def test_what_is_not_there_is_not_found(caller: Caller) -> None:
     assert name not in {cache.name for cache in caller.list().caches}
 
 
+def test_what_is_sent_again_gets_what_it_made_whatever_has_become_of_its_parent(caller: Caller) -> None:
+    name = caller.create(request_id=b"parent")
+    caller.append(name, *tokens(0, 3))
+    fork = caller.fork(name, request_id=b"fork").name
+    assert caller.create(request_id=b"parent") == name
+    assert caller.fork(name, request_id=b"fork").name == fork
+    caller.delete(name)
+    caller.append(fork, *tokens(1, 2), expected_length=3)
+    again = caller.fork(name, request_id=b"fork")
+    assert (again.name, list(again.lengths)) == (fork, [5])
+    with pytest.raises(grpc.RpcError) as caught:
+        caller.fork(name, request_id=b"another")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    caller.delete(fork)
+    with pytest.raises(grpc.RpcError) as caught:
+        caller.fork(name, request_id=b"fork")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    parent = caller.create(request_id=b"parent")
+    other = caller.fork(parent, request_id=b"fork").name
+    assert len({name, fork, parent, other}) == 4, "what is gone is made anew"
+    caller.delete(parent, other)
+
+
+def test_an_id_that_made_something_else_is_an_error_of_its_field(caller: Caller) -> None:
+    one, other, gone = caller.create(request_id=b"one"), caller.create(), caller.create()
+    fork = caller.fork(one, request_id=b"fork").name
+    caller.delete(gone)
+    for ask in (
+        lambda: caller.fork(other, request_id=b"one"),
+        lambda: caller.fork(one, request_id=b"one"),
+        lambda: caller.fork(gone, request_id=b"one"),
+        lambda: caller.fork(other, request_id=b"fork"),
+        lambda: caller.create(request_id=b"fork"),
+        lambda: caller.create(width=16, request_id=b"one"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            ask()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        bad = calls.detail(calls.status_of(caught.value), error_details_pb2.BadRequest)
+        assert [violation.field for violation in bad.field_violations] == ["request_id"]
+    caller.delete(one, other, fork)
+
+
 def test_messages_without_tensors_are_short(caller: Caller) -> None:
     """Read as they are, names without letters would take 16 times their message's memory."""
     long = "x" * (4 << 20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from google.rpc import error_details_pb2
 from stores import PAGE_BYTES, SHAPE, append, store_of
@@ -255,3 +257,28 @@ def test_undone_appends_leave_nothing() -> None:
     append(store, fork, 1)
     with pytest.raises(ValueError, match="out of turn"):
         store.undo(reservation)
+
+
+def test_the_last_append_is_known_until_something_else_happens() -> None:
+    """Cut off it is none, undone it is the one before, and a fork has had none."""
+    store = store_of(8)
+    cache = store.create(replace(SHAPE, layers=2), None, 0.0)
+    reservation = store.reserve([(cache, 0, 3), (cache, 1, 2)], 0.0)
+    store.place(reservation, 0.0, [7, 8])
+    store.cancel(reservation)
+    assert [cache.last_append(layer) for layer in (0, 1)] == [7, 8]
+    fork = store.fork(cache, None, 0.0)
+    assert [fork.last_append(layer) for layer in (0, 1)] == [0, 0]
+    reservation = store.reserve([(cache, 0, 1)], 0.0)
+    store.place(reservation, 0.0, [9])
+    assert [cache.last_append(layer) for layer in (0, 1)] == [9, 8]
+    store.undo(reservation)
+    store.cancel(reservation)
+    assert [cache.last_append(layer) for layer in (0, 1)] == [7, 8], "as if it had never been"
+    append(store, cache, 1, layer=1)
+    assert cache.last_append(1) == 0
+    reservation = store.reserve([(cache, 1, 1)], 0.0)
+    store.place(reservation, 0.0, [10])
+    store.cancel(reservation)
+    store.truncate(cache, 1)
+    assert [cache.last_append(layer) for layer in (0, 1)] == [0, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
@@ -35,6 +35,26 @@ def overloaded(error: Any, reason: str) -> tuple[error_details_pb2.ErrorInfo, fl
     return info, delay.seconds + delay.nanos * 1e-9
 
 
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with `POOL`, for tests that care for nothing else of it."""
+    server = Server(POOL, tmp_path_factory.mktemp("small") / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture
+def small(small_server: Server) -> Iterator[Server]:
+    """The same, with an empty pool, which it has again in the end."""
+    assert pool_pages(small_server) == [PAGES, 0, 0]
+    yield small_server
+    with grpc.insecure_channel(small_server.address) as channel:
+        caller = Caller(channel)
+        if names := [cache.name for cache in caller.list().caches]:
+            caller.delete(*names)
+    assert pool_pages(small_server) == [PAGES, 0, 0]
+
+
 def pool_pages(server: Server) -> list[float]:
     """Pages that are free, reserved and used."""
     name = "attnserve_cache_pool_bytes"
@@ -46,10 +66,14 @@ def evictions(server: Server) -> dict[str, float]:
     return {reason: calls.metric(server.http_address, name, reason=reason) for reason in ("lease", "pages", "caches")}
 
 
-def test_a_full_pool(start_server: StartServer) -> None:
+def test_a_full_pool(small: Server) -> None:
     """It says how much is free and when to come back, changes nothing, and after a delete there is room."""
-    server = start_server(*POOL)
-    with grpc.insecure_channel(server.address) as channel:
+
+    def refused() -> float:
+        return calls.metric(small.http_address, "attnserve_rejected_requests_total", reason="cache_bytes")
+
+    before = refused()
+    with grpc.insecure_channel(small.address) as channel:
         caller = Caller(channel)
         one, other = caller.create(), caller.create()
         caller.append(one, *tokens(1, 10 * PAGE_TOKENS))
@@ -68,7 +92,7 @@ def test_a_full_pool(start_server: StartServer) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             caller.append(other, *tokens(2, 17 * PAGE_TOKENS))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, "no waiting would help"  # type: ignore[attr-defined]
-        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="cache_bytes") == 2
+        assert refused() - before == 2
         assert caller.append(other, *tokens(2, 6 * PAGE_TOKENS)) == 6 * PAGE_TOKENS
         caller.delete(one)
         assert caller.append(other, *tokens(3, 10 * PAGE_TOKENS)) == 16 * PAGE_TOKENS
@@ -80,16 +104,15 @@ def test_a_full_pool(start_server: StartServer) -> None:
         accuracy.check(case, result(caller.attend(attend_request(case, [other]))))
 
 
-def test_a_full_pool_knows_what_it_has_carried_out(start_server: StartServer) -> None:
+def test_a_full_pool_knows_what_it_has_carried_out(small: Server) -> None:
     """An append whose reply was lost is sent again when the pool is full, of it: it is recognised, and not refused."""
-    server = start_server(*POOL)
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(small.address) as channel:
         caller = Caller(channel)
         name, query = caller.create(), np.ones((2, 1, 8), np.float32)
         caller.append(name, *tokens(1, 16 * PAGE_TOKENS - 1))
         last, case = Reference(name, 0, 16 * PAGE_TOKENS - 1), Case(query, query, query)
         caller.attend(attend_request(case, [last], tokens(2, 1)))
-        assert pool_pages(server) == [0, 0, 16]
+        assert pool_pages(small) == [0, 0, 16]
         for again in (
             lambda: caller.attend(attend_request(case, [last], tokens(2, 1))),
             lambda: caller.append(name, *tokens(1, 16 * PAGE_TOKENS - 1), expected_length=0),
@@ -189,23 +212,22 @@ def test_as_many_caches_as_there_may_be(start_server: StartServer) -> None:
         assert not caller.exists(short)
 
 
-def test_what_forks_share_counts_once_and_goes_with_the_last(start_server: StartServer) -> None:
-    server = start_server(*POOL)
-    with grpc.insecure_channel(server.address) as channel:
+def test_what_forks_share_counts_once_and_goes_with_the_last(small: Server) -> None:
+    with grpc.insecure_channel(small.address) as channel:
         caller = Caller(channel)
         trunk = caller.create()
         caller.append(trunk, *tokens(0, 8 * PAGE_TOKENS + 5))
         forks = [caller.fork(trunk).name for _ in range(4)]
-        assert pool_pages(server) == [7, 0, 9]
-        assert calls.metric(server.http_address, "attnserve_cache_shared_bytes_saved") == 4 * 9 * PAGE
+        assert pool_pages(small) == [7, 0, 9]
+        assert calls.metric(small.http_address, "attnserve_cache_shared_bytes_saved") == 4 * 9 * PAGE
         assert caller.get(forks[0]).shared_bytes == caller.get(forks[0]).bytes == 9 * PAGE
         caller.append(forks[0], *tokens(1, 1))  # the last page is copied, the others stay shared
-        assert pool_pages(server) == [6, 0, 10]
+        assert pool_pages(small) == [6, 0, 10]
         assert caller.get(forks[0]).shared_bytes == 8 * PAGE
         caller.delete(trunk, *forks[:3])
-        assert pool_pages(server) == [7, 0, 9]
+        assert pool_pages(small) == [7, 0, 9]
         caller.delete(forks[3])
-        assert pool_pages(server) == [16, 0, 0]
+        assert pool_pages(small) == [16, 0, 0]
 
 
 def test_metrics_tell_what_happened(start_server: StartServer) -> None:
@@ -240,11 +262,15 @@ def test_metrics_tell_what_happened(start_server: StartServer) -> None:
             assert calls.metric(server.http_address, requests, operation=operation, code=code) == times
 
 
-def test_steps_that_come_together_cost_what_they_would_one_after_the_other(start_server: StartServer) -> None:
+def test_steps_that_come_together_cost_what_they_would_one_after_the_other(small: Server) -> None:
     """Each attends to what those before it, in the same message, have appended."""
-    server = start_server(*POOL)
+
+    def flops() -> float:
+        return calls.metric(small.http_address, "attnserve_flops_total")
+
+    before = flops()
     query, steps = np.ones((2, 1, 8), np.float32), 4 * PAGES  # which wait for pages that they fill together
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(small.address) as channel:
         caller, stream = Caller(channel), calls.Stream(channel)
         name = caller.create()
         stream.send(
@@ -253,7 +279,7 @@ def test_steps_that_come_together_cost_what_they_would_one_after_the_other(start
         replies = {reply.id: reply.attend for reply in stream.replies(steps)}
     assert [list(replies[n].cache_lengths) for n in range(steps)] == [[n + 1] for n in range(steps)]
     one_key = 2 * 2 * (8 + 8)
-    assert calls.metric(server.http_address, "attnserve_flops_total") == one_key * sum(range(1, steps + 1))
+    assert flops() - before == one_key * sum(range(1, steps + 1))
 
 
 def test_draining_finishes_what_waits_for_its_turn(start_server: StartServer) -> None:

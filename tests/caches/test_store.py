@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 from stores import PAGE_BYTES, SHAPE, append, store_of
 
+from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.register import GIVEN_UP_SECONDS, MAX_GIVEN_UP
 from attnserve_server.caches.shape import CacheShape
@@ -55,6 +56,40 @@ def test_a_request_that_is_sent_again_gets_the_cache_that_it_made() -> None:
     assert len({cache, fork, *others}) == 4
     with pytest.raises(InvalidRequest, match="request_id"):
         store.create(replace(SHAPE, head_dim=SHAPE.head_dim * 2), None, 2.0, "me", b"1")
+
+
+def test_a_fork_that_is_sent_again_gets_the_fork_when_its_parent_is_gone() -> None:
+    store = store_of(4)
+    parent = store.create(SHAPE, None, 0.0, "me", b"1")
+    fork = store.fork(parent, 10.0, 0.0, b"2")
+    store.delete(parent)
+
+    def made(now: float, owner: str = "me", request_id: bytes = b"2") -> Cache | None:
+        return store.made_by(owner, request_id, now, shape=None, parent=parent.name)
+
+    assert made(9.0) is fork
+    assert made(9.0, owner="you") is None
+    assert made(9.0, request_id=b"3") is None
+    assert made(9.0, request_id=b"") is None
+    assert made(10.0) is None, "its lease has ended"
+    store.give_up("me", b"2", 11.0)
+    with pytest.raises(Cancelled):
+        made(12.0)
+
+
+def test_an_id_that_made_something_else_makes_nothing() -> None:
+    store = store_of(4)
+    one, other = store.create(SHAPE, None, 0.0, "me", b"1"), store.create(SHAPE, None, 0.0, "me", b"2")
+    store.fork(one, None, 0.0, b"3")
+    for ask in (
+        lambda: store.fork(other, None, 0.0, b"1"),
+        lambda: store.fork(one, None, 0.0, b"1"),
+        lambda: store.fork(other, None, 0.0, b"3"),
+        lambda: store.create(SHAPE, None, 0.0, "me", b"3"),
+    ):
+        with pytest.raises(InvalidRequest, match="request_id"):
+            ask()
+    assert (store.counts.created, store.counts.forks, len(store)) == (2, 1, 3)
 
 
 def test_a_request_that_is_sent_again_does_not_get_what_is_gone() -> None:

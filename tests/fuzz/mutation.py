@@ -29,6 +29,7 @@ BOUNDS: Final[dict[int, tuple[int, int]]] = {
     FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.TYPE_FIXED64: (0, 2**64 - 1),
     FieldDescriptor.TYPE_ENUM: (-(2**31), 2**31 - 1),
 }
 

@@ -20,7 +20,7 @@ from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.native.messages import Asked, Messages
+from attnserve_server.native.messages import REFERENCE, Asked, Messages
 from attnserve_server.work import Phases
 
 DTYPES: Final = (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
@@ -69,6 +69,7 @@ def known_steps(random: Random, of: Stepping, count: int) -> list[pb.AttendReque
         members = random.sample(caches, random.choice((1, 1, 2)))
         expected = [cache.length(0) for cache in members] if random.random() < 0.5 else ()
         options = {"append": random.random() < 0.5, "return_lse": random.random() < 0.5}
+        options["append_id"] = random.choice((0, 1, (1 << 64) - 1, random.getrandbits(64)))
         found.append(step(*members, seed=seed, expected=expected, scale=0.1 * seed, **options))
     assert all(of.learn(*found))
     return found
@@ -170,9 +171,12 @@ def assert_reads_steps_as_others_do(of: Stepping, message: bytes) -> int:
     lengths = {cache.name: cache.length(0) for cache in of.store.list(None, 0.0)}
     for found, call in zip(of.messages.cached(asked), parsed.calls, strict=True):
         numbers, references = iter(found.references), call.attend.caches
-        for reference, (at, size, layer, expected, _) in zip(references, zip(*[numbers] * 5, strict=True), strict=True):
+        for reference, (at, size, layer, expected, append_id, _) in zip(
+            references, zip(*[numbers] * REFERENCE, strict=True), strict=True
+        ):
             assert (message[at : at + size].decode(), layer) == (reference.name, reference.layer)
             assert expected == (reference.expected_length if reference.HasField("expected_length") else -1)
+            assert append_id % 2**64 == reference.append_id
     answers = of.answer(message)
     for name, length in lengths.items():
         of.store.truncate(of.store.get(name, 0.0), length)

@@ -41,7 +41,7 @@ from attnserve_server.errors import InvalidRequest, Malformed
 
 CANNOT_BE_BROKEN = {"causal", "return_lse"}
 """Bools: whatever is given is legal."""
-OF_CACHES = {"caches.name", "caches.layer", "caches.expected_length"}
+OF_CACHES = {"caches.name", "caches.layer", "caches.expected_length", "caches.append_id"}
 """Fields that make it a request to caches, whose tests are tests/caches."""
 
 

@@ -124,6 +124,9 @@ def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
     assert [(call.id, call.error is None) for call in read] == [(1, True), (7, False), (1, True)]
     assert isinstance(read[1].error, InvalidRequest)
     assert (read[1].error.field, read[1].error.reason) == ("calls", "LIMIT_EXCEEDED")
+    late = field * 64 + b"\x08\x07"
+    _, (call,) = read_message(b"\x12" + _fields.varint(len(late)) + late, 1)
+    assert (call.id, isinstance(call.error, InvalidRequest)) == (0, True)  # it is not looked for behind so many
 
 
 def test_a_request_in_parts_is_the_merger_of_them() -> None:

@@ -25,10 +25,13 @@ from attnserve_server.caches.work import Host
 from attnserve_server.errors import RequestError
 from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
-from attnserve_server.native.messages import Asked, Cached, Messages
+from attnserve_server.native.messages import REFERENCE, Asked, Cached, Messages
 
 MOST_KEPT: Final = 8192
 """Requests that were are kept as long as they are to so many caches together: some may be gone by now."""
+
+MOST_ID: Final = 2**64 - 1
+"""Ids of appends are without a sign, and the library's numbers have one."""
 
 _PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
 """Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
@@ -146,14 +149,18 @@ class CachesAtOnce:
         else uses them. Raises RequestError, and UnicodeDecodeError.
         """
         layout, places, begin, size, _, numbers = cached
-        names = [message[at : at + length] for at, length in zip(numbers[::5], numbers[1::5], strict=True)]
-        key = id(layout.problem), size, owner, *names, *numbers[2::5]
+        starts, lengths, layers, expected_lengths, append_ids = (numbers[place::REFERENCE] for place in range(5))
+        names = [message[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+        key = id(layout.problem), size, owner, *names, *layers
         payloads = Payloads(message, begin, places)
-        expected = [None if length < 0 else length for length in numbers[3::5]]
+        expected = [
+            (None if length < 0 else length, append_id & MOST_ID)
+            for length, append_id in zip(expected_lengths, append_ids, strict=True)
+        ]
         request = self._take(key)  # another one in the message that is like it is another
         if request is None:
-            named_so = zip(names, numbers[2::5], expected, strict=True)
-            references = [Reference(name.decode(), layer, length) for name, layer, length in named_so]
+            named_so = zip(names, layers, expected, strict=True)
+            references = [Reference(name.decode(), layer, *append) for name, layer, append in named_so]
             caches = named(self._host, owner, references)
             request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
         else:

@@ -14,8 +14,8 @@ class Cache:
     """Keys and values that stay. Only the store changes one. Times are seconds of one clock."""
 
     __slots__ = (
-        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "request_id", "shape", "ttl",
-        "users",
+        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
+        "ttl", "users",
     )  # fmt: skip
 
     def __init__(
@@ -28,6 +28,7 @@ class Cache:
         ttl: float | None,
         now: float,
         request_id: bytes = b"",
+        parent: str | None = None,
     ) -> None:
         """A cache of these layers. Without a `ttl` its lease never ends."""
         self.name = name
@@ -35,6 +36,8 @@ class Cache:
         """Who made it; None where callers are not identified."""
         self.request_id = request_id
         """That of the request that made it, by which it is known if that is sent again; empty if it has none."""
+        self.parent = parent
+        """The name of the cache that it is a fork of, which may be gone; None if it was created."""
         self.shape = shape
         self.page_bytes = page_bytes
         self.layers = layers
@@ -60,6 +63,10 @@ class Cache:
     def length(self, layer: int) -> int:
         """The tokens of a layer."""
         return self.layers[layer].length
+
+    def last_append(self, layer: int) -> int:
+        """The id of the append that changed a layer last; 0 if that had none, or was no append."""
+        return self.layers[layer].append_id
 
     def coming_length(self, layer: int) -> int:
         """The tokens that a layer has when all who wait have had their turn, if each does what it means to do."""

@@ -34,6 +34,8 @@ class Append(Change):
     tokens: int
     before: int = 0
     """The tokens that the layer had before."""
+    append_id_before: int = 0
+    """The id of the append that had changed it last."""
     copied: int | None = None
     """The page that a copy was made of, because others hold it too. It is held until the copy has been made for sure
     and will not be undone: otherwise it might be freed, and written by its next owner, before.

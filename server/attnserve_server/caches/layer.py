@@ -50,7 +50,8 @@ class CacheLayer:
     """The tokens and pages of one layer."""
 
     __slots__ = (
-        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "length", "promised",
+        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "append_id", "length",
+        "promised",
     )  # fmt: skip
 
     def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
@@ -61,6 +62,8 @@ class CacheLayer:
         self._pages = array("i")
         self._table: PageTable | None = None
         self.length = 0
+        self.append_id = 0
+        """That of the append that changed it last; 0 if that had none, or was no append."""
         self.promised = 0
         """Free pages that those who wait for their turn have been promised."""
         # What those mean to do; the tokens of those who append, and how many mean to do something else.
@@ -139,8 +142,8 @@ class CacheLayer:
     def _foreseen(self) -> Foreseen:
         return foresee(self._line, self.length, self.shared, self._tokens_per_page)
 
-    def append(self, tokens: int) -> tuple[Placement, int | None]:
-        """Takes room for tokens out of what was promised.
+    def append(self, tokens: int, append_id: int = 0) -> tuple[Placement, int | None]:
+        """Takes room for tokens out of what was promised, for the append of that id.
 
         Returns where they go, and the page that was copied because others hold it too, if there was one: the layer's
         hold on it passes to the caller, who keeps it for as long as the copy may not have been made or may be undone.
@@ -155,7 +158,7 @@ class CacheLayer:
         if pages:  # a page that is copied has another in its place
             self._table = None
             self._pages.extend(pages)
-        self.length = end
+        self.length, self.append_id = end, append_id
         first = start // per_page
         writes = []
         for index in range(first, len(self._pages)):
@@ -163,11 +166,12 @@ class CacheLayer:
             writes.append(Write(self._pages[index], slot, min(end - index * per_page, per_page) - slot))
         return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
 
-    def restore(self, length: int, copied: int | None) -> None:
-        """Undoes appends since the layer had `length` tokens; `copied` is the page that was copied then, if any, which
-        the layer holds again.
+    def restore(self, length: int, copied: int | None, append_id: int = 0) -> None:
+        """Undoes appends since the layer had `length` tokens, the last of that id; `copied` is the page that was copied
+        then, if any, which the layer holds again.
         """
         self.truncate(length)
+        self.append_id = append_id
         if copied is not None:
             self._allocator.release(self._pages[-1:])
             self._pages[-1] = copied
@@ -180,7 +184,7 @@ class CacheLayer:
             self._table = None
             del self._pages[self._pages_of(length) :]
             self._allocator.release(dropped)
-        self.length = length
+        self.length, self.append_id = length, 0
 
     def fork(self) -> CacheLayer:
         """Another layer with the same tokens in the same pages."""

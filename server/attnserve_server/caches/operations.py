@@ -173,6 +173,15 @@ class Look(_Operation):
         return _encoded(pb.CacheServiceGetResponse(cache=self._found))
 
 
+@dataclass(slots=True, eq=False)
+class Forked(Look):
+    """Answers a fork that is sent again, when the cache that it forked is gone, with the one that it has made."""
+
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
+        """The encoded CacheServiceForkResponse."""
+        return _encoded(pb.CacheServiceForkResponse(cache=self._found))
+
+
 def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Append:
     """The append that a serialised CacheServiceAppendRequest asks for. Raises RequestError."""
     try:
@@ -201,7 +210,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLim
     expected_length = message.expected_length if message.HasField("expected_length") else None
     return Append(
         host=host,
-        uses=(Use(cache, message.layer, tokens, expected_length),),
+        uses=(Use(cache, message.layer, tokens, expected_length, message.append_id),),
         received_bytes=len(buffer),
         tensors=tensors,
         payloads=payloads,

@@ -88,6 +88,22 @@ class Register:
         while len(self._given_up) > MAX_GIVEN_UP or next(iter(self._given_up.values())) <= now:
             self._given_up.popitem(last=False)
 
+    def made_by(
+        self, owner: str | None, request_id: bytes, now: float, *, shape: CacheShape | None, parent: str | None
+    ) -> Cache | None:
+        """The cache that an owner's request has made, if it is there: one of this shape, or a fork of `parent`, whose
+        shape is no question. Raises Cancelled if the request was given up, and InvalidRequest if one of this id made
+        something else.
+        """
+        if self._given_up.get((owner, request_id), now) > now:
+            raise Cancelled
+        made = self._made.get((owner, request_id))
+        if made is None or made.expired(now):
+            return None
+        if made.parent != parent or shape not in (made.shape, None):
+            raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
+        return made
+
     def hold(self, cache: Cache, now: float) -> None:
         """An operation in flight uses the cache, until it releases it. Raises NotFound if the cache is gone."""
         self._require(cache)
@@ -104,19 +120,6 @@ class Register:
             if not self._evict_oldest(now, "caches"):
                 raise Overloaded("caches", self.max_caches, self._retry_delay(now))
 
-    def _made_by(self, owner: str | None, request_id: bytes, shape: CacheShape, now: float) -> Cache | None:
-        """The cache that an owner's request has made, if it is there and of that shape. Raises Cancelled if the request
-        was given up.
-        """
-        if self._given_up.get((owner, request_id), now) > now:
-            raise Cancelled
-        made = self._made.get((owner, request_id))
-        if made is None or made.expired(now):
-            return None
-        if made.shape != shape:
-            raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
-        return made
-
     def _enter(
         self,
         shape: CacheShape,
@@ -125,8 +128,10 @@ class Register:
         now: float,
         owner: str | None,
         request_id: bytes,
+        parent: str | None = None,
     ) -> Cache:
-        cache = Cache(secrets.token_urlsafe(NAME_BYTES), owner, shape, self.page_bytes, layers, ttl, now, request_id)
+        name = secrets.token_urlsafe(NAME_BYTES)
+        cache = Cache(name, owner, shape, self.page_bytes, layers, ttl, now, request_id, parent)
         self._caches[cache.name] = cache
         if request_id:
             self._made[owner, request_id] = cache

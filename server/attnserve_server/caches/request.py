@@ -110,18 +110,18 @@ class CachedRequest(CacheWork):
         self._counted = lengths
 
     def count_at_door(self) -> None:
-        """Counts what it costs if all that is before it has its turn. Raises InvalidRequest."""
-        self.count([use.cache.coming_length(use.layer) + use.tokens for use in self.uses])
+        """Counts what it costs if it runs, and all that is before it has its turn. Raises InvalidRequest."""
+        self.count([use.coming_length() + use.tokens for use in self.uses])
 
-    def renew(self, payloads: Payloads, expected_lengths: Sequence[int | None]) -> None:
-        """Makes it another one, once it is over: like it, to the same caches, with other contents. Raises
-        InvalidRequest.
+    def renew(self, payloads: Payloads, expected: Sequence[tuple[int | None, int]]) -> None:
+        """Makes it another one, once it is over: like it, to the same caches, with other contents, other lengths that
+        are expected, and other ids of appends. Raises InvalidRequest.
         """
         self.payloads = payloads
         self.uses = tuple(
             [
-                Use(cache, layer, tokens, expected)
-                for (cache, layer, tokens, _), expected in zip(self.uses, expected_lengths, strict=True)
+                Use(use.cache, use.layer, use.tokens, expected_length, append_id)
+                for use, (expected_length, append_id) in zip(self.uses, expected, strict=True)
             ]
         )
         self.count_at_door()
@@ -190,6 +190,7 @@ class Reference(NamedTuple):
     name: str
     layer: int
     expected_length: int | None
+    append_id: int = 0
 
 
 def read_attend(
@@ -225,7 +226,12 @@ def _take_apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, 
         (found if is_reference else rest).append(header[start:end])
         limits.check_sequences("caches", len(found))
     references = tuple(
-        Reference(each.name, each.layer, each.expected_length if each.HasField("expected_length") else None)
+        Reference(
+            each.name,
+            each.layer,
+            each.expected_length if each.HasField("expected_length") else None,
+            each.append_id,
+        )
         for each in pb.AttendRequest.FromString(b"".join(found)).caches
     )
     check_named([reference.name for reference in references])
@@ -278,7 +284,7 @@ def request_to(
 ) -> CachedRequest:
     """A request of a problem to such caches, one for each of its sequences. Raises InvalidRequest."""
     uses = tuple(
-        Use(cache, reference.layer, problem.kv_length, reference.expected_length)
+        Use(cache, reference.layer, problem.kv_length, reference.expected_length, reference.append_id)
         for cache, reference in zip(caches, references, strict=True)
     )
     if len(uses) > 1:

@@ -53,12 +53,15 @@ class Reservation(Generic[C]):
                 layer.wait_no_more(change)
 
 
-def place(reservation: Reservation[Append]) -> list[Placement]:
-    """Makes the layers longer by the tokens of a reservation, and says where they go, layer by layer."""
+def place(reservation: Reservation[Append], append_ids: Sequence[int] = ()) -> list[Placement]:
+    """Makes the layers longer by the tokens of a reservation, and says where they go, layer by layer. The appends have
+    these ids, or none.
+    """
     placements = []
-    for layer, append in reservation.changes:
-        append.before = layer.length
-        placement, append.copied = layer.append(append.tokens)
+    append_ids = append_ids or [0] * len(reservation.changes)
+    for (layer, append), append_id in zip(reservation.changes, append_ids, strict=True):
+        append.before, append.append_id_before = layer.length, layer.append_id
+        placement, append.copied = layer.append(append.tokens, append_id)
         placements.append(placement)
     reservation.placed = True
     return placements
@@ -72,6 +75,6 @@ def undo(reservation: Reservation[Append]) -> None:
     if any(layer.length != append.before + append.tokens for layer, append in reservation.changes):
         raise ValueError("an append is undone out of turn")
     for layer, append in reservation.changes:
-        layer.restore(append.before, append.copied)
+        layer.restore(append.before, append.copied, append.append_id_before)
         append.copied = None
     reservation.placed = False

@@ -74,7 +74,7 @@ class CacheStore(Register):
         as there may be, Cancelled if the request was given up, and InvalidRequest if a page cannot hold a token, it
         would have too many layers, or the id is another request's.
         """
-        if (made := self._made_by(owner, request_id, shape, now)) is not None:
+        if (made := self.made_by(owner, request_id, now, shape=shape, parent=None)) is not None:
             return made
         if shape.layers > self._max_layers:
             raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, LIMIT_EXCEEDED)
@@ -97,7 +97,7 @@ class CacheStore(Register):
         has made before. `waited` is that of `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
         does, and NotFound if the cache is gone.
         """
-        if (made := self._made_by(cache.owner, request_id, cache.shape, now)) is not None:
+        if (made := self.made_by(cache.owner, request_id, now, shape=None, parent=cache.name)) is not None:
             return made
         self.hold(cache, now)
         try:
@@ -109,7 +109,7 @@ class CacheStore(Register):
             waited.wait_no_more()
         layers = [layer.fork() for layer in cache.layers]
         self._settle(cache.layers)
-        fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id)
+        fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id, cache.name)
         self.tokens += sum(fork.lengths)
         self.counts.forks += 1
         return fork
@@ -178,8 +178,11 @@ class CacheStore(Register):
         reservation.wait()
         return reservation
 
-    def place(self, reservation: Reservation[Append], now: float) -> Sequence[Placement]:
-        """Makes layers longer by the tokens that were reserved, at their turn, and says where they go.
+    def place(
+        self, reservation: Reservation[Append], now: float, append_ids: Sequence[int] = ()
+    ) -> Sequence[Placement]:
+        """Makes layers longer by the tokens that were reserved, at their turn, and says where they go. `append_ids` are
+        those of the appends, by which they are known if they are sent again.
 
         The caller copies and writes before anything reads them. Raises CacheFull, and changes nothing, if they take
         more than was foreseen, and there is no more. Raises ValueError if it is not their turn.
@@ -190,7 +193,7 @@ class CacheStore(Register):
             reservation.wait(first=True)
         self._promise(reservation, now)
         reservation.wait_no_more()
-        placements = place(reservation)
+        placements = place(reservation, append_ids)
         self._settle(reservation.layers)
         self.tokens += sum(append.tokens for _, append in reservation.changes)
         return placements

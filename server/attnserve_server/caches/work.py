@@ -40,16 +40,31 @@ class Use(NamedTuple):
     layer: int
     tokens: int
     expected_length: int | None
+    append_id: int = 0
+    """By which the append is known if it is sent again; 0 if it has none."""
+
+    def coming_length(self) -> int:
+        """The tokens that the layer has when those before have had their turn, as far as the caller expects so many:
+        what is sent again, or comes too late, does not run over more.
+        """
+        coming = self.cache.coming_length(self.layer)
+        return coming if self.expected_length is None else min(coming, self.expected_length)
 
     def expects(self, length: int) -> bool:
         """Whether the caller expects this length, or any."""
         return self.expected_length is None or self.expected_length == length
 
     def check_length(self, length: int) -> None:
-        """Raises FailedPrecondition if the caller expects another length."""
-        if not self.expects(length):
-            message = f"the cache has {length} tokens, not {self.expected_length}; nothing was changed"
-            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length))
+        """Raises FailedPrecondition if the caller expects another length; which says so if this very append was the
+        last one.
+        """
+        if self.expects(length):
+            return
+        if self.tokens and self.append_id and self.append_id == self.cache.last_append(self.layer):
+            message = f"the cache has {length} tokens, for this append was carried out before; nothing was changed"
+            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length), appended="true")
+        message = f"the cache has {length} tokens, not {self.expected_length}; nothing was changed"
+        raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length))
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +136,8 @@ class CacheWork:
         self.check(max(lengths, default=0))
         self.count(lengths)
         if self._appends is not None:
-            self.placements = self.host.store.place(self._appends, monotonic())
+            append_ids = [use.append_id for use in self.uses if use.tokens]
+            self.placements = self.host.store.place(self._appends, monotonic(), append_ids)
         self.lengths = lengths
 
     def count(self, lengths: list[int]) -> None:

@@ -213,7 +213,13 @@ def _read(
     if application.options.bottom_right:
         raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [
-        Use(cache, layer, length, reference.expected_length if not layer and _expects(reference) else None)
+        Use(
+            cache,
+            layer,
+            length,
+            reference.expected_length if not layer and _expects(reference) else None,
+            reference.append_id,
+        )
         for cache, reference, length in zip(caches, message.caches, extent.lengths, strict=True)
         for layer in range(architecture.blocks)
     ]
@@ -227,7 +233,7 @@ def _read(
         mask=read_mask(application, payloads),
         limits=limits,
     )
-    request.count_over([cache.coming_length(0) for cache in caches])
+    request.count_over([use.coming_length() for use in uses[:: architecture.blocks]])
     return request
 
 

@@ -13,7 +13,7 @@ _Static_assert(offsetof(struct call, key) == 8 && offsetof(struct call, value) =
 _Static_assert(offsetof(struct call, kv_length) == 96 && offsetof(struct call, offset) == 104, "its lengths");
 _Static_assert(offsetof(struct asked, compute) == 80 && offsetof(struct asked, answer_bytes) == 88 &&
                offsetof(struct asked, ids) == 168, "what was asked");
-_Static_assert(offsetof(struct reference, length) == 32 && sizeof(struct reference) == 40, "a reference");
+_Static_assert(offsetof(struct reference, length) == 40 && sizeof(struct reference) == 48, "a reference");
 
 /* A part of a message that has not been read yet. */
 struct rest {
@@ -29,6 +29,14 @@ static int take_number(struct rest *rest, int64_t *number) {
         if (byte < 128) return byte || !shift;
     }
     return 0;
+}
+
+/* Reads 64 bits. Returns whether they are there. */
+static int take_fixed(struct rest *rest, int64_t *bits) {
+    if (rest->end - rest->at < (int64_t)sizeof *bits) return 0;
+    memcpy(bits, rest->at, sizeof *bits);
+    rest->at += sizeof *bits;
+    return 1;
 }
 
 /* Reads a tag. Returns whether it is there; if not, nothing is read. */
@@ -95,9 +103,11 @@ static int take_references(const struct known *known, const uint8_t *message, co
         struct rest part, name;
         if (!take_tag(&rest, known->references_tag) || !take_part(&rest, &part)) return 0;
         if (!take_tag(&part, known->name_tag) || !take_part(&part, &name) || name.at == name.end) return 0;
-        struct reference reference = {name.at - message, name.end - name.at, 0, -1, 0};
+        struct reference reference = {name.at - message, name.end - name.at, 0, -1, 0, 0};
         if (take_tag(&part, known->layer_tag) && (!take_number(&part, &reference.layer) || !reference.layer)) return 0;
         if (take_tag(&part, known->expected_tag) && !take_number(&part, &reference.expected)) return 0;
+        if (take_tag(&part, known->append_id_tag) &&
+            (!take_fixed(&part, &reference.append_id) || !reference.append_id)) return 0;
         if (part.at != part.end) return 0;
         references[sequence] = reference;
     }

@@ -28,12 +28,12 @@ struct layout {
 
 /* The layouts that are known, by the lengths of their requests, and which were used since somebody looked; and the tags
    of the fields of messages, of a byte each: the calls of a request; id, timeout and attention of a call; seconds and
-   nanoseconds of a timeout; the references of an attention, and name, layer and expected length of one; the replies of a
-   response; id and attention of a reply; timings, batch size and lengths of caches of an attention, and how long was
-   taken for decoding, waiting, staging and computing. */
+   nanoseconds of a timeout; the references of an attention, and name, layer, expected length and append's id of one; the
+   replies of a response; id and attention of a reply; timings, batch size and lengths of caches of an attention, and how
+   long was taken for decoding, waiting, staging and computing. */
 struct known {
     int64_t calls_tag, id_tag, timeout_tag, attend_tag, seconds_tag, nanos_tag;
-    int64_t references_tag, name_tag, layer_tag, expected_tag;
+    int64_t references_tag, name_tag, layer_tag, expected_tag, append_id_tag;
     int64_t replies_tag, reply_id_tag, reply_tag;
     int64_t timings_tag, batch_tag, lengths_tag, decode_tag, queue_tag, staging_tag, compute_tag;
     int64_t count;
@@ -47,6 +47,7 @@ struct reference {
     int64_t name, name_bytes;   /* where its name is in the message; 0 bytes where a call is to no cache */
     int64_t layer;
     int64_t expected;           /* the length that it should have; -1 if that is not said */
+    int64_t append_id;          /* 64 bits; 0 if there is none */
     int64_t length;             /* the length that it has when the request is answered: for others to say */
 };
 

@@ -38,6 +38,7 @@ TAGS: Final = tuple(
         (pb.CacheReference.NAME_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.CacheReference.LAYER_FIELD_NUMBER, 0),
         (pb.CacheReference.EXPECTED_LENGTH_FIELD_NUMBER, 0),
+        (pb.CacheReference.APPEND_ID_FIELD_NUMBER, 1),
         (pb.AttendStreamResponse.REPLIES_FIELD_NUMBER, LENGTH_DELIMITED),
         (pb.AttendStreamReply.ID_FIELD_NUMBER, 0),
         (pb.AttendStreamReply.ATTEND_FIELD_NUMBER, LENGTH_DELIMITED),
@@ -60,10 +61,10 @@ _KNOWN_WORDS: Final = _USED + MOST_LAYOUTS
 _ASKED: Final = struct.Struct("=10q")
 _COMPUTE, _ANSWER_BYTES, _IDS = 10, 11, 21
 _BEGINS, _PLACES, _FIRST_CALLS, _REFERENCES = (_IDS + number * MOST_REQUESTS for number in (1, 2, 3, 7))
-_REFERENCE: Final = 5
-_ASKED_WORDS: Final = _REFERENCES + _REFERENCE * MOST_SEQUENCES
+REFERENCE: Final = 6
+_ASKED_WORDS: Final = _REFERENCES + REFERENCE * MOST_SEQUENCES
 """Places in a `struct asked`."""
-_CACHE_LENGTH: Final = 4
+_CACHE_LENGTH: Final = 5
 """In a `struct reference`."""
 _KEYS: Final = struct.Struct("=2q")
 _KEYS_AT, _LENGTH_AT = 8, 96
@@ -86,8 +87,9 @@ class _Kept(NamedTuple):
 
 class Cached(NamedTuple):
     """A request to caches of the message that was read last: the layout that it has, where it begins, its bytes, the
-    first of its calls, and its references, five numbers each: where the name is in the message, its bytes, the layer,
-    the length that it should have, or -1, and one for `attend_to`. Its payloads are at `places`, from where it begins.
+    first of its calls, and its references, `REFERENCE` numbers each: where the name is in the message, its bytes, the
+    layer, the length that it should have, or -1, the append's id, 64 bits, and one for `attend_to`. Its payloads are at
+    `places`, from where it begins.
     """
 
     layout: Layout
@@ -179,8 +181,8 @@ class Messages:
             _, layout, places, _ = self._kept[place]
             if layout.caches is not None:
                 first = words[_FIRST_CALLS + number]
-                at = _REFERENCES + _REFERENCE * first
-                references = words[at : at + _REFERENCE * layout.sequences].tolist()
+                at = _REFERENCES + REFERENCE * first
+                references = words[at : at + REFERENCE * layout.sequences].tolist()
                 yield Cached(layout, places, words[_BEGINS + number], self._known[_LENGTHS + place], first, references)
 
     def append(self, call: int, keys: int, values: int, slot: int) -> bool:
@@ -196,7 +198,7 @@ class Messages:
         at = 8 * _ASKED_WORDS + CALL_BYTES * call
         _KEYS.pack_into(self._asked_memory, at + _KEYS_AT, key, value)
         _KEYS.pack_into(self._asked_memory, at + _LENGTH_AT, kv_length, offset)
-        self._asked[_REFERENCES + _REFERENCE * call + _CACHE_LENGTH] = length
+        self._asked[_REFERENCES + REFERENCE * call + _CACHE_LENGTH] = length
 
     def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
         """Computes what that message asks for, which must still be there: work of so much effort, in FLOPs. Decoding,

@@ -1,0 +1,142 @@
+"""Appends that are sent again after they were carried out: the server knows them, and no others, by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import calls
+import grpc
+import numpy as np
+import pytest
+from cached_cases import caller
+from caller import Caller, Reference, attend_request, tokens
+from cases import Case
+from conftest import Server
+from google.rpc import error_details_pb2
+from stepping import Stepping, device, message_of, step, stepping_
+
+from attnserve_server.errors import FailedPrecondition
+from attnserve_server.native import library
+
+__all__ = ["caller", "device", "stepping_"]  # fixtures
+
+LARGEST = (1 << 64) - 1
+QUERY = np.ones((2, 1, 8), np.float32)
+"""[H, Lq, D]"""
+
+
+def append(caller: Caller, name: str, expected: int, append_id: int, count: int = 2) -> int:
+    """By the RPC that appends and does nothing else."""
+    return caller.append(name, *tokens(1, count), expected_length=expected, append_id=append_id)
+
+
+def attend(caller: Caller, name: str, expected: int, append_id: int, count: int = 2) -> int:
+    """By an attention."""
+    key, value = tokens(1, count)
+    reference = Reference(name, 0, expected, append_id)
+    request = attend_request(Case(QUERY, QUERY, QUERY), [reference], (key, value))
+    return int(caller.attend(request).cache_lengths[0])
+
+
+Appending = Callable[..., int]
+
+
+def refusal(ask: Callable[[], object]) -> dict[str, str]:
+    """What the server says of a length that nobody expected."""
+    with pytest.raises(grpc.RpcError) as caught:
+        ask()
+    error: Any = caught.value
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    return dict(calls.detail(calls.status_of(error), error_details_pb2.ErrorInfo).metadata)
+
+
+@pytest.mark.parametrize("ask", [append, attend])
+@pytest.mark.parametrize("again", [append, attend])
+@pytest.mark.parametrize("append_id", [1, LARGEST])
+def test_the_same_append_is_known(caller: Caller, ask: Appending, again: Appending, append_id: int) -> None:
+    name = caller.create()
+    assert ask(caller, name, 0, append_id) == 2
+    assert refusal(lambda: again(caller, name, 0, append_id)) == {"length": "2", "appended": "true"}
+    assert refusal(lambda: again(caller, name, 0, append_id)) == {"length": "2", "appended": "true"}, "nothing changed"
+    for other in (0, append_id ^ 2):
+        assert refusal(lambda other=other: again(caller, name, 0, other)) == {"length": "2"}  # type: ignore[misc]
+    assert refusal(lambda: caller.truncate(name, 0, expected_length=0)) == {"length": "2"}
+    reading = attend_request(Case(QUERY, QUERY, QUERY), [Reference(name, 0, 0, append_id)])
+    assert refusal(lambda: caller.attend(reading)) == {"length": "2"}, "it appends nothing"
+    assert list(caller.get(name).lengths) == [2]
+
+
+@pytest.mark.parametrize("ask", [append, attend])
+def test_an_append_without_an_id_is_never_known(caller: Caller, ask: Appending) -> None:
+    name = caller.create()
+    assert ask(caller, name, 0, 0) == 2
+    assert refusal(lambda: ask(caller, name, 0, 0)) == {"length": "2"}
+
+
+@pytest.mark.parametrize("ask", [append, attend])
+def test_what_came_later_is_somebody_elses(caller: Caller, ask: Appending) -> None:
+    """After another append, a truncation, or in a fork, the tokens are not known to be there."""
+    name = caller.create()
+    assert ask(caller, name, 0, 5) == 2
+    fork = caller.fork(name).name
+    assert refusal(lambda: ask(caller, fork, 0, 5)) == {"length": "2"}
+    assert ask(caller, name, 2, 6, count=1) == 3
+    assert refusal(lambda: ask(caller, name, 0, 5)) == {"length": "3"}
+    caller.truncate(name, 2)
+    assert refusal(lambda: ask(caller, name, 0, 6)) == {"length": "2"}
+
+
+def test_layers_are_known_apart(caller: Caller) -> None:
+    name = caller.create(layers=2)
+    for layer in (0, 1):
+        caller.append(name, *tokens(layer, 1), layer=layer, expected_length=0, append_id=3 + layer)
+    for layer in (0, 1):
+        known = {"length": "1", "appended": "true"}
+        for append_id, found in ((3 + layer, known), (4 - layer, {"length": "1"})):
+            fields = {"layer": layer, "expected_length": 0, "append_id": append_id}
+            assert refusal(lambda fields=fields: caller.append(name, *tokens(0, 1), **fields)) == found  # type: ignore[misc]
+
+
+def test_an_append_to_several_caches_is_known_by_the_first_that_is_longer(caller: Caller) -> None:
+    """All or none of them got it, even if what one got was nothing."""
+    names = [caller.create() for _ in range(2)]
+    case = Case(*(np.ones((2, 2, 1, 8), np.float32),) * 3)
+    pair = tuple(np.stack([each, each]) for each in tokens(1, 1))
+    request = attend_request(case, [Reference(name, 0, 0, 9) for name in names], pair)
+    assert list(caller.attend(request).cache_lengths) == [1, 1]
+    assert refusal(lambda: caller.attend(request)) == {"length": "1", "appended": "true"}
+    caller.truncate(names[0], 0)
+    assert refusal(lambda: caller.attend(request)) == {"length": "1", "appended": "true"}
+    caller.truncate(names[1], 0)
+    assert list(caller.attend(request).cache_lengths) == [1, 1]
+
+
+def test_a_large_append_that_is_sent_again_is_known(start_server: Callable[..., Server]) -> None:
+    """It costs what it cost the first time, not what another one behind it would, which is more than there may be."""
+    server = start_server("--max-request-flops", "400000")
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        name = caller.create()
+        query = np.ones((2, 64, 8), np.float32)
+        request = attend_request(Case(query, query, query), [Reference(name, 0, 0, 7)], tokens(1, 64))
+        assert list(caller.attend(request).cache_lengths) == [64]
+        assert refusal(lambda: caller.attend(request)) == {"length": "64", "appended": "true"}
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+@pytest.mark.parametrize("append_ids", [(0, 0), (1, 2), (LARGEST, 1 << 63)])
+def test_steps_that_are_answered_at_once_have_their_ids(stepping_: Stepping, append_ids: tuple[int, int]) -> None:
+    cache = stepping_.create(3)
+    steps = [
+        step(cache, seed=length, append=True, expected=[length], append_id=append_id)
+        for length, append_id in enumerate(append_ids, 3)
+    ]
+    assert stepping_.learn(steps[0]) == [True]
+    for asked, append_id in zip(steps, append_ids, strict=True):  # the second is kept from the first, and is another
+        assert stepping_.answer(message_of(asked)) is not None
+        assert cache.last_append(0) == append_id
+    for asked in steps:
+        assert stepping_.answer(message_of(asked)) is None
+        assert stepping_.ordinary(asked) is FailedPrecondition
+    assert cache.length(0) == 5
