@@ -6,8 +6,9 @@ only what needs no knowledge of attention. The server is the authority on the re
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from attnserve import _arrays
@@ -47,6 +48,16 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
     "weights": pb.SCORE_STAGE_WEIGHTS,
 }
 """What `return_scores` asks for."""
+
+
+def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]]) -> None:
+    """TypeError, as of the method that was called, if there is an option that it does not have."""
+    names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
+    if not options.keys() <= names:
+        unknown = min(options.keys() - names)
+        meant = difflib.get_close_matches(unknown, names, 1)
+        hint = f"; {meant[0]!r} is one" if meant else ""
+        raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint}")
 
 
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:

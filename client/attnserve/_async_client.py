@@ -43,6 +43,9 @@ class AsyncClient:
     It belongs to the loop in which it is first used, and raises RuntimeError in others; gRPC wants one event loop in a
     process to be the only one that it meets. Otherwise everything is as with `Client`, but that it must be closed: it
     does not notice being forgotten. Names are first looked up by `async with`, or else by the first call.
+
+    A process that has one, or had one that is not collected yet, is to spawn others, not to be forked: in the child of
+    a fork every call of an `AsyncClient`, a new one too, raises `ClientClosedError`, since gRPC has no asyncio there.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it has the server told.
         """
+        _arguments.check_options("attend", options, AttendOptions)
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
     def submit(
@@ -95,6 +99,7 @@ class AsyncClient:
 
         What is wrong with the arguments themselves is raised here; everything else is raised by the future.
         """
+        _arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
@@ -115,6 +120,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it has the server told.
         """
+        _arguments.check_options("apply", options, ApplyOptions)
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
     def submit_apply(
@@ -130,6 +136,7 @@ class AsyncClient:
 
         Arguments are those of `Client.apply`; the future is as that of `submit`.
         """
+        _arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
         chosen = _plans.one_or_many(cache, caches)
         if chosen is None:

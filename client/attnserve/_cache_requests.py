@@ -4,8 +4,8 @@ In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for e
 `CacheInfo`, a `CachePool`, a length or nothing.
 
 All may be sent again when nobody knows whether the server has taken it: an append and a truncation say what length they
-expect, a create and a fork have an id by which the server knows them again and can be told that nobody waits for what
-they make, and the rest asks or deletes.
+expect; an append, a create and a fork have an id by which the server knows them again, and it can be told that nobody
+waits for what the latter two make; the rest asks or deletes.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def append(
-    name: str, layer: int, expected_length: int, fields: Sequence[Buffer]
+    name: str, layer: int, expected_length: int, append_id: int, fields: Sequence[Buffer]
 ) -> Rpc[pb.CacheServiceAppendResponse, int]:
     """Appends what `appended` has made of keys and values; the answer is the length of the layer."""
-    request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length)
+    request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length, append_id=append_id)
     return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
 
 

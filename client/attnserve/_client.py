@@ -41,8 +41,9 @@ class Client:
             result = client.attend(query, key, value, causal=True)
 
     It connects when it is first used, connects again by itself, and may be shared by any number of threads, but not by
-    processes: one that was used before a fork is closed in the child (with ``transport="unary"`` it must not be used
-    there), and what was in flight has no outcome there. Start processes by spawning, or make a client in each.
+    processes: one that was used before a fork raises `ClientClosedError` in the child, and what was in flight has no
+    outcome there. Start processes by spawning, or make a client in each; gRPC itself may end a child of a process that
+    has calls in flight as it is forked.
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
@@ -136,6 +137,7 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
+        _arguments.check_options("attend", options, AttendOptions)
         if caches is None:
             return wait(self.submit(query, key, value, **options))
         timeout = self._settings.timeout
@@ -160,6 +162,7 @@ class Client:
         raised here; everything else is raised by the future. Callbacks of the future run in a thread of the client's,
         one after the other: they must be quick, and must not wait for another call of this client, but may close it.
         """
+        _arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
@@ -214,6 +217,7 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
+        _arguments.check_options("apply", options, ApplyOptions)
         chosen = _plans.one_or_many(cache, caches)
         if chosen is None:
             return wait(self.submit_apply(layer, input, **options))
@@ -233,6 +237,7 @@ class Client:
 
         Arguments are those of `apply`; the future is as that of `submit`.
         """
+        _arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
         chosen = _plans.one_or_many(cache, caches)
         if chosen is None:

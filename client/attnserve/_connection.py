@@ -5,6 +5,7 @@ In: a server, and what the client knows of all servers. Out: what a call travels
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
@@ -30,13 +31,11 @@ class Stream(Protocol):
 S = TypeVar("S", bound=Stream)
 
 
-class BaseConnection(Generic[S]):
+class BaseConnection(ABC, Generic[S]):
     """The channel to one server and the streams on it."""
 
     library: ClassVar[Any]
     """gRPC's module that makes the channel."""
-    transport: ClassVar[Any]
-    """What a stream is."""
 
     def __init__(
         self,
@@ -58,9 +57,13 @@ class BaseConnection(Generic[S]):
         self._methods: dict[str, Any] = {}
         others_than_it = partial(others, self)
         self._streams: Sequence[S] = [
-            self.transport(self._channel, settings.policy, bearer, replica, others_than_it, move)
+            self._new_stream(settings.policy, bearer, replica, others_than_it, move)
             for _ in range(settings.streams if settings.transport == "stream" else 0)
         ]
+
+    @abstractmethod
+    def _new_stream(self, *arguments: Any) -> S:
+        """A stream on the channel; nothing is sent yet. Arguments are what streams of either client are made of."""
 
     def _new_channel(self) -> Any:
         address, options = self.replica.address, self._options

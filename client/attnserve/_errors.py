@@ -93,6 +93,11 @@ class FailedPreconditionError(AttnServeError):
         """The tokens that the cache has, where the request expected another number; None if it is not about that."""
         return self._number("length")
 
+    @property
+    def appended(self) -> bool:
+        """Whether that is because the request had been carried out already, and is what the cache got last."""
+        return self._info is not None and self._info.metadata.get("appended") == "true"
+
 
 class PermissionDeniedError(AttnServeError, PermissionError):
     """The server does not do that for this caller, or does not know who it is."""
@@ -151,7 +156,7 @@ class ProtocolError(AttnServeError):
 
 class ClientClosedError(AttnServeError):
     """The client was closed before the reply came, or before the call was made; or it was used before a fork, of which
-    this process is the child.
+    this process is the child; or it is an `AsyncClient`, and there was one before the fork.
     """
 
     default_code = grpc.StatusCode.CANCELLED

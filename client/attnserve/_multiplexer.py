@@ -209,9 +209,11 @@ class Multiplexer(Generic[T]):
                 self._part_with(list(self._ready))
 
     def leave(self) -> None:
-        """Has everything made elsewhere that has not been sent; what has been is awaited."""
+        """Has everything made elsewhere that has not been sent; what has been is awaited. A call that a server had no
+        room for waits on, as it was told to: `tick` has it made elsewhere then, if there is budget for it.
+        """
         self._leave_stream()
-        self._part_with([*self._ready, *(call for _, call in self._waiting)])
+        self._part_with([*self._ready, *(call for _, call in self._waiting if call.refusal is None)])
 
     def take_leaving(self) -> list[Call[T]]:
         """The calls that are to be made elsewhere from now on."""

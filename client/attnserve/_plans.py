@@ -5,19 +5,23 @@ In: caches, and arguments as the caller has them. Out: a `Plan`, whose steps are
 sent their results or thrown their errors, and returns what the caller gets.
 
 **Nothing is appended twice, and nothing acknowledged is lost.** Every request says how many tokens the SDK believes a
-cache to have. A request whose connection broke is sent again by the transports; if its first attempt was carried out,
-the second meets FAILED_PRECONDITION, and the length that the server names is the one after the append. Then
+cache to have, and one that appends has an id. A request whose connection broke is sent again by the transports; if its
+first attempt was carried out, the second meets FAILED_PRECONDITION, and the server knows it by its id. Then
 
 - an append has succeeded,
 - an attention is asked for again without keys and values: the answer is the same, since causal is bottom right,
 - a layer, whose keys and values only it can make, is applied again to caches cut back to where they were.
 
-Everything else is the caller's to see. What the SDK knows of lengths changes on success only: a caller who repeats what
-failed, but was done, is refused rather than doubled.
+Everything else is the caller's to see: a length alone may be due to another writer, or to an operation that was given
+up and carried out all the same. What the SDK knows of lengths changes on success only: a caller who repeats what
+failed, but was done, is refused rather than doubled. A truncation has no id: one that is sent again has succeeded where
+the cache has the length that it was to have.
 """
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
@@ -68,6 +72,8 @@ class CacheState:
         """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
+        self.append_ids: Final = itertools.count(secrets.randbits(63) + 1)
+        """By which the server knows appends again, unlike those of any other client."""
         self.line: Final = Line()
         """The operations on it."""
         self.turns: Final = turns
@@ -120,9 +126,9 @@ def append(
         before = cache.tokens[layer]
         length = before + tokens
         try:
-            length = yield _cache_requests.append(cache.name, layer, before, fields)
+            length = yield _cache_requests.append(cache.name, layer, before, next(cache.append_ids), fields)
         except FailedPreconditionError as error:
-            if not _was_done(error, [before], [length]):
+            if not error.appended:
                 raise
         cache.tokens[layer] = length
         return length
@@ -189,12 +195,11 @@ def _attending(
     try:
         result: AttentionResult[T] = yield call
     except FailedPreconditionError as error:
-        after = _after(before, call.appends)
-        if not _was_done(error, before, after):
+        if not error.appended:
             raise
         repeated = without_keys()
         repeated.started = call.started
-        _refer(repeated, states, layer, after)
+        _refer(repeated, states, layer, _after(before, call.appends))
         result = yield repeated
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[layer] = length
@@ -221,10 +226,9 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
     try:
         result: LayerResult[T] = yield call
     except FailedPreconditionError as error:
-        after = _after(before, call.appends)
-        if not _was_done(error, before, after):
+        if not error.appended:
             raise
-        for state, length, found in zip(states, before, after, strict=True):
+        for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
             if found > length:
                 yield from _cut(state.name, length, found)
         result = yield call
@@ -249,13 +253,6 @@ def _cut(name: str, length: int, expected: int) -> Steps[CacheInfo]:
     return info
 
 
-def _was_done(error: FailedPreconditionError, before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether a refusal means that an earlier attempt at an append has gone through. An append to many caches reaches
-    all or none, and the refusal names the length of one.
-    """
-    return error.resent and any(error.actual_length == now != length for length, now in zip(before, after, strict=True))
-
-
 def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
     """The lengths after an append of so many tokens to each cache, or of one number of tokens to all."""
     if len(appends) == 1:
@@ -266,9 +263,12 @@ def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
 
 
 def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, lengths: Sequence[int]) -> None:
-    """Has a call refer to caches, which are expected to have some lengths."""
+    """Has a call refer to caches, which are expected to have some lengths. What it appends reaches all or none, and has
+    one id.
+    """
+    append_id = next(states[0].append_ids) if call.appends else 0
     references = [
-        pb.CacheReference(name=state.name, layer=layer, expected_length=length)
+        pb.CacheReference(name=state.name, layer=layer, expected_length=length, append_id=append_id)
         for state, length in zip(states, lengths, strict=True)
     ]
     call.prepend(call.operation.request_type(caches=references).SerializeToString())

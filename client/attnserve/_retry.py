@@ -1,11 +1,11 @@
 """When a call is sent again, and after how long. The one place that decides it, for every transport.
 
 The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
-comes with the length that the cache is expected to have, so that a second attempt is recognised (`_plans`). It is, up
-to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE, or what
-gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's, or when
-the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would come
-again, and a call that changes the server. Of what full servers refused, no more is sent again than is answered, or
+comes with an id and the length that the cache is expected to have, so that a second attempt is recognised (`_plans`).
+It is, up to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE,
+or what gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's,
+or when the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would
+come again, and a call that changes the server. Of what full servers refused, no more is sent again than is answered, or
 those who suffer from an overload would make it last.
 """
 
@@ -132,12 +132,14 @@ class RetryPolicy:
         delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())
         return delay if told <= self.longest_delay and now + delay < deadline else None
 
-    def after(self, status: Status, attempts: int, now: float, deadline: float) -> Again | AttnServeError:
+    def after(
+        self, status: Status, attempts: int, now: float, deadline: float, resent: bool = False
+    ) -> Again | AttnServeError:
         """What follows a call that has failed so many times, now with a status: another attempt, or the error to give
-        up with.
+        up with. `resent` says that an attempt before this one may have been carried out.
         """
         if not _of_the_connection(status):
-            error = error_from_status(status, resent=attempts > 1)
+            error = error_from_status(status, resent=resent)
             pause = self.after_overload(error, attempts, now, deadline)
             return error if pause is None else Again(pause, error)
         delay = self.delay(attempts, now, deadline)

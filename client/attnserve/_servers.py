@@ -16,6 +16,7 @@ from attnserve import _replicas
 from attnserve._cache_requests import CacheInfo
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._lookout import Lookout
+from attnserve._process import Process
 from attnserve._replicas import Connection, Replica, Replicas
 from attnserve._targets import Target
 
@@ -27,6 +28,7 @@ class Servers(Generic[C]):
 
     def __init__(
         self,
+        process: Process,
         target: Target,
         refresh: float,
         connect: Callable[[Replica], C],
@@ -37,6 +39,7 @@ class Servers(Generic[C]):
         """Where addresses are looked up, that is done again every `refresh` seconds; `run` then calls a function where
         connections may be made. `outdated` says, once, that connections would now be made otherwise than they were.
         """
+        self._process: Final = process
         self._target: Final = target
         self._refresh = refresh
         self._run = run
@@ -72,6 +75,7 @@ class Servers(Generic[C]):
 
     def connection(self, home: str | None = None, timeout: float | None = None) -> C:
         """The connection for a call, to the server `home` if it is not for any. Raises what `find` does."""
+        self._process.enter()
         if self._outdated is not None and self._outdated() and not self._closed:
             self._replicas.renew(time.monotonic())
             self._retire_later()
@@ -100,8 +104,9 @@ class Servers(Generic[C]):
 
     def find(self, timeout: float | None = None) -> float | None:
         """Finds out which servers there are, if that is not known, and returns how much is left of so many seconds
-        (None for no limit). Raises what `look` does.
+        (None for no limit). Raises what `look` does, and ClientClosedError where the client is another process's.
         """
+        self._process.enter()
         if self.found:
             return timeout
         begin = time.monotonic()
@@ -127,6 +132,7 @@ class Servers(Generic[C]):
         """The addresses, to come from a thread of its own: nothing ends a look that takes too long. Only where a name
         is looked up; whoever gives up waiting must not cancel it. It fails as `look` does.
         """
+        self._process.enter()
         with self._lock:
             if self._closed:
                 raise ClientClosedError

@@ -23,6 +23,7 @@ from attnserve._errors import (
 )
 from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
+from attnserve._process import Process
 from attnserve._replicas import Replica
 from attnserve._reply import decode_response
 from attnserve._rpc import Rpc
@@ -48,7 +49,9 @@ class Calls:
         self._identity, self._bearer = Identity(settings.tls), Bearer(settings.token)
         self._tracing = tracing
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = Process()
         self.servers: Final = TaskServers(
+            self._process,
             settings.target,
             settings.refresh,
             self._connect,
@@ -72,9 +75,12 @@ class Calls:
                 await self.servers.find_soon(self._settings.timeout)
 
     async def close(self) -> None:
-        """Ends the connections. Calls in flight fail with `ClientClosedError`. Once begun, it goes on to its end, even
-        if who waits for that is cancelled; or with the next call, where all tasks of the loop were.
+        """Ends the connections, unless they are another process's. Calls in flight fail with `ClientClosedError`. Once
+        begun, it goes on to its end, even if who waits for that is cancelled; or with the next call, where all tasks of
+        the loop were.
         """
+        if self._process.is_another:
+            return
         if self._end is None or self._end.cancelled():
             self._end = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._end)
@@ -90,7 +96,10 @@ class Calls:
         await asyncio.gather(*self._closing)
 
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> asyncio.Future[T]:
-        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own."""
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own.
+        ClientClosedError, as from all that follows, where the client is another process's.
+        """
+        self._process.enter()
         future: CallFuture[Any, T]
         if self._settings.transport == "stream":
             future = self._future(call.result)
@@ -150,6 +159,7 @@ class Calls:
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
         """Asks a plain RPC, for some seconds."""
+        self._process.enter()
         future = self._future(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
@@ -173,6 +183,7 @@ class Calls:
 
     def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         """Begins an operation on caches."""
+        self._process.enter()
         future: CallFuture[T, T] = CallFuture(lambda result: result)
         parent = None if self._tracing is None else self._tracing.current()
         transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)

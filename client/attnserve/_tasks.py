@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -52,13 +51,18 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel(msg):
             return False
+        withdraw, self.withdraw = self.withdraw, bool
+        try:
+            # Not here, which may be in the middle of anything, and in any thread: a finalizer may cancel.
+            self.get_loop().call_soon_threadsafe(self._give_up, withdraw)
+        except RuntimeError:  # the loop is closed, and nothing is left to withdraw
+            self._give_up(bool)
+        return True
+
+    def _give_up(self, withdraw: Callable[[], object]) -> None:
         if self.span is not None:
             self.span.end(CancelledError())
-        withdraw, self.withdraw = self.withdraw, bool
-        with suppress(RuntimeError):  # the loop is closed
-            # Not here, which may be in the middle of anything, and in any thread: a finalizer may cancel.
-            self.get_loop().call_soon_threadsafe(withdraw)
-        return True
+        withdraw()
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead."""
@@ -73,7 +77,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
                 result = self._finish(outcome)
             except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
                 error = raised
-        if self.span is not None:
+        if self.span is not None and not self.done():
             self.span.end(error)
         try:
             if error is None:
@@ -132,9 +136,13 @@ class StreamTransport:
         self.adopt(call)
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that."""
+        """Sends a call that has perhaps been tried elsewhere, unless it has been given up since: what had it then had
+        nothing to withdraw. ClientClosedError if it is too late for that.
+        """
         if self._closed:
             raise ClientClosedError
+        if call.owner.done():
+            return
         call.owner.withdraw = partial(self._withdraw, call)
         self._multiplexer.add(call)
         self._advance()

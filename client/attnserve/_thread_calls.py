@@ -26,6 +26,7 @@ from attnserve._errors import (
 from attnserve._held import Held
 from attnserve._in_flight import Call
 from attnserve._plans import Plan, Request
+from attnserve._process import Process
 from attnserve._replicas import Replica
 from attnserve._reply import decode_response
 from attnserve._rpc import Rpc
@@ -49,10 +50,11 @@ class Calls:
 
     def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
         bearer = Bearer(settings.token)
-        self.servers: Final = _servers(settings, Identity(settings.tls), bearer)
+        self._process = Process()
+        self.servers: Final = _servers(settings, self._process, Identity(settings.tls), bearer)
         """The servers that there are."""
         if settings.target.fixed:
-            self.servers.find()
+            self.servers.take(settings.target.fixed)
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
         self._unary = UnaryTransport(settings.policy, bearer)
@@ -61,17 +63,22 @@ class Calls:
         self._tracing = tracing
         # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
         # transports' own with its lock held too, so that closing must not happen right there.
-        self._forgotten = weakref.finalize(self, _close_elsewhere, self._unary, self.servers)
+        self._forgotten = weakref.finalize(self, _close_elsewhere, self._process, self._unary, self.servers)
         self._forgotten.atexit = False
 
     def close(self) -> None:
-        """Ends the connections. Calls in flight fail with `ClientClosedError`."""
+        """Ends the connections, unless they are another process's. Calls in flight fail with `ClientClosedError`."""
+        if self._process.is_another:
+            return
         futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
         self._forgotten.detach()
         _close(self._unary, self.servers)
 
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
-        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own."""
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own.
+        ClientClosedError, as from all that follows, where the client is another process's.
+        """
+        self._process.enter()
         future: CallFuture[Any, T]
         if self._streaming:
             future = CallFuture(call.result)
@@ -110,6 +117,7 @@ class Calls:
         future.add_done_callback(self._telling.discard)
 
     def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
+        self._process.enter()
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
@@ -119,6 +127,7 @@ class Calls:
 
     def perform(self, plan: Plan[T]) -> T:
         """What comes of an operation on caches."""
+        self._process.enter()
         parent = None if self._tracing is None else self._tracing.current()
 
         def ask(request: Request, timeout: float | None) -> Any:
@@ -128,6 +137,7 @@ class Calls:
 
     def carry_out(self, plan: Plan[T]) -> Future[T]:
         """Begins an operation on caches."""
+        self._process.enter()
         future: CallFuture[T, T] = CallFuture(lambda result: result)
         # The steps are taken by whatever thread brings the answer to the one before.
         parent = None if self._tracing is None else self._tracing.current()
@@ -163,7 +173,7 @@ def wait(future: Future[T]) -> T:
         del future  # it has the error, which leads here: what both hold would wait for Python's collector
 
 
-def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[Connection]:
+def _servers(settings: Settings, process: Process, identity: Identity, bearer: Bearer) -> Servers[Connection]:
     """The servers of a client, which must not keep the client."""
 
     def connect(replica: Replica) -> Connection:
@@ -181,7 +191,7 @@ def _servers(settings: Settings, identity: Identity, bearer: Bearer) -> Servers[
 
     outdated = None if settings.tls is None else identity.changed
     servers: Servers[Connection] = Servers(
-        settings.target, settings.refresh, connect, Connection.close, outdated=outdated
+        process, settings.target, settings.refresh, connect, Connection.close, outdated=outdated
     )
     return servers
 
@@ -193,5 +203,7 @@ def _close(unary: UnaryTransport, servers: Servers[Connection]) -> None:
         connection.close()
 
 
-def _close_elsewhere(unary: UnaryTransport, servers: Servers[Connection]) -> None:
+def _close_elsewhere(process: Process, unary: UnaryTransport, servers: Servers[Connection]) -> None:
+    if process.is_another:
+        return
     threading.Thread(target=_close, args=(unary, servers), name="attnserve-close", daemon=True).start()

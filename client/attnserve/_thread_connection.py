@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from typing import Any, ClassVar, Final
@@ -11,6 +10,7 @@ from weakref import WeakSet
 import grpc
 
 from attnserve._connection import BaseConnection
+from attnserve._process import inherited
 from attnserve._threads import StreamTransport
 
 
@@ -18,17 +18,16 @@ class Connection(BaseConnection[StreamTransport]):
     """The channel to one server and the streams on it."""
 
     library: ClassVar = grpc
-    transport: ClassVar = StreamTransport
 
     def __init__(self, *arguments: Any) -> None:
         """Arguments are those of `BaseConnection`."""
         super().__init__(*arguments)
-        self._forked = False
         self._is_lost = False
         self._lost: list[grpc.Channel] = []
-        for stream in self._streams:
-            stream.channel, stream.lose_channel = self.channel, self.lose_channel
         _connections.add(self)
+
+    def _new_stream(self, *arguments: Any) -> StreamTransport:
+        return StreamTransport(self.channel, self.lose_channel, *arguments)
 
     def channel(self) -> grpc.Channel:
         """What the next call is to travel on. RuntimeError if there is no thread for another than the one that is lost:
@@ -54,18 +53,13 @@ class Connection(BaseConnection[StreamTransport]):
         self.channel()
         return super().method(path)
 
-    def forked(self) -> None:
-        """Takes notice of being in the child of a fork."""
-        for stream in self._streams:
-            self._forked |= stream.forked()
-
     def close(self) -> None:
         """Gives up the calls on its streams and ends the connection."""
         for stream in self._streams:
             stream.close()
         if self._is_lost:
             self._lost.append(self._channel)
-        elif not self._forked:  # gRPC would wait for threads that are its parent's
+        else:
             self._channel.close()
         for channel in self._lost:
             with suppress(RuntimeError):  # there is no thread for that, either
@@ -88,11 +82,4 @@ def _find_threads(number: int) -> None:
 
 _connections: Final[WeakSet[Connection]] = WeakSet()
 
-
-def _forked() -> None:
-    for connection in tuple(_connections):
-        connection.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_inherited: Final = inherited(lambda: tuple(_connections))

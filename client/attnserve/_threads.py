@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
 from queue import SimpleQueue
@@ -53,26 +54,25 @@ class _Arrived(NamedTuple):
     """To be made at other servers."""
 
 
-_FORKED: Final = "the client was used before the process was forked; spawn processes, or make a client in each"
-
-
 class StreamTransport:
     """Calls over one stream at a time, any number in flight."""
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: Callable[[], grpc.Channel],
+        lose_channel: Callable[[], object],
         policy: RetryPolicy,
         bearer: Bearer,
         replica: Replica,
         others: Callable[[], bool],
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
-        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
-        self.channel: Callable[[], grpc.Channel] = lambda: channel
-        """On which the next stream is opened. RuntimeError if there is no thread for it."""
-        self.lose_channel: Callable[[], object] = bool
-        """Says that gRPC had no thread for the channel."""
+        """`channel` gives that on which the next stream is opened, or raises RuntimeError if there is no thread for it;
+        `lose_channel` is told that gRPC had none for the one that it gave. `others` says whether other servers could
+        answer, and `move` makes a call at one of them.
+        """
+        self._channel = channel
+        self._lose_channel = lose_channel
         self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
@@ -84,7 +84,6 @@ class StreamTransport:
         self._watcher: threading.Thread | None = None
         self._watched = inf
         self._closed = False
-        self._forked = False
 
     def __len__(self) -> int:
         """How many calls are in flight."""
@@ -101,25 +100,32 @@ class StreamTransport:
         self.adopt(call)
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that has perhaps been tried elsewhere. ClientClosedError if it is too late for that, and
-        RuntimeError if there is no thread to watch it.
+        """Sends a call that has perhaps been tried elsewhere, unless it was given up where no transport had it.
+        ClientClosedError if it is too late for that, and RuntimeError if there is no thread to watch it.
         """
         call.owner.withdraw = partial(self._withdraw, call)
         outcomes: list[Outcome[StreamFuture]] = []
         try:
             with self._lock:
                 if self._closed:
-                    raise ClientClosedError(_FORKED) if self._forked else ClientClosedError()
-                self._multiplexer.add(call)
-                try:
-                    if self._watcher is None:
-                        self._watcher = self._begin_to_watch()
-                    self._advance(outcomes)
-                except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
-                    self._multiplexer.cancel(call)
-                    raise
+                    raise ClientClosedError()
+                if not (given_up := call.owner.cancelled()):  # from here on, who gives it up finds it here
+                    self._add(call, outcomes)
         finally:
             _settle(outcomes)
+        if given_up:
+            call.owner.settle(CancelledError())  # for who waits for several futures
+
+    def _add(self, call: Call[StreamFuture], outcomes: list[Outcome[StreamFuture]]) -> None:
+        """Takes a call, and adds the outcomes to be delivered. With the lock held."""
+        self._multiplexer.add(call)
+        try:
+            if self._watcher is None:
+                self._watcher = self._begin_to_watch()
+            self._advance(outcomes)
+        except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
+            self._multiplexer.cancel(call)
+            raise
 
     def leave(self) -> None:
         """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
@@ -142,17 +148,6 @@ class StreamTransport:
         for rpc in rpcs:
             rpc.cancel()
         _settle(outcomes)
-
-    def forked(self) -> bool:
-        """Takes notice of being in the child of a fork, which has none of the threads, nor who held the lock. Whether
-        that ends it: whether it was used before.
-        """
-        if self._watcher is not None:
-            self._lock = threading.Lock()
-            self._writable, self._timer = threading.Condition(self._lock), threading.Condition(self._lock)
-            self._rpcs.clear()
-            self._closed = self._forked = True
-        return self._forked
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
         with self._lock if waits else at_once(self._lock):
@@ -187,11 +182,11 @@ class StreamTransport:
         try:
             threading.Thread(target=self._read, args=(stream, opened), name="attnserve-replies", daemon=True).start()
             arrived = partial(self._arrived, stream)
-            attend_stream: Any = self.channel().stream_stream(SERVICE + "AttendStream", None, arrived)
+            attend_stream: Any = self._channel().stream_stream(SERVICE + "AttendStream", None, arrived)
             try:
                 rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             except RuntimeError:
-                self.lose_channel()
+                self._lose_channel()
                 raise
         finally:
             opened.put(rpc)

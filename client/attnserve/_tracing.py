@@ -28,6 +28,7 @@ class CallSpan:
 
     def __init__(self, span: Span, carrier: dict[str, str], error_status: Any) -> None:
         self._span = span
+        self._open = [True]  # nobody takes it twice, whoever comes in between: a thread, or a finalizer
         self._carrier = carrier
         self._error_status = error_status
 
@@ -42,9 +43,13 @@ class CallSpan:
         return pb.AttendStreamCall(**self._carrier).SerializeToString()  # type: ignore[arg-type]
 
     def end(self, error: BaseException | None) -> None:
-        """The call has its outcome. To be called once. Whatever goes wrong with that is logged: the outcome is to reach
-        the caller.
+        """The call has its outcome; it keeps the first. Whatever goes wrong with that is logged: the outcome is to
+        reach the caller.
         """
+        try:
+            self._open.pop()
+        except IndexError:
+            return
         try:
             self._end(error)
         except Exception:  # OpenTelemetry lets pass what the caller's processors of spans raise

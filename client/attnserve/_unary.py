@@ -43,6 +43,8 @@ class UnaryCall(Generic[F, C]):
         self._policy: Final = policy
         self._route: Final = route
         self._attempts = 0
+        self._resent = False
+        """Whether an attempt may have been carried out: no server has said that it was not."""
         self._refusal: AttnServeError | None = None
         """What the last attempt was refused with, if a server had no room."""
 
@@ -69,7 +71,9 @@ class UnaryCall(Generic[F, C]):
         self._attempts += 1
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             connection.replica.failed(now)
-        verdict = self._policy.after(status_from_rpc_error(error), self._attempts, now, self._deadline)
+        status = status_from_rpc_error(error)
+        verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
+        self._resent = self._resent or not status.details
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
         self._refusal = verdict.refusal

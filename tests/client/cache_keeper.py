@@ -29,10 +29,10 @@ Array = np.ndarray[Any, Any]
 class Refusal(Exception):
     """A request that the peer does not carry out."""
 
-    def __init__(self, code: grpc.StatusCode, **metadata: str) -> None:
+    def __init__(self, code: grpc.StatusCode, reason: str = "", **metadata: str) -> None:
         super().__init__(code.name)
         self.status = status_pb2.Status(code=code.value[0], message="because")
-        self.status.details.add().Pack(error_details_pb2.ErrorInfo(reason=code.name, metadata=metadata))
+        self.status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason or code.name, metadata=metadata))
 
 
 class LostReply(Exception):
@@ -45,6 +45,8 @@ class Kept:
     def __init__(self, info: caches_pb2.Cache, layers: list[tuple[Array, Array]]) -> None:
         self.info = info
         self.layers = layers
+        self.append_ids = [0] * len(layers)
+        """Those of the appends that changed the layers last."""
 
     def describe(self) -> caches_pb2.Cache:
         info = caches_pb2.Cache()
@@ -53,7 +55,8 @@ class Kept:
         info.bytes = 8 * sum(key.size + value.size for key, value in self.layers)
         return info
 
-    def append(self, layer: int, key: Array, value: Array) -> None:
+    def append(self, layer: int, key: Array, value: Array, append_id: int = 0) -> None:
+        self.append_ids[layer] = append_id
         keys, values = self.layers[layer]
         self.layers[layer] = np.concatenate([keys, key], 1), np.concatenate([values, value], 1)
 
@@ -170,17 +173,19 @@ class Keeper:
     def _append(self, request: caches_pb2.CacheServiceAppendRequest) -> Message:
         kept = self._find(request.name)
         assert request.HasField("expected_length")
-        self._check(kept, request.layer, request.expected_length)
+        assert request.append_id
+        self._check(kept, request.layer, request)
         key, value = array(request.key), array(request.value)
         if request.length_first:
             key, value = key.swapaxes(0, 1), value.swapaxes(0, 1)
-        kept.append(request.layer, key, value)
+        kept.append(request.layer, key, value, request.append_id)
         return caches_pb2.CacheServiceAppendResponse(length=kept.layers[request.layer][0].shape[1])
 
-    def _check(self, kept: Kept, layer: int, expected: int) -> None:
+    def _check(self, kept: Kept, layer: int, expects: Any) -> None:
         length = kept.layers[layer][0].shape[1]
-        if length != expected:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(length))
+        if length != expects.expected_length:
+            known = {"appended": "true"} if expects.append_id and expects.append_id == kept.append_ids[layer] else {}
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(length), **known)
 
     def _fork(self, request: caches_pb2.CacheServiceForkRequest) -> Message:
         if (made := self._made.get(request.request_id)) is not None:
@@ -202,6 +207,7 @@ class Keeper:
         if longest < request.length:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
         kept.layers = [(key[:, : request.length], value[:, : request.length]) for key, value in kept.layers]
+        kept.append_ids = [0] * len(kept.layers)
         return caches_pb2.CacheServiceTruncateResponse(cache=kept.describe())
 
     def _get(self, request: caches_pb2.CacheServiceGetRequest) -> Message:
@@ -224,12 +230,13 @@ class Keeper:
         kept = [self._find(reference.name) for reference in request.caches]
         for cache, reference in zip(kept, request.caches, strict=True):
             assert reference.HasField("expected_length")
-            self._check(cache, reference.layer, reference.expected_length)
+            assert bool(reference.append_id) == request.HasField("key")
+            self._check(cache, reference.layer, reference)
         if request.HasField("key"):
             for cache, reference, key, value in zip(
                 kept, request.caches, array(request.key), array(request.value), strict=True
             ):
-                cache.append(reference.layer, key, value)
+                cache.append(reference.layer, key, value, reference.append_id)
         query = array(request.query)
         outputs = [
             attention(query[index], *cache.layers[reference.layer], request.causal)
@@ -247,14 +254,16 @@ class Keeper:
         kept = [self._find(reference.name) for reference in request.caches]
         for cache, reference in zip(kept, request.caches, strict=True):
             assert reference.HasField("expected_length")
-            self._check(cache, 0, reference.expected_length)
+            assert reference.append_id
+            self._check(cache, 0, reference)
         input = array(request.input)
         lengths = np.frombuffer(request.lengths.data, np.int64) if request.HasField("lengths") else None
         output = np.zeros_like(input)
-        for index, cache in enumerate(kept):
+        for index, (cache, reference) in enumerate(zip(kept, request.caches, strict=True)):
             rows = input[index] if lengths is None else input[index][: lengths[index]]
             for layer in range(len(cache.layers)):
-                cache.append(layer, rows[None], rows[None])
+                if len(rows):
+                    cache.append(layer, rows[None], rows[None], reference.append_id)
             output[index] = cache.layers[0][0].sum((0, 1))
         answer = pb.ApplyResponse(batch_size=1, layer_version=1)
         answer.cache_lengths.extend(cache.layers[0][0].shape[1] for cache in kept)

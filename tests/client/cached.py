@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from calls import PATIENCE_S
 
 from attnserve import AsyncCache, AsyncClient, Client
 from attnserve._caches import AsyncCaches
+from attnserve._retry import RetryPolicy
 
 Transport: TypeAlias = Literal["stream", "unary"]
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -87,7 +89,11 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 
 
 @pytest.fixture(params=[Client, AsyncClient], ids=["Client", "AsyncClient"])
-def client(request: pytest.FixtureRequest, address: str, transport: Transport) -> Iterator[Any]:
+def client(
+    request: pytest.FixtureRequest, address: str, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """Either client. What is sent again is so after a tenth of the usual time, which matters to no cache."""
+    monkeypatch.setattr("attnserve._config.RetryPolicy", partial(RetryPolicy, first_delay=0.01))
     if request.param is Client:
         with Client(address, transport=transport, timeout=PATIENCE_S) as client:
             yield client

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attnserve import AdditiveScore, AttendOptions, GeneralScore, InvalidRequestError
+from attnserve import AdditiveScore, AsyncClient, AttendOptions, Client, GeneralScore, InvalidRequestError
 from attnserve._attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 
@@ -148,3 +148,27 @@ def test_the_timeout_of_a_call_wins_over_the_clients() -> None:
 def test_the_typed_options_are_the_arguments() -> None:
     arguments = set(encode_attend.__kwdefaults__) - {"default_timeout"}
     assert set(get_type_hints(AttendOptions)) == arguments
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "hint"),
+    [
+        ("attend", {"is_causal": True}, "'is_causal'; 'causal' is one"),
+        ("submit", {"attn_mask": QUERY}, "'attn_mask'; 'mask' is one"),
+        ("attend", {"default_timeout": 1.0}, "'default_timeout'"),
+        ("submit", {"resident": True}, "'resident'"),
+        ("apply", {"is_causal": True}, "'is_causal'; 'causal' is one"),
+        ("submit_apply", {"dropout": 0.1}, "'dropout'$"),
+    ],
+)
+async def test_an_option_that_there_is_not_is_said_to_be_none_of_the_methods(
+    method: str, arguments: dict[str, Any], hint: str
+) -> None:
+    given = ("a layer", QUERY) if "apply" in method else (QUERY, QUERY, QUERY)
+    expected = rf"^{method}\(\) got an unexpected keyword argument {hint}"
+    for caches in ({}, {"caches": ()}):
+        with Client() as client, pytest.raises(TypeError, match=expected):
+            getattr(client, method)(*given, **caches, **arguments)
+        async with AsyncClient() as in_tasks:
+            with pytest.raises(TypeError, match=expected):
+                await getattr(in_tasks, method)(*given, **caches, **arguments)

@@ -90,21 +90,72 @@ def test_a_truncation_whose_reply_is_lost(client: Any, keeper: Keeper, losses: i
     assert cache.append(*part(4, 5), layer=1) == 5
 
 
-def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper) -> None:
-    """Ours was lost before it was carried out, and the cache is longer, but not by as much as ours would make it."""
-    cache = client.create_cache(H, D)
+@pytest.mark.parametrize("theirs", [2, 3])
+@pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
+def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper, method: str, theirs: int) -> None:
+    """Ours was lost before it was carried out, and the cache is longer, perhaps by as much as ours would make it."""
+    cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
+    keys = KEYS[0, : cache.num_kv_heads, :theirs]
 
     def somebody_else(request: Any) -> None:
         keeper.before.clear()
-        keeper.caches[cache.name].append(0, KEYS[0, :, :2], VALUES[0, :, :2])
+        keeper.caches[cache.name].append(0, keys, keys, append_id=1 << 63)
 
-    keeper.before["Append"] = keeper.before["Attend"] = somebody_else
-    keeper.lose = ["Append"]
+    keeper.before[method] = somebody_else
+    keeper.lose = [method]
     with pytest.raises(FailedPreconditionError) as caught:
-        cache.append(*part(0, 3))
-    assert (caught.value.actual_length, caught.value.resent, cache.length) == (2, True, 0)
+        _three_tokens(client, cache, method)
+    error = caught.value
+    assert (error.actual_length, error.resent, error.appended, cache.length) == (theirs, True, False, 0)
+    assert keeper.caches[cache.name].layers[0][0].shape[1] == theirs, "what is theirs is there"
     cache.refresh()
-    assert cache.length == 2
+    assert cache.length == theirs
+
+
+@pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
+def test_an_operation_that_was_given_up_is_not_taken_for_the_next_one(client: Any, keeper: Keeper, method: str) -> None:
+    """It was carried out after all. Its tokens are as many as those of the next one, whose first reply is lost."""
+    cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
+    released, done = threading.Event(), threading.Event()
+    keeper.before[method] = lambda request: released.wait(PATIENCE_S)
+    keeper.after[method] = lambda answer, context: done.set()
+    with pytest.raises(DeadlineExceededError):
+        _three_tokens(client, cache, method, timeout=1.0)
+    released.set()
+    assert done.wait(PATIENCE_S)
+    keeper.lose = [method]
+    with pytest.raises(FailedPreconditionError) as caught:
+        _three_tokens(client, cache, method, first=3)
+    assert (caught.value.actual_length, caught.value.resent, caught.value.appended) == (3, True, False)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
+def test_what_a_full_server_refused_was_not_carried_out(client: Any, keeper: Keeper, method: str) -> None:
+    """It is sent again, and finds that somebody else has appended meanwhile."""
+    cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
+
+    def refuse(request: Any) -> None:
+        keeper.before.clear()
+        keys = KEYS[0, : cache.num_kv_heads, :3]
+        keeper.caches[cache.name].append(0, keys, keys, append_id=1 << 63)
+        raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+
+    keeper.before[method] = refuse
+    with pytest.raises(FailedPreconditionError) as caught:
+        _three_tokens(client, cache, method)
+    assert (caught.value.actual_length, caught.value.resent, caught.value.appended) == (3, False, False)
+    assert keeper.methods() == ["Create", method]
+
+
+def _three_tokens(client: Any, cache: Any, method: str, first: int = 0, **options: Any) -> None:
+    """Has three tokens appended to a cache, by one of the methods."""
+    if method == "Append":
+        cache.append(*part(first, first + 3), **options)
+    elif method == "Attend":
+        cache.attend(QUERY, *part(first, first + 3), **options)
+    else:
+        client.apply("decoder", normal(first, 1, 3, D), cache=cache, **options)
 
 
 def test_an_equal_length_on_the_first_try_is_no_success(client: Any, keeper: Keeper) -> None:

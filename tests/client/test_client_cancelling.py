@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import pytest
+from askers import array
 from calls import PATIENCE_S
 from conftest import Models, Server
+from peers import peer, replies
 
 from attnserve import AsyncClient, CacheInfo, Client, ClientClosedError
+from attnserve.v1 import attention_pb2 as pb
 
 T = TypeVar("T")
 
@@ -29,13 +33,17 @@ class Turns(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.left = 0
+        self.last = False
+        """Whether the task is cancelled after what is to be done in that turn already, not before."""
         self.task: asyncio.Task[Any] | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
         if self.task is not None:
             self.left -= 1
-            if not self.left:
+            if not self.left and self.last:
+                self.task.get_loop().call_soon(self.task.cancel)
+            elif not self.left:
                 self.task.cancel()
         return ready
 
@@ -185,6 +193,39 @@ def test_calls(layer_server: Server, models: Models, turns: Turns, runner: async
                 np.testing.assert_array_equal((await operation()).output, output)
 
     runner.run(run())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_call_that_waits_for_its_servers(turns: Turns, runner: asyncio.Runner, last: bool) -> None:
+    """Given up in any turn until it is sent, it is in flight no more, and before that not sent at all."""
+    arrived = threading.Event()
+    turns.last = last
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answers twos only."""
+        for message in messages:
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                if call.attend.query.data == array(2).tobytes():
+                    yield from replies(pb.AttendStreamRequest(calls=[call]).SerializeToString())
+                else:
+                    arrived.set()
+
+    async def give_up(turn: int) -> None:
+        with peer(stream) as address:
+            client = AsyncClient(lambda: [address], timeout=None)  # not by `async with`, which looks for servers
+            try:
+                assert await turns.cancelled_in(turn, lambda: client.attend(*[array(1)] * 3)) is None
+                async with asyncio.timeout(PATIENCE_S):
+                    assert (await client.attend(*[array(2)] * 3)).output[0, 0] == 2
+                assert client._calls.servers.connection().in_flight == 0
+            finally:
+                await client.close()
+
+    for turn in itertools.count(1):
+        runner.run(give_up(turn))
+        if arrived.is_set():
+            break
+    assert turn > 3
 
 
 def _a_layer(server: Server) -> tuple[str, int]:

@@ -84,13 +84,18 @@ def test_a_message_that_grpc_refuses_is_too_long() -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "number"),
-    [({"length": "12", "free_bytes": "12"}, 12), ({"length": "-1", "free_bytes": "a lot"}, None), ({}, None)],
+    [
+        ({"length": "12", "free_bytes": "12", "appended": "true"}, 12),
+        ({"length": "-1", "free_bytes": "a lot"}, None),
+        ({}, None),
+    ],
 )
 def test_what_a_cache_has(metadata: dict[str, str], number: int | None) -> None:
     info = rpc.ErrorInfo(reason="UNEXPECTED_LENGTH", metadata=metadata)
     unexpected = error_from_status(status(grpc.StatusCode.FAILED_PRECONDITION, info), resent=True)
     assert isinstance(unexpected, attnserve.FailedPreconditionError)
     assert (unexpected.actual_length, unexpected.resent) == (number, True)
+    assert unexpected.appended is (metadata.get("appended") == "true")
     full = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, info))
     assert isinstance(full, attnserve.OverloadedError)
     assert (full.free_bytes, full.resent) == (number, False)

@@ -98,8 +98,9 @@ def test_while_a_thread_makes_another_call(server: Server, way: Any) -> None:
     client.close()
 
 
-def test_while_a_thread_takes_spans(server: Server) -> None:
-    """It may hold a lock of whoever takes them."""
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_while_spans_are_taken(server: Server, kind: Any) -> None:
+    """Who takes them may hold a lock of theirs."""
     taking, ended = threading.Lock(), threading.Event()
 
     class Spans(SpanProcessor):
@@ -109,18 +110,25 @@ def test_while_a_thread_takes_spans(server: Server) -> None:
 
     provider = TracerProvider()
     provider.add_span_processor(Spans())
-    client = Client(server.address, timeout=None, tracing=provider)
+    client = kind(server.address, timeout=None, tracing=provider)
     long = np.ones((1, 1, 3000, 2), np.float32)
 
-    def call() -> None:
+    def give_up() -> None:
         future = client.submit(long, long, long)
         with taking:
             Owner(future)
+            del future
             gc.collect()
 
-    assert ends(call)
+    async def run() -> None:
+        give_up()
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        await client.close()
+
+    assert ends(give_up if kind is Client else lambda: asyncio.run(run()))
     assert ended.wait(PATIENCE_S)
-    client.close()
+    if kind is Client:
+        client.close()
 
 
 def test_while_a_thread_begins_to_wait_for_a_retry() -> None:

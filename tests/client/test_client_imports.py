@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import attnserve
 
 
@@ -15,6 +17,18 @@ def test_neither_torch_nor_the_server_is_imported() -> None:
     roots = {name.partition(".")[0] for name in json.loads(output.stdout)}
     assert "attnserve" in roots
     assert not roots & {"torch", "attnserve_server", "transformers", "prometheus_client"}
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_an_integration_says_what_to_install(missing: str) -> None:
+    program = (
+        f"import sys; sys.modules['{missing}'] = None\n"
+        "try: import attnserve.integrations.transformers\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "pip install 'attnserve[transformers]'" in done.stdout
+    assert missing in done.stdout.partition("(")[2]
 
 
 def test_the_public_names_are_there() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, wait
 from typing import Any
 
 import grpc
+import multiplexed
 import pytest
 from askers import Attend, Transport, array, attend, transport
 from calls import PATIENCE_S
@@ -17,7 +18,7 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from peers import good, peer
 
-from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError
+from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError, _tasks
 from attnserve._thread_future import CallFuture
 from attnserve._threads import StreamTransport
 from attnserve.v1 import attention_pb2 as pb
@@ -73,6 +74,26 @@ async def test_a_cancelled_task_has_the_peer_told() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert await asyncio.to_thread(told.wait, PATIENCE_S)
+
+
+def test_a_call_that_is_given_up_between_two_servers(silent: tuple[str, threading.Event]) -> None:
+    """Neither has it at that moment; who waits for several futures is told all the same."""
+    with Client(silent[0]) as client:
+        stream = client._calls.servers.connection().stream()
+        future: CallFuture[Any, Any] = CallFuture(lambda outcome: outcome)
+        assert future.cancel()
+        stream.adopt(multiplexed.call(future))
+        assert len(stream) == 0
+        assert not wait([future], PATIENCE_S).not_done
+
+
+async def test_a_call_that_is_given_up_between_two_servers_in_tasks(silent: tuple[str, threading.Event]) -> None:
+    async with AsyncClient(silent[0]) as client:
+        stream = client._calls.servers.connection().stream()
+        future: _tasks.CallFuture[Any, Any] = _tasks.CallFuture(lambda outcome: outcome)
+        assert future.cancel()
+        stream.adopt(multiplexed.call(future))
+        assert len(stream) == 0
 
 
 def test_unary_calls_cancelled_by_the_server(attend: Attend) -> None:

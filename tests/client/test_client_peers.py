@@ -86,10 +86,9 @@ def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transpo
     assert isinstance(result, DeadlineExceededError)
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256))])
-@pytest.mark.parametrize("then", ["close", "half close", "nothing"])
-def test_a_peer_that_is_no_server(attend: Attend, transport: Transport, says: bytes, then: str) -> None:
-    """It takes connections, says what is not HTTP/2, and closes both sides, its own, or none: an error, in time."""
+@contextlib.contextmanager
+def no_server(says: bytes, then: str) -> Iterator[str]:
+    """Takes connections, says something on each, and closes both sides of it, its own, or none. Its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
         left: list[socket.socket] = []
 
@@ -105,14 +104,26 @@ def test_a_peer_that_is_no_server(attend: Attend, transport: Transport, says: by
                         connection.shutdown(socket.SHUT_WR)
 
         thread.submit(serve)
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for connection in left:
+                connection.close()
+
+
+def test_peers_that_are_no_servers(attend: Attend, transport: Transport) -> None:
+    """They say what is not HTTP/2: an error, in time. All at once, because each takes as long as its caller waits."""
+    said = (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256)))
+    kinds = list(itertools.product(said, ("close", "half close", "nothing")))
+    with contextlib.ExitStack() as peers, ThreadPoolExecutor(len(kinds)) as callers:
+        addresses = [peers.enter_context(no_server(*kind)) for kind in kinds]
         begin = time.monotonic()
-        (result,) = attend(f"127.0.0.1:{listener.getsockname()[1]}", [array(1)], timeout=0.5, transport=transport)
-        took = time.monotonic() - begin
-        listener.shutdown(socket.SHUT_RDWR)
-        for connection in left:
-            connection.close()
-    assert isinstance(result, UnavailableError | DeadlineExceededError)
-    assert took < PATIENCE_S
+        asking = [callers.submit(attend, at, [array(1)], timeout=0.5, transport=transport) for at in addresses]
+        for kind, asked in zip(kinds, asking, strict=True):
+            (result,) = asked.result()
+            assert isinstance(result, UnavailableError | DeadlineExceededError), kind
+        assert time.monotonic() - begin < PATIENCE_S
 
 
 def test_a_peer_that_does_not_read(attend: Attend) -> None:

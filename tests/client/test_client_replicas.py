@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from attnserve import TLS, Client, UnavailableError
 from attnserve._config import Settings
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, OverloadedError
 from attnserve._in_flight import Call
 from attnserve._multiplexer import Multiplexer
 from attnserve._replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
@@ -180,6 +182,14 @@ def test_the_only_server_is_connected_to_anew() -> None:
     assert fleet.replicas.only is fleet.at("a") is not first
 
 
+def full(seconds: int) -> Status:
+    """A server has no room for so many seconds."""
+    status = Status(code=8, message="full")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED"))
+    status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return status
+
+
 def calls_on(multiplexer: Multiplexer[str], owners: Iterable[str], pinned: Iterable[str] = ()) -> dict[str, Call[str]]:
     made = {}
     for owner in owners:
@@ -264,6 +274,28 @@ def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[s
     assert ids
     ((_, error),) = here.close()
     assert isinstance(error, AttnServeError)
+
+
+def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
+    """As long as it was told, and then for the budget of all that is sent again."""
+    calls = calls_on(here, ("refused", "later"))
+    stream = here.opened()
+    sent(here, stream)
+    assert here.resolve(stream, [Reply(calls["refused"].id, full(1))], 0.0) == []
+    assert here.resolve(stream, [Reply(calls["later"].id, full(3))], 0.0) == []
+    here.leave()
+    assert here.take_leaving() == []
+    assert 1.0 <= here.wakeup <= 2.0
+    assert here.tick(0.9, others=True) == []
+    assert here.take_leaving() == []
+    assert here.tick(2.0, others=True) == []
+    assert here.take_leaving() == [calls["refused"]]
+    while here._policy.budget.take(2.0):
+        pass
+    ((call, error),) = here.tick(5.0, others=True)
+    assert call is calls["later"]
+    assert isinstance(error, OverloadedError)
+    assert here.take_leaving() == []
 
 
 def test_what_addresses_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_only_the_unavailable_is_tried_again() -> None:
     invalid = policy.after(Status(code=3, message="no"), 1, 0.0, 10.0)
     assert isinstance(invalid, InvalidRequestError)
     assert not invalid.resent
-    again = policy.after(Status(code=3, message="no"), 2, 0.0, 10.0)
+    again = policy.after(Status(code=3, message="no"), 2, 0.0, 10.0, resent=True)
     assert isinstance(again, InvalidRequestError)
     assert again.resent
 

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import STARTUP_S
+from conftest import POOL, STARTUP_S, Server
 
 from attnserve import (
     AsyncClient,
@@ -204,10 +203,22 @@ def test_a_timeout_of_nothing(either: Client) -> None:
         either.attend(*triple(7), timeout=0)
 
 
-def test_a_message_longer_than_the_server_takes(start_server: Callable[..., Any]) -> None:
+@pytest.fixture(scope="module")
+def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server at a unix socket that takes short messages, and just as many calls in one as the SDK sends at most, and
+    has room for all of them.
+    """
+    directory = tmp_path_factory.mktemp("narrow")
+    flags = ("--listen", f"unix:{directory}/socket", "--max-message-bytes", "1MiB")
+    flags += ("--max-message-calls", str(MESSAGE_CALLS), "--max-requests", "4096", "--max-queue-time", "0", *POOL)
+    server = Server(flags, directory / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()
+
+
+def test_a_message_longer_than_the_server_takes(narrow_server: Server) -> None:
     """It fails alone, with the calls beside it unharmed, and as an error of that call."""
-    address = start_server("--max-message-bytes", "1MiB").address
-    with Client(address) as client:
+    with Client(narrow_server.address) as client:
         before, after = triple(8), triple(9)
         futures = [client.submit(*before), client.submit(*triple(10, 1, 8, 256, 64)), client.submit(*after)]
         np.testing.assert_allclose(futures[0].result().output, expected(*before), atol=2e-6)
@@ -217,14 +228,10 @@ def test_a_message_longer_than_the_server_takes(start_server: Callable[..., Any]
         np.testing.assert_allclose(futures[2].result().output, expected(*after), atol=2e-6)
 
 
-def test_more_calls_at_once_than_a_message_may_hold(start_server: Callable[..., Any]) -> None:
-    """A server that takes just as many in one message as the SDK sends at most, and has room for all of them."""
-    address = start_server(
-        "--max-message-calls", str(MESSAGE_CALLS), "--max-requests", "4096", "--max-queue-time", "0"
-    ).address
+def test_more_calls_at_once_than_a_message_may_hold(narrow_server: Server) -> None:
     query, key, value = triple(14, 1, 1, 1, 4)
     output = expected(query, key, value)
-    with Client(address) as client:
+    with Client(narrow_server.address) as client:
         futures = [client.submit(query, key, value) for _ in range(3 * MESSAGE_CALLS)]
         for future in futures:
             np.testing.assert_allclose(future.result(timeout=60).output, output, atol=2e-6)
@@ -246,11 +253,10 @@ def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
         np.testing.assert_array_equal(future.result().output, output)
 
 
-def test_a_unix_socket(start_server: Callable[..., Any], tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/socket"
-    start_server("--listen", address)
+def test_a_unix_socket(narrow_server: Server) -> None:
+    assert narrow_server.address.startswith("unix:/")
     arrays = triple(12)
-    with Client(address) as client:
+    with Client(narrow_server.address) as client:
         np.testing.assert_allclose(client.attend(*arrays).output, expected(*arrays), atol=2e-6)
 
 

@@ -19,6 +19,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from peers import good, good_unary, peer
 
 from attnserve import AsyncClient, Client, InvalidRequestError, UnavailableError
+from attnserve._tasks import CallFuture
+from attnserve._tracing import Tracing
 from attnserve.v1 import attention_pb2 as pb
 
 ATTEND = "attnserve.v1.AttentionService/Attend"
@@ -151,6 +153,42 @@ def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(
     assert names == ["Create", "Attend", "Attend", "Attend", "Truncate", "Delete"]
     parents = {span.parent and span.parent.span_id for span in exporter.get_finished_spans() if span.name != "mine"}
     assert parents == {mine.get_span_context().span_id}
+
+
+def test_a_span_of_a_call_that_is_given_up_as_its_result_is_made_ends_once(
+    exporter: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finalizer may do that, which runs where anything is made."""
+
+    async def run() -> None:
+        def finish(outcome: int) -> int:
+            assert future.cancel()
+            return outcome
+
+        future: CallFuture[int, int] = CallFuture(finish)
+        future.span = Tracing(provider, "here").begin("/service/Method", None)
+        future.settle(1)
+        assert future.cancelled()
+
+    asyncio.run(run())
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "CancelledError"
+    assert not caplog.records
+
+
+def test_a_span_of_a_call_that_is_given_up_when_its_loop_is_closed_ends(
+    exporter: InMemorySpanExporter, provider: TracerProvider
+) -> None:
+    async def run() -> CallFuture[int, int]:
+        future: CallFuture[int, int] = CallFuture(lambda outcome: outcome)
+        future.span = Tracing(provider, "here").begin("/service/Method", None)
+        return future
+
+    assert asyncio.run(run()).cancel()
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "CancelledError"
 
 
 class Failing(SpanProcessor):

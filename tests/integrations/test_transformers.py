@@ -243,6 +243,7 @@ def test_model_on_a_gpu(recorder: Recorder, side: str) -> None:
     assert len(recorder.calls) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # of torch, on that alone
 def test_compiled_model(recorder: Recorder) -> None:
     """What is compiled stops at the attention and goes on after it."""
     model = build(AutoModel, CAUSAL["llama"]())

@@ -23,9 +23,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+try:
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+except ImportError as error:
+    raise ImportError(
+        f"the integration needs torch and transformers: pip install 'attnserve[transformers]' ({error})"
+    ) from error
 
 from attnserve.integrations._mask_pattern import MaskPattern, recognise
 

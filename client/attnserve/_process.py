@@ -1,0 +1,64 @@
+"""The process that a client belongs to: that in which it is first used.
+
+In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in the child of one. A child has none
+of the client's threads, and whoever held a lock as the process was forked holds it there for ever, so that this is
+asked before any lock is taken, and takes none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+from attnserve._errors import ClientClosedError
+
+T = TypeVar("T")
+
+_FORKED: Final = "the client was used before the process was forked; spawn processes, or make a client in each"
+
+_forks = 0
+"""How many forks lead from the first process here."""
+
+_inheritances: Final[list[tuple[Callable[[], Iterable[Any]], list[Any]]]] = []
+
+
+class Process:
+    """The process that one client belongs to."""
+
+    __slots__ = ("_forks",)
+
+    def __init__(self) -> None:
+        self._forks: int | None = None
+
+    def enter(self) -> None:
+        """The client is used. ClientClosedError if another process has done so."""
+        if self._forks != _forks:
+            if self._forks is not None:
+                raise ClientClosedError(_FORKED)
+            self._forks = _forks
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the client was used before a fork of which this process is the child."""
+        return self._forks is not None and self._forks != _forks
+
+
+def inherited(alive: Callable[[], Iterable[T]]) -> Sequence[T]:
+    """A list that gets, in each child, what is alive as it is forked. It is never let go of there: what is gRPC's would
+    wait for threads that are its parent's, in whatever code it is collected.
+    """
+    kept: list[T] = []
+    _inheritances.append((alive, kept))
+    return kept
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+    for alive, kept in _inheritances:
+        kept.extend(alive())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
