@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from attnserve_server import kinds, units
+from attnserve_server import durations, kinds, stream_life, units
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT
 from attnserve_server.start_errors import ConfigError
 
 Source: TypeAlias = Literal["flag", "environment", "default", "code"]
@@ -34,7 +35,10 @@ class Config:
     """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
 
     listen: str = _setting(
-        kinds.TCP_OR_UNIX, "127.0.0.1:8001", "Where gRPC is served: host:port or unix:/path. Port 0 is a free one."
+        kinds.TCP_OR_UNIX,
+        "127.0.0.1:8001",
+        "Where gRPC is served: host:port or unix:/path. Port 0 is a free one. Of a name with several addresses, all "
+        "that this machine has are served, and each must be free.",
     )
     http_listen: str = _setting(
         kinds.TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
@@ -175,7 +179,7 @@ class Config:
         kinds.DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
     )
     max_connection_age: float = _setting(
-        kinds.DURATION,
+        kinds.duration(stream_life.MAX_AGE),
         0.0,
         "When a caller is asked to connect again, so that it finds servers that are new; its calls go on. 0: never; "
         "some minutes are right for several replicas.",
@@ -187,17 +191,18 @@ class Config:
         "nowhere else.",
     )
     cache_bytes: int = _setting(
-        kinds.size(0),
+        kinds.size(0, 2**60),
         0,
-        "The pool of resident key/value caches, taken at the start. 0: 512 MiB on a CPU, half the free memory on CUDA.",
+        "The pool of resident key/value caches, taken at the start: one page at least. 0: 512 MiB on a CPU, half the "
+        "free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
-        kinds.size(4096, 2**30),
+        kinds.size(4096, 2**30, BLOCK_ALIGNMENT),
         512 * 2**10,
         "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
     )
     cache_ttl: float = _setting(
-        kinds.DURATION,
+        kinds.duration(durations.MAX_SECONDS),
         0.0,
         "How long a cache lives after its last use, where its caller does not say. 0: until it is deleted, which a "
         "caller that has died will not do.",
@@ -256,6 +261,9 @@ class Config:
         ):
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
+        if 0 < self.cache_bytes < self.cache_page_bytes:
+            page = self.show("cache_page_bytes")
+            raise ConfigError("cache_bytes", f"0, or at least cache_page_bytes ({page})", self.show("cache_bytes"))
         for name, needed in (
             ("tls_certificate", "tls_key"),
             ("tls_key", "tls_certificate"),

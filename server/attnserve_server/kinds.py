@@ -6,8 +6,8 @@ flag or an environment variable, and writes it as text that says the same.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -37,9 +37,15 @@ def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], 
     )
 
 
-def size(least: int = 1, most: int | None = None) -> Kind:
-    """Bytes."""
-    return _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
+def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
+    """Bytes, which may have to be a multiple of some."""
+    kind = _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
+    if multiple == 1:
+        return kind
+    return kind._replace(
+        expected=f"{kind.expected}, a multiple of {multiple}",
+        valid=lambda value: kind.valid(value) and value % multiple == 0,
+    )
 
 
 def count(least: int = 1, most: int | None = None) -> Kind:
@@ -52,8 +58,15 @@ def flops(least: int = 1) -> Kind:
     return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
 
 
-def _is_duration(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+def duration(most: float | None = None) -> Kind:
+    """Seconds."""
+    bound = sys.float_info.max if most is None else most
+    return Kind(
+        "a duration (such as 200ms or 2s)" + (f" of at most {units.format_duration(most)}" if most is not None else ""),
+        lambda value: type(value) in (int, float) and 0 <= value <= bound,
+        units.parse_duration,
+        units.format_duration,
+    )
 
 
 def words(*choices: str) -> Kind:
@@ -73,7 +86,7 @@ def matches(expected: str, valid: Callable[[str], object], *, private: bool = Fa
     return Kind(expected, check, str, str, private)
 
 
-DURATION: Final = Kind("a duration (such as 200ms or 2s)", _is_duration, units.parse_duration, units.format_duration)
+DURATION: Final = duration()
 TRUTH: Final = Kind(
     "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
 )

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from attnserve_server.stream import CallStream
 
+MAX_AGE: Final = 30 * 24 * 3600
+"""The greatest age, in seconds. gRPC counts milliseconds in a signed 32-bit number."""
+
+_FOR_EVER_MS: Final = 2**31 - 1
+"""What gRPC takes for no end."""
+
 CONNECTION_SHARE: Final = 0.75
 """When gRPC ends a connection, as a part of the age at which streams retire. It adds or takes a tenth of that."""
 
@@ -42,5 +48,5 @@ class StreamLife:
         grace = self.age * (1.0 + SPREAD) + 2 * self.grace + 1.0
         return [
             ("grpc.max_connection_age_ms", max(1, round(1000 * CONNECTION_SHARE * self.age))),
-            ("grpc.max_connection_age_grace_ms", round(1000 * grace)),
+            ("grpc.max_connection_age_grace_ms", round(min(1000 * grace, _FOR_EVER_MS))),
         ]

@@ -48,7 +48,7 @@ class ServerTls:
         self._loaded = self._load()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for the gRPC port."""
+        """Credentials for one address of the gRPC port."""
         given = self._loaded
 
         def fetch() -> Any:  # None says that nothing has changed, of which the stubs do not know

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 import calls
 import numpy as np
 import pytest
+from conftest import POOL
 from google.protobuf.wrappers_pb2 import BytesValue
 from grpc._cython import cygrpc
+from loopback import loopback
 
 from attnserve_server import __version__, logs
 from attnserve_server.command_line import misspelled
@@ -87,6 +89,41 @@ def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
+def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
+    """A server with these flags does not become ready, and says nothing but why; its process does something before."""
+    addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu")
+    code = f"{before}\nimport sys; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *addresses, *flags]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (status, f"attnserve-server: {line}\n")
+    assert "ready: " not in done.stdout
+
+
+@pytest.mark.parametrize("size", ["4000TiB", "1048576TiB"])
+def test_a_pool_that_the_machine_has_not_is_one_line_and_status_1(size: str) -> None:
+    line = f"cache_bytes: {size} of memory is not to be had on cpu"
+    ends_with(line, 1, "--cache-bytes", size)
+    ends_with(line, 1, "--cache-bytes", size, "--cache-page-bytes", "4KiB")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)",
+        # Each half would be promised, and the process killed when it writes the second.
+        "import os; ask = os.sysconf; os.sysconf = lambda name: 3 << 20 if name == 'SC_PHYS_PAGES' else ask(name)",
+    ],
+    ids=["by-its-limit", "by-the-machine"],
+)
+def test_a_pool_that_the_process_may_not_have_is_one_line_and_status_1(before: str) -> None:
+    ends_with("cache_bytes: 16GiB of memory is not to be had on cpu", 1, "--cache-bytes", "16GiB", before=before)
+
+
+def test_a_page_that_is_more_than_the_pool_is_by_default_is_one_line_and_status_2() -> None:
+    line = "cache_page_bytes: expected at most cache_bytes, by default 512MiB here, found '1GiB'"
+    ends_with(line, 2, "--cache-page-bytes", "1GiB")
+
+
 def test_variables_that_are_nearly_settings_are_told() -> None:
     names = ["ATTNSERVE_DEVCE", "ATTNSERVE_MAX_BYTE", "ATTNSERVE_DEVICE", "DEVCE"]
     sdk = ["ATTNSERVE_CA", "ATTNSERVE_CLIENT_CERTIFICATE", "ATTNSERVE_CLIENT_KEY", "ATTNSERVE_TOKEN_FILE"]
@@ -95,8 +132,7 @@ def test_variables_that_are_nearly_settings_are_told() -> None:
         ("ATTNSERVE_DEVCE", "ATTNSERVE_DEVICE"),
         ("ATTNSERVE_MAX_BYTE", "ATTNSERVE_MAX_BYTES"),
     ]
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends at once
-        done = run("--listen", f"127.0.0.1:{taken.getsockname()[1]}", ATTNSERVE_DEVCE="cpu")
+    done = run_without_the_extra(ATTNSERVE_DEVCE="cpu")  # which ends at once
     assert "ATTNSERVE_DEVCE is no setting: ATTNSERVE_DEVICE is" in done.stderr
 
 
@@ -166,14 +202,14 @@ def test_what_is_not_installed_is_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
-def run_without_the_extra(*argv: str) -> subprocess.CompletedProcess[str]:
+def run_without_the_extra(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command line where only the SDK and what it needs are installed."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({EXTRA}))"  # which is how Python notes what cannot be imported
         "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, *argv]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=ENVIRONMENT | environ, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_parts_without_torch_stay_without_it() -> None:
@@ -342,7 +378,9 @@ def test_for_machines_every_line_is_json(start_server: Callable[..., Server], mo
     of_python = [json.loads(line)["message"] for line in server.stderr().splitlines() if not CORE.match(line)]
     assert all(of_python)
     assert (of_python[-1], "draining" in of_python) == ("ended", True)
-    done = run("--log-format=json", "--listen", server.address, "--http-listen", "127.0.0.1:0", "--layers", "/no/file")
+    done = run(
+        "--log-format=json", "--listen", server.address, "--http-listen", "127.0.0.1:0", "--layers", "/no/file", *POOL
+    )
     assert done.returncode == 1
     assert all(json.loads(line)["message"] for line in (*done.stdout.splitlines(), *done.stderr.splitlines()))
     assert json.loads(done.stderr.splitlines()[-1])["level"] == "critical"
@@ -353,8 +391,21 @@ def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         addresses = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"} | {name: address}
-        done = run("--listen", addresses["listen"], "--http-listen", addresses["http_listen"], "--log-level", "error")
+        flags = [*POOL, "--log-level", "error"]
+        done = run("--listen", addresses["listen"], "--http-listen", addresses["http_listen"], *flags)
     assert done.returncode == 1
     assert "ready: " not in done.stdout
     assert done.stderr.splitlines()[-1].startswith(f"attnserve-server: {name}: cannot listen on {address}: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("host", loopback())
+def test_a_port_that_is_taken_on_one_address_of_a_name_is_taken(host: str) -> None:
+    """The other would be served, and callers of the name come upon either server."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        done = run("--listen", address, "--http-listen", "127.0.0.1:0", "--cache-bytes", "1MiB", "--log-level", "error")
+    assert done.returncode == 1
+    assert "ready: " not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith(f"attnserve-server: listen: cannot listen on {address}: ")

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve_server import command_line, cpus, units
+from attnserve_server.caches.shape import BLOCK_ALIGNMENT
+from attnserve_server.caches.store import CacheStore
 from attnserve_server.config import Config, settings
 from attnserve_server.start_errors import ConfigError, UsageError
 from scripts import settings_table
@@ -100,6 +102,12 @@ def test_values_have_their_units() -> None:
         ("max_wait", "nan"),
         ("max_wait", "1e999s"),
         ("reflection", "perhaps"),
+        ("cache_bytes", "2000000TiB"),
+        ("cache_page_bytes", "4097"),
+        ("cache_page_bytes", "4000"),
+        ("cache_page_bytes", "2GiB"),
+        ("cache_ttl", "1e12"),  # more than the Duration of a reply can say
+        ("max_connection_age", "721h"),  # gRPC counts milliseconds in 32 bits
         ("log_level", "loud"),
         ("log_format", "xml"),
         ("listen", "$(POD_IP):8001"),
@@ -152,6 +160,23 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         Config(max_bytes=2**20)
     with pytest.raises(ConfigError, match=r"^max_batch_flops: expected at most max_flops \(1e3\), found '4e9'"):
         command_line.load(["--max-flops", "1000"], {})
+
+
+def test_a_pool_has_a_page() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^cache_bytes: expected 0, or at least cache_page_bytes \(512KiB\), found '1'"
+    ):
+        command_line.load(["--cache-bytes", "1"], {})
+    with pytest.raises(ConfigError, match=r"^cache_bytes: .* cache_page_bytes \(2MiB\), found '1MiB'"):
+        Config(cache_bytes=2**20, cache_page_bytes=2**21)
+    assert Config(cache_bytes=4096, cache_page_bytes=4096).cache_bytes == 4096
+    assert Config(cache_bytes=0, cache_page_bytes=2**21).cache_bytes == 0
+
+
+def test_pages_are_aligned() -> None:
+    """What may be configured is what the pool takes."""
+    for page_bytes in (4096, 4096 + BLOCK_ALIGNMENT, 2**30 - BLOCK_ALIGNMENT):
+        assert CacheStore(page_bytes, Config(cache_page_bytes=page_bytes).cache_page_bytes, 1).pool_bytes == page_bytes
 
 
 def test_built_in_code_says_so_and_cannot_be_changed() -> None:

@@ -1,16 +1,30 @@
-"""What gRPC's core is told of connections and messages."""
+"""What gRPC's core is told of connections and messages, and on which addresses it listens."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
+from grpc import aio
 from grpc._cython import cygrpc
+from loopback import loopback
 
-from attnserve import TLS
+from attnserve import TLS, Client
 from attnserve._config import Settings
 from attnserve_server.config import Config
-from attnserve_server.port import channel_options
+from attnserve_server.port import bind, channel_options
+from attnserve_server.start_errors import ListenError
 from attnserve_server.stream_life import StreamLife
+from attnserve_server.units import Address
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+NAME = "name.test"
 
 
 def test_grpc_knows_every_option() -> None:
@@ -21,3 +35,98 @@ def test_grpc_knows_every_option() -> None:
     names = {name for name, _ in (*settings.channel_options("name:1"), *server)}
     assert len(names) > 15
     assert {name for name in names if name.encode() + b"\0" not in core} == set()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[aio.Server]:
+    """One that has not started."""
+    server = aio.server(options=list(channel_options(Config())))
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `name.test` resolves to: addresses of this machine, and others."""
+    hosts = ["127.0.0.1", "192.0.2.1", "127.0.0.2", "2001:db8::1", "127.0.0.1"]
+    resolve = socket.getaddrinfo
+
+    def known(host: str, *args: Any, **options: Any) -> list[Any]:
+        if host == NAME and not hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [info for each in (hosts if host == NAME else [host]) for info in resolve(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    return hosts
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether something answers there."""
+    try:
+        socket.create_connection((host, port), timeout=10.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("resolved")
+async def test_a_name_is_served_on_all_its_addresses_of_this_machine_at_one_port(server: aio.Server) -> None:
+    """Those of other machines, and of a family that is not there, are not what is taken."""
+    name, _, port = bind(server, f"{NAME}:0", None).rpartition(":")
+    await server.start()
+    assert name == NAME
+    assert [listens(host, int(port)) for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3")] == [True, True, False]
+
+
+@pytest.mark.usefixtures("resolved")
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+async def test_a_name_of_which_one_address_is_taken_is_refused(server: aio.Server, host: str) -> None:
+    with socket.create_server((host, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"^listen: cannot listen on {NAME}:{port}: {host}:{port}: .*in use"):
+            bind(server, f"{NAME}:{port}", None)
+
+
+async def test_a_free_port_is_free_on_all_addresses_of_a_name(
+    server: aio.Server, resolved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the first address has free, and another has not, is passed over."""
+    resolved[:] = ["127.0.0.1", "127.0.0.2"]
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        numbers = [taken.getsockname()[1]]
+        ask = socket.socket.bind
+
+        def bind_there_first(probe: socket.socket, address: tuple[str, int]) -> None:
+            ask(probe, (address[0], address[1] or (numbers.pop() if numbers else 0)))
+
+        with monkeypatch.context() as patch:
+            numbers *= 2  # once to see whether the address is of this machine
+            patch.setattr(socket.socket, "bind", bind_there_first)
+            port = int(bind(server, f"{NAME}:0", None).rpartition(":")[2])
+        assert numbers == []
+        assert port != taken.getsockname()[1]
+    await server.start()
+    assert listens("127.0.0.1", port)
+    assert listens("127.0.0.2", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"), [(NAME, "Name or service not known"), ("a" * 64 + ".test", ".*"), ("192.0.2.1", ".* not ours")]
+)
+async def test_what_has_no_address_here_is_refused(
+    server: aio.Server, resolved: list[str], host: str, why: str
+) -> None:
+    resolved.clear()
+    with pytest.raises(ListenError, match=f"^listen: cannot listen on {host}:1: {why}$"):
+        bind(server, f"{host}:1", None)
+
+
+def test_localhost_is_both_loopback_addresses(start_server: Callable[..., Server]) -> None:
+    """As far as this machine has them, and at the one port that it says."""
+    server = start_server("--listen", "localhost:0")
+    name, _, port = server.address.rpartition(":")
+    assert name == "localhost"
+    one = np.ones((1, 1), np.float32)
+    for host in loopback():
+        with Client(str(Address(host, int(port)))) as client:
+            assert client.attend(one, one, one).output == one

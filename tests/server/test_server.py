@@ -16,6 +16,7 @@ import grpc
 import messages
 import numpy as np
 import pytest
+from conftest import POOL
 from google.rpc import code_pb2
 from occupied import PATIENT, Occupied
 
@@ -94,21 +95,9 @@ def test_an_idle_stream_does_not_keep_a_server_from_ending(start_server: Callabl
         assert server.process.wait(calls.PATIENCE_S) == 0
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
-def test_a_port_that_is_taken_is_an_error(flag: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        flags = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0"} | {flag: address}
-        command = [sys.executable, "-m", "attnserve_server", *(word for pair in flags.items() for word in pair)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=calls.PATIENCE_S, check=False)
-    assert done.returncode == 1
-    assert address in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "ready" not in done.stdout
-
-
 def test_two_servers_do_not_share_a_port(server: Server) -> None:
-    command = [sys.executable, "-m", "attnserve_server", "--listen", server.address, "--http-listen", "127.0.0.1:0"]
+    flags = ["--listen", server.address, "--http-listen", "127.0.0.1:0", *POOL]
+    command = [sys.executable, "-m", "attnserve_server", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=calls.PATIENCE_S, check=False)
     assert done.returncode == 1
     assert server.address in done.stderr
@@ -164,7 +153,7 @@ def test_a_unix_socket_that_is_in_use_is_an_error(start_server: Callable[..., Se
     listen = f"unix:{tmp_path}/socket"
     start_server("--listen", listen)
     second = subprocess.run(
-        [sys.executable, "-m", "attnserve_server", "--listen", listen, "--http-listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "attnserve_server", "--listen", listen, "--http-listen", "127.0.0.1:0", *POOL],
         capture_output=True,
         text=True,
         timeout=90,

@@ -13,7 +13,7 @@ import numpy as np
 from attnserve import Client
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2, tensor_pb2
-from attnserve_server.stream_life import StreamLife
+from attnserve_server.stream_life import MAX_AGE, StreamLife
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -67,3 +67,13 @@ def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
     assert options["grpc.max_connection_age_ms"] * tenth < 100_000, "a stream that retires meets a new connection"
     # The youngest stream has begun when the connection ended, retires a tenth late, and takes all its grace.
     assert options["grpc.max_connection_age_grace_ms"] > 110_000 + 30_000
+
+
+def test_ages_and_graces_that_grpc_cannot_count_are_as_long_as_they_can_be(start_server: Callable[..., Server]) -> None:
+    """It takes numbers of 32 bits, of which it takes the greatest for no end."""
+    options = dict(StreamLife(MAX_AGE, 1e308).channel_options)
+    assert 0.7 * MAX_AGE * 1000 < options["grpc.max_connection_age_ms"] < 2**31 - 1
+    assert options["grpc.max_connection_age_grace_ms"] == 2**31 - 1
+    server = start_server("--max-connection-age", f"{MAX_AGE}s", "--drain-grace=1e300", "--cache-bytes=1MiB")
+    with Client(server.address) as client:
+        assert client.server_info().version

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from calls import until
 from cryptography import x509
+from loopback import loopback
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError, _replicas
 from attnserve._credentials import LOOK_INTERVAL_S
 from attnserve_server.tls import ServerTls, TlsError
 from attnserve_server.tokens import digest, format_hash, new_token
+from attnserve_server.units import Address
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -205,6 +207,7 @@ def test_what_certificates_may_do_where_a_file_says_it(
 
 def test_health_and_metrics_over_tls_ask_for_no_certificate(mutual: Server, authority: certificates.Authority) -> None:
     context = ssl.create_default_context(cafile=str(authority.ca))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 and later do anyway
     for path in ("healthz", "readyz", "metrics"):
         with urllib.request.urlopen(
             f"https://{mutual.http_address}/{path}", context=context, timeout=PATIENCE_S
@@ -253,6 +256,22 @@ def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..
         refused(server, TLS(new.ca, before.certificate, before.key))
         refused(server, as_before)
         attend(connected)
+
+
+def test_every_address_of_a_name_has_the_certificate_and_its_successor(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """As far as this machine has the addresses of localhost."""
+    old, new = certificates.Authority(tmp_path, "old"), certificates.Authority(tmp_path, "new")
+    files = old.issue_for_server()
+    flags = ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--listen=localhost:0"]
+    port = int(start_server(*flags).address.rpartition(":")[2])
+    addresses = [str(Address(host, port)) for host in loopback()]
+    for authority in (old, new):
+        for address in addresses:
+            with Client(address, tls=TLS(authority.ca, server_name="localhost")) as client:
+                attend(client)
+        put(new.issue_for_server("successor"), files)
 
 
 def put(files: certificates.Files, into: certificates.Files) -> None:
