@@ -132,11 +132,12 @@ class Ranking:
 
 def computed_here(embeddings: Floats, history: Sequence[int], candidates: Sequence[int]) -> Floats:
     """The scores by NumPy, ``[candidates]``."""
-    query, key = embeddings[candidates], embeddings[history]
+    # What NumPy rounds in float32 depends on its version, by more than what is looked for.
+    query, key = embeddings[candidates].astype(np.float64), embeddings[history].astype(np.float64)
     scores = np.einsum("chd,thd->hct", query, key) / np.sqrt(WIDTH)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    found: Floats = np.einsum("chd,hct,thd->c", query, weights, key)
+    found: Floats = np.einsum("chd,hct,thd->c", query, weights, key).astype(np.float32)
     return found
 
 

@@ -1,4 +1,8 @@
-"""Authorities and certificates, made as tests need them."""
+"""Authorities and certificates, made as tests need them, with the extensions that RFC 5280 has every authority put in.
+
+Python 3.13 and later refuse by default what has none of them: which key issued a certificate, which an authority has,
+and what for.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = timedelta(days=1)
+ISSUES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""What an authority's key is for."""
 
 
 class Files(NamedTuple):
@@ -31,6 +47,7 @@ class Authority:
         self._name = _name(name)
         builder = _builder(self._name, self._name, self._key, DAY)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        builder = builder.add_extension(ISSUES, critical=True)
         self.ca = directory / f"{name}.pem"
         self.ca.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
@@ -40,6 +57,8 @@ class Authority:
         """A certificate that ends so long from now, or ended so long ago, in `file`.pem and `file`-key.pem."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(common_name), self._name, key, lifetime)
+        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.add_extension(authority, critical=False)
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=not common_name)
         certificate = builder.sign(self._key, hashes.SHA256())
@@ -74,4 +93,5 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - 10 * DAY)
         .not_valid_after(now + lifetime)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

@@ -96,27 +96,38 @@ class HttpServer:
         """Stops listening and ends what is open."""
         if self._server is None:
             return
-        self._server.close()
+        server, self._server = self._server, None
+        # asyncio loses a connection that it has taken from a socket before its server closed, and made no transport for
+        # until after: nothing more is taken, and in one turn all that was has a transport.
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening)
+        await asyncio.sleep(0)
+        server.close()
         for connection in self._connections:
             connection.cancel()
+        # Not for `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, as long as they may take.
         await asyncio.gather(*self._connections, return_exceptions=True)
-        await self._server.wait_closed()
-        self._server = None
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in a task
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begins to serve a connection. What was accepted before `stop` and made after it is ended."""
+        if self._server is None:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._connections.discard(task)
+            writer.transport.abort()  # nothing is left to abort, unless it did not come to its end, or never began
+
+        task.add_done_callback(end)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(2 * self._patience_s):
                 await self._converse(reader, writer)
         except OSError as error:  # of the network, of TLS, or the time being over
             logger.debug("an HTTP connection was given up: %s", error)
-        except asyncio.CancelledError:
-            return  # by `stop`; asyncio would log it as a failure
-        finally:
-            self._connections.discard(task)
-            writer.transport.abort()  # nothing is left to abort, unless the above did not come to its end
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         method = "GET"

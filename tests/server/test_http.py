@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import NamedTuple
 
+import certificates
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -17,6 +21,7 @@ from attnserve_server.health import Health
 from attnserve_server.http import HttpServer
 from attnserve_server.metrics import Metrics
 from attnserve_server.start_errors import ListenError
+from attnserve_server.tls import ServerTls
 from attnserve_server.units import parse_address
 
 
@@ -180,15 +185,41 @@ async def test_a_peer_that_never_closes_is_cut_off(served: Served) -> None:
     writer.close()
 
 
-async def test_stopping_ends_open_connections() -> None:
+@pytest.mark.parametrize("turns", range(8))
+async def test_stopping_ends_open_connections(turns: int) -> None:
+    """However far it has come with accepting one, which takes it some turns of this very loop."""
     server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), patience_s=60)
     address = parse_address(await server.start())
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"GET /metrics HTTP/1.1\r\n")
-    await asyncio.wait_for(server.stop(), 60)
-    assert await asyncio.wait_for(reader.read(), 60) == b""
-    writer.close()
+    with socket.create_connection(address) as connection:
+        connection.setblocking(False)
+        connection.send(b"GET /metrics HTTP/1.1\r\n")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(server.stop(), 30)
+        # By a reset, where something came that was not read.
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 30) == b""
     await server.stop()  # once more does nothing
+
+
+async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
+    issued = certificates.Authority(tmp_path).issue_for_server()
+    tls = ServerTls(issued.certificate, issued.key, None).http_context()
+    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), tls, patience_s=60)
+    address = parse_address(await server.start())
+    with socket.create_connection(address) as silent:
+        # It answers those who shake hands only after it has accepted those before them.
+        _, writer = await asyncio.open_connection(*address, ssl=unverified())
+        await asyncio.wait_for(server.stop(), 30)
+        silent.shutdown(socket.SHUT_RDWR)
+        writer.transport.abort()
+
+
+def unverified() -> ssl.SSLContext:
+    """A client's, for whom any server will do."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 async def test_a_taken_port_is_an_error() -> None:

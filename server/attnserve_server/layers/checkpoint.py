@@ -47,7 +47,7 @@ def resolve(directory: Path, file: str, layer: str = "") -> Path:
     root = directory.resolve()
     try:
         path = (root / file).resolve()
-        there = path.exists()
+        there = _exists(path)
     except (OSError, RuntimeError, ValueError):  # links in a circle, a zero byte, a name that is too long
         raise LayerError([Defect(layer, "", file[:200], "a path that can be followed", "one that cannot")]) from None
     if Path(file).is_absolute() or not path.is_relative_to(root):
@@ -57,6 +57,15 @@ def resolve(directory: Path, file: str, layer: str = "") -> Path:
     if not there:
         raise NoSuchFileError([Defect(layer, "", file, "a file", "no such file in the model directory")])
     return path
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is anything. Unlike Path.exists, on no Python is it an absence that a path cannot be followed."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def resolve_file(directory: Path, file: str, layer: str = "") -> Path:
