@@ -219,6 +219,16 @@ def test_services_are_for_both_ways_of_balancing(rendered: Rendered) -> None:
     assert [port["appProtocol"] for port in cluster["ports"]] == ["https" if tls else "kubernetes.io/h2c"]
 
 
+def test_an_upgrade_leaves_replicas_spread(rendered: Rendered) -> None:
+    constraints = rendered.pod["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in constraints] == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    strategy = rendered.workload["spec"].get("strategy", {}).get("rollingUpdate", {})
+    # New ones come while old ones are there, and must not be placed around them. A StatefulSet's come afterwards.
+    assert (rendered.workload["kind"] == "Deployment") == (strategy.get("maxSurge", 0) > 0)
+    for constraint in constraints:
+        assert constraint.get("matchLabelKeys", []) == (["pod-template-hash"] if strategy else [])
+
+
 def test_replicas_keep_their_names_where_callers_come_back_to_them(rendered: Rendered) -> None:
     stateful = rendered.workload["kind"] == "StatefulSet"
     assert stateful == ("attnserve-owners" in {service["metadata"]["name"] for service in rendered.of_kind("Service")})
@@ -243,7 +253,7 @@ def test_replicas_say_where_they_are(rendered: Rendered) -> None:
 
 
 def test_components_change_nothing_else_of_the_pods() -> None:
-    """A StatefulSet's pods are the Deployment's, but for the names that they go by."""
+    """A StatefulSet's pods are the Deployment's, but for their names, and for which of them are spread."""
     for names in combinations():
         if "stateful" not in names:
             continue
@@ -254,6 +264,8 @@ def test_components_change_nothing_else_of_the_pods() -> None:
 def nameless(rendered: Rendered) -> dict[str, Any]:
     template: dict[str, Any] = copy.deepcopy(rendered.workload["spec"]["template"])
     template["spec"]["containers"][0].pop("env", None)
+    for constraint in template["spec"]["topologySpreadConstraints"]:
+        constraint.pop("matchLabelKeys", None)
     return template
 
 
