@@ -48,7 +48,8 @@ MAY_BE: Final = {
 }  # fmt: skip
 NAMES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-SHARES: Final = {"unary": 0.3, "calls": 0.6, "messages": 0.1}
+WAYS: Final = {"unary": 0.3, "calls": 0.6, "messages": 0.1}
+"""How inputs are sent, and how often so."""
 RARE: Final = {"LayerService/Load": 0.02, "LayerService/Unload": 0.1}
 """Of these RPCs only such a part of the inputs is sent: they take long, or spoil what comes after."""
 
@@ -90,8 +91,10 @@ class Attack:
         while inputs > 0:
             self.prepare()
             begin = inputs
+            for way in WAYS:  # each at least once, whatever comes by chance
+                inputs -= self._some(way)
             while inputs > 0 and begin - inputs < ROUND:
-                inputs -= self._some()
+                inputs -= self._some(self.random.choices(list(WAYS), list(WAYS.values()))[0])
             while self._flight:
                 self._settle()
 
@@ -150,12 +153,11 @@ class Attack:
                 pool[self.random.randrange(kinds, len(pool))] = data
         return data
 
-    def _some(self) -> int:
-        """Sends some inputs of one kind; how many."""
-        kind = self.random.choices(list(SHARES), list(SHARES.values()))[0]
-        if kind == "calls":
+    def _some(self, way: str) -> int:
+        """Sends some inputs in one way; how many."""
+        if way == "calls":
             return self._send_calls()
-        if kind == "messages":
+        if way == "messages":
             data = self._input("AttentionService/AttendStream")
             self._send_messages(data, wait=self.random.random() < 0.9)
             return 1
