@@ -223,15 +223,16 @@ def apply(
 def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerResult[T]]:
     before = [state.tokens[0] for state in states]
     _refer(call, states, 0, before)
-    try:
-        result: LayerResult[T] = yield call
-    except FailedPreconditionError as error:
-        if not error.appended:
-            raise
+    while True:  # each time that it is carried out, its reply may be lost
+        try:
+            result: LayerResult[T] = yield call
+            break
+        except FailedPreconditionError as error:
+            if not error.appended:
+                raise
         for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
             if found > length:
                 yield from _cut(state.name, length, found)
-        result = yield call
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result

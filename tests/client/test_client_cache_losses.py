@@ -80,6 +80,23 @@ def test_a_layer_is_applied_again_from_where_its_caches_were(client: Any, keeper
     np.testing.assert_allclose(result.output[1, 0], input[1, :3].sum(0), rtol=1e-5)
 
 
+def test_a_layer_is_applied_until_a_reply_comes(client: Any, keeper: Keeper) -> None:
+    """Lost is the reply to the first application, and that to the one after the cache was cut back."""
+    cache = client.create_cache(1, D, layers=2)
+
+    def lose_one_more(request: Any) -> None:
+        keeper.before.clear()
+        keeper.lose.append("Apply")
+
+    keeper.before["Truncate"] = lose_one_more
+    keeper.lose = ["Apply"]
+    input = normal(8, 1, 4, D)
+    result = client.apply("decoder", input, cache=cache)
+    assert keeper.methods().count("Truncate") == 2
+    assert (result.cache_lengths, cache.lengths) == ((4,), (4, 4))
+    np.testing.assert_allclose(result.output[0, 0], input[0].sum(0), rtol=1e-5)
+
+
 @pytest.mark.parametrize("losses", [1, 2])
 def test_a_truncation_whose_reply_is_lost(client: Any, keeper: Keeper, losses: int) -> None:
     cache = client.create_cache(H, D, layers=2)
