@@ -149,25 +149,23 @@ class CachesAtOnce:
         else uses them. Raises RequestError, and UnicodeDecodeError.
         """
         layout, places, begin, size, _, numbers = cached
-        starts, lengths, layers, expected_lengths, append_ids = (numbers[place::REFERENCE] for place in range(5))
-        names = [message[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+        starts, sizes, layers, lengths, ids = (numbers[place::REFERENCE] for place in range(5))
+        names = [message[at : at + name_size] for at, name_size in zip(starts, sizes, strict=True)]
         key = id(layout.problem), size, owner, *names, *layers
         payloads = Payloads(message, begin, places)
-        expected = [
-            (None if length < 0 else length, append_id & MOST_ID)
-            for length, append_id in zip(expected_lengths, append_ids, strict=True)
-        ]
+        expected_lengths = [None if length < 0 else length for length in lengths]
+        append_ids = [append_id & MOST_ID for append_id in ids]
         request = self._take(key)  # another one in the message that is like it is another
         if request is None:
-            named_so = zip(names, layers, expected, strict=True)
-            references = [Reference(name.decode(), layer, *append) for name, layer, append in named_so]
+            decoded = [name.decode() for name in names]
+            references = list(map(Reference, decoded, layers, expected_lengths, append_ids))
             caches = named(self._host, owner, references)
             request = request_to(self._host, caches, references, layout.problem, payloads, size, self._limits)
         else:
             for use in request.uses:
                 if use.cache.gone or use.cache.expired(now):
                     return key, None
-            request.renew(payloads, expected)
+            request.renew(payloads, expected_lengths, append_ids)
         if request.uses[0].cache.shape != layout.caches:  # which the bytes of requests do not tell
             return key, None
         for use in request.uses:

@@ -113,16 +113,14 @@ class CachedRequest(CacheWork):
         """Counts what it costs if it runs, and all that is before it has its turn. Raises InvalidRequest."""
         self.count([use.coming_length() + use.tokens for use in self.uses])
 
-    def renew(self, payloads: Payloads, expected: Sequence[tuple[int | None, int]]) -> None:
+    def renew(self, payloads: Payloads, expected_lengths: Sequence[int | None], append_ids: Sequence[int]) -> None:
         """Makes it another one, once it is over: like it, to the same caches, with other contents, other lengths that
         are expected, and other ids of appends. Raises InvalidRequest.
         """
         self.payloads = payloads
+        changed = zip(self.uses, expected_lengths, append_ids, strict=True)
         self.uses = tuple(
-            [
-                Use(use.cache, use.layer, use.tokens, expected_length, append_id)
-                for use, (expected_length, append_id) in zip(self.uses, expected, strict=True)
-            ]
+            [Use(use.cache, use.layer, use.tokens, length, append_id) for use, length, append_id in changed]
         )
         self.count_at_door()
 
