@@ -193,8 +193,8 @@ class Config:
     cache_bytes: int = _setting(
         kinds.size(0, 2**60),
         0,
-        "The pool of resident key/value caches, taken at the start: one page at least. 0: 512 MiB on a CPU, half the "
-        "free memory on CUDA.",
+        "The pool of resident key/value caches, taken at the start: one page at least. 0: 512 MiB on a CPU, or a "
+        "quarter of the memory if that is less, and half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         kinds.size(4096, 2**30, BLOCK_ALIGNMENT),

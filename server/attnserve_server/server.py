@@ -13,20 +13,17 @@ from typing import TypeAlias
 import torch
 from grpc import aio
 
-from attnserve_server import __version__, health, port, reflection, units
+from attnserve_server import __version__, health, port, reflection
 from attnserve_server.admission import Admission
 from attnserve_server.batching import BatchQueue
 from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
 from attnserve_server.caches.at_once import CachesAtOnce
-from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.request import read_attend
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
 from attnserve_server.callers import Callers
 from attnserve_server.config import Config
 from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
-from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.engine import Engine
 from attnserve_server.entry import Entry
 from attnserve_server.errors import OutOfMemory
@@ -42,7 +39,7 @@ from attnserve_server.limits import RequestLimits, default_request_flops
 from attnserve_server.metrics import Metrics
 from attnserve_server.rpc import Rpcs
 from attnserve_server.service import SERVICE_NAME, AttentionService, Read
-from attnserve_server.start_errors import ConfigError, StartError
+from attnserve_server.start_errors import StartError
 from attnserve_server.stream_life import StreamLife
 from attnserve_server.tls import ServerTls
 from attnserve_server.tracing import open_tracing
@@ -62,7 +59,6 @@ def configured_device(config: Config) -> Device:
         raise StartError(str(error)) from None
 
 
-DEFAULT_CACHE_BYTES = 512 << 20
 FAREWELL_S = 5.0
 """How long a server whose device failed waits for its callers to take the news."""
 STREAM_SHARE = 4
@@ -113,7 +109,7 @@ class Server:
         self.registry = Registry(
             self.device, Path(directory).resolve() if directory else None, self.metrics.layers, config.max_layers
         )
-        self.caches = _caches(config, self.device)
+        self.caches = open_caches(config, self.device)
         self.metrics.watch_caches(self.caches.store)
         limits = RequestLimits(
             max_rank=config.max_rank,
@@ -252,34 +248,3 @@ def _tls(config: Config) -> ServerTls | None:
         return None
     client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
     return ServerTls(Path(config.tls_certificate), Path(config.tls_key), client_ca)
-
-
-def _caches(config: Config, device: Device) -> Host:
-    """The caches of a configuration, with memory taken for their pool. Raises StartError if it is not to be had, and
-    ConfigError if the default is less than a page.
-    """
-    pool_bytes, page_bytes = config.cache_bytes or default_cache_bytes(device), config.cache_page_bytes
-    size = units.format_size(pool_bytes)
-    if pool_bytes < page_bytes:
-        expected = f"at most cache_bytes, by default {size} here"
-        raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))
-    refusal = StartError(f"cache_bytes: {size} of memory is not to be had on {device.name}")
-    # What is not there may be promised all the same, and the process be killed when it is written.
-    if device.torch_device.type == "cpu" and pool_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise refusal
-    try:
-        return Host(
-            CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
-            PagePool(pool_bytes, page_bytes, device.torch_device),
-            config.advertise_address,
-        )
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise refusal from None
-
-
-def default_cache_bytes(device: Device) -> int:
-    """The size of the caches' pool where none is configured."""
-    free = device.memory().get("free")
-    return DEFAULT_CACHE_BYTES if free is None else free // 2

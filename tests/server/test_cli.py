@@ -99,29 +99,36 @@ def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
     assert "ready: " not in done.stdout
 
 
-@pytest.mark.parametrize("size", ["4000TiB", "1048576TiB"])
-def test_a_pool_that_the_machine_has_not_is_one_line_and_status_1(size: str) -> None:
-    line = f"cache_bytes: {size} of memory is not to be had on cpu"
-    ends_with(line, 1, "--cache-bytes", size)
-    ends_with(line, 1, "--cache-bytes", size, "--cache-page-bytes", "4KiB")
+OF_2_GIB = """
+import os
+ask = os.sysconf
+os.sysconf = lambda name: 2**31 // ask("SC_PAGE_SIZE") if name == "SC_PHYS_PAGES" else ask(name)
+"""
+OF_1_GIB = "from attnserve_server import control_groups; control_groups.memory_limit = lambda: 2**30 + 1000"
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)",
-        # Each half would be promised, and the process killed when it writes the second.
-        "import os; ask = os.sysconf; os.sysconf = lambda name: 3 << 20 if name == 'SC_PHYS_PAGES' else ask(name)",
-    ],
-    ids=["by-its-limit", "by-the-machine"],
-)
-def test_a_pool_that_the_process_may_not_have_is_one_line_and_status_1(before: str) -> None:
+@pytest.mark.parametrize("size", ["4GiB", "4000TiB", "1048576TiB"])
+@pytest.mark.parametrize(("before", "there"), [(OF_2_GIB, "2GiB"), (OF_1_GIB, "1GiB")], ids=["machine", "group"])
+def test_a_pool_that_there_is_no_memory_for_is_one_line_and_status_1(size: str, before: str, there: str) -> None:
+    """It would be promised, and the process be killed when it is written."""
+    line = f"cache_bytes: {size} of memory is not to be had, for there is {there}"
+    ends_with(line, 1, "--cache-bytes", size, "--cache-page-bytes", "4KiB", before=before)
+
+
+def test_a_pool_that_the_process_may_not_have_is_one_line_and_status_1() -> None:
+    before = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)"
     ends_with("cache_bytes: 16GiB of memory is not to be had on cpu", 1, "--cache-bytes", "16GiB", before=before)
 
 
 def test_a_page_that_is_more_than_the_pool_is_by_default_is_one_line_and_status_2() -> None:
     line = "cache_page_bytes: expected at most cache_bytes, by default 512MiB here, found '1GiB'"
     ends_with(line, 2, "--cache-page-bytes", "1GiB")
+
+
+def test_the_pool_is_by_default_no_more_than_a_quarter_of_the_memory() -> None:
+    line = "cache_page_bytes: expected at most cache_bytes, by default 256MiB here, found '300MiB'"
+    before = OF_1_GIB.replace(" + 1000", "")
+    ends_with(line, 2, "--cache-page-bytes", "300MiB", before=before)
 
 
 def test_variables_that_are_nearly_settings_are_told() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server import command_line, cpus, units
+from attnserve_server import command_line, control_groups, cpus, units
 from attnserve_server.caches.shape import BLOCK_ALIGNMENT
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.config import Config, settings
@@ -262,43 +261,8 @@ def test_a_document_without_the_place_is_an_error() -> None:
         settings_table.with_table("# A page\n<!-- configuration -->\n")
 
 
-def cgroup(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
-    """The quota of a process with these lines in /proc/self/cgroup and these files below /sys/fs/cgroup."""
-    (tmp_path / "cgroup").write_text(lines)
-    for name, content in files.items():
-        file = tmp_path / "fs" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    return cpus.cgroup_quota(tmp_path / "cgroup", tmp_path / "fs")
-
-
-@pytest.mark.parametrize(
-    ("lines", "files", "quota"),
-    [
-        ("0::/", {"cpu.max": "max 100000\n"}, None),
-        ("0::/", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/pod/app", {"pod/cpu.max": "150000 100000\n", "pod/app/cpu.max": "max 100000\n"}, 1.5),
-        ("0::/pod/app", {"pod/cpu.max": "400000 100000\n", "pod/app/cpu.max": "50000 100000\n"}, 0.5),
-        ("0::/outside/the/container", {"cpu.max": "100000 100000\n"}, 1.0),
-        (
-            "4:cpu,cpuacct:/a",
-            {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
-            2.0,
-        ),
-        ("1:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ("8:pids:/\n0::/", {}, None),
-    ],
-)
-def test_quota_of_the_control_groups(tmp_path: Path, lines: str, files: dict[str, str], quota: float | None) -> None:
-    assert cgroup(tmp_path, lines, files) == quota
-
-
-def test_no_control_groups_is_no_quota(tmp_path: Path) -> None:
-    assert cpus.cgroup_quota(tmp_path / "absent", tmp_path) is None
-
-
 def test_usable_cpus_follow_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     for quota, expected in ((None, 8), (2.5, 2), (0.5, 1), (64.0, 8)):
-        monkeypatch.setattr(cpus, "cgroup_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(control_groups, "cpu_quota", lambda quota=quota: quota)
         assert cpus.usable_cpus() == expected

@@ -1,0 +1,62 @@
+"""The caches of a server, as its configuration and its memory have them.
+
+In: a configuration and a device. Out: the `Host`, with memory taken for its pool, or why it cannot be had.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from attnserve_server import control_groups, units
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.config import Config
+from attnserve_server.devices import Device
+from attnserve_server.devices.failures import is_out_of_memory
+from attnserve_server.start_errors import ConfigError, StartError
+
+DEFAULT_CACHE_BYTES: Final = 512 << 20
+"""The pool on a CPU, where a quarter of the memory is as much."""
+
+
+def open_caches(config: Config, device: Device) -> Host:
+    """The caches of a configuration. Raises StartError if there is no memory for them, and ConfigError if the default
+    is less than a page.
+    """
+    memory = _memory(device)
+    pool_bytes, page_bytes = config.cache_bytes or _default_bytes(device, memory), config.cache_page_bytes
+    size = units.format_size(pool_bytes)
+    if pool_bytes < page_bytes:
+        expected = f"at most cache_bytes, by default {size} here"
+        raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))
+    # What is not there may be promised all the same, and the process be killed when it is written.
+    if memory is not None and pool_bytes > memory:
+        there = units.format_size(memory >> 20 << 20)
+        raise StartError(f"cache_bytes: {size} of memory is not to be had, for there is {there}")
+    try:
+        return Host(
+            CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
+            PagePool(pool_bytes, page_bytes, device.torch_device),
+            config.advertise_address,
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartError(f"cache_bytes: {size} of memory is not to be had on {device.name}") from None
+
+
+def _memory(device: Device) -> int | None:
+    """The memory that there is for a pool and all else: the machine's, or what control groups leave of it; None where
+    the device has memory of its own.
+    """
+    if device.torch_device.type != "cpu":
+        return None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = control_groups.memory_limit()
+    return physical if limit is None else min(physical, limit)
+
+
+def _default_bytes(device: Device, memory: int | None) -> int:
+    return device.memory()["free"] // 2 if memory is None else min(DEFAULT_CACHE_BYTES, memory // 4)
