@@ -1,0 +1,57 @@
+"""The memory that a server takes for its caches at the start."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from attnserve_server import control_groups
+from attnserve_server.caches.opening import DEFAULT_CACHE_BYTES, open_caches
+from attnserve_server.config import Config
+from attnserve_server.devices import open_device
+from attnserve_server.start_errors import ConfigError, StartError
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 2 GiB, nothing of which is kept from the process."""
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 * GIB // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: None)
+
+
+def pool_bytes(config: Config) -> int:
+    return open_caches(config, open_device("cpu", 1, 0)).store.pool_bytes
+
+
+@pytest.mark.parametrize("size", [2 * GIB + 4096, 4000 << 40, 1 << 60])
+def test_a_pool_beyond_the_machine_is_refused(size: int) -> None:
+    """It would be promised, and the process be killed when it is written."""
+    with pytest.raises(StartError, match=r"^cache_bytes: .* is not to be had, for there is 2GiB$"):
+        pool_bytes(Config(cache_bytes=size, cache_page_bytes=4096))
+
+
+def test_a_pool_beyond_the_control_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB + 1000)
+    with pytest.raises(StartError, match=r"^cache_bytes: 1536MiB .* is not to be had, for there is 1GiB$"):
+        pool_bytes(Config(cache_bytes=3 * GIB // 2))
+    assert pool_bytes(Config(cache_bytes=GIB)) == GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, DEFAULT_CACHE_BYTES), (GIB, GIB // 4), (9 * GIB, DEFAULT_CACHE_BYTES)]
+)
+def test_the_default_is_a_quarter_of_the_memory_at_most(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: limit)
+    assert pool_bytes(Config()) == expected
+
+
+def test_the_default_holds_one_page_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB)
+    with pytest.raises(ConfigError, match=r"^cache_page_bytes: .* by default 256MiB here, found '300MiB'$"):
+        pool_bytes(Config(cache_page_bytes=300 << 20))
