@@ -1,0 +1,134 @@
+"""Lines of the log: as people and machines read them, without payloads, and not without end."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from grpc._cython import cygrpc
+
+from attnserve_server import logs
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, put back afterwards as it was."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield root
+    root.handlers[:], root.level = before, level
+
+
+def logged(log_format: str, message: str, *args: object, **extra: object) -> str:
+    out = io.StringIO()
+    logs.configure("info", log_format, out)
+    logging.getLogger("attnserve_server.test").info(message, *args, extra=extra)
+    logging.getLogger("attnserve_server.test").debug("too little to tell")
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_text_lines_are_lines() -> None:
+    line = logged("text", "said %s\nand more", "a\r\nlie", requests=3)
+    assert line.endswith(r"Z info attnserve_server.test said a\r\nlie\nand more requests=3" + "\n")
+    assert line.count("\n") == 1
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_lines_are_objects() -> None:
+    line = json.loads(logged("json", "took %.1f s", 1.25, requests=3, kernel=None))
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "logger": "attnserve_server.test",
+        "message": "took 1.2 s",
+        "requests": 3,
+        "kernel": None,
+    }
+
+
+@pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_payloads_are_never_written(log_format: str) -> None:
+    secret = b"secret!!"
+    payloads = (secret, bytearray(secret), memoryview(secret), BytesValue(value=secret), [secret])
+    for payload in payloads:
+        line = logged(log_format, "got %s", payload, data=payload)
+        assert "secret" not in line
+    assert "<ndarray of 32 bytes>" in logged(log_format, "got %s", np.full(4, 123.0))
+    assert "<google.protobuf.BytesValue>" in logged(log_format, "got", data=BytesValue(value=secret))
+    assert "<memoryview of 8 bytes>" in logged(
+        log_format, "got %(data)s", MappingProxyType({"data": memoryview(secret)})
+    )
+
+
+@pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("error", 0)])
+def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
+    """A message that is too large, in the midst of a stream, ends as a traceback in gRPC's own words."""
+    out = io.StringIO()
+    logs.configure(level, "text", out)
+    theirs = logging.getLogger("grpc._cython.cygrpc")
+    try:
+        raise cygrpc.ExecuteBatchError("Failed to send")
+    except cygrpc.ExecuteBatchError:
+        theirs.exception("ExecuteBatchError raised in core by servicer method [/x]")
+    assert out.getvalue().count("\n") == lines
+    assert out.getvalue().count(" info grpc._cython.cygrpc gRPC has ended an RPC") == lines
+    try:
+        raise ValueError("of another kind")
+    except ValueError:
+        theirs.exception("Unexpected")
+    assert "ValueError: of another kind" in out.getvalue()
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_what_goes_wrong_again_and_again_is_written_a_few_times() -> None:
+    """By place in the code; what is no warning always is."""
+    now, out = [0.0], io.StringIO()
+    logs.configure("info", "json", out)
+    (handler,) = logging.getLogger().handlers
+    _, throttle = handler.filters
+    throttle._clock = lambda: now[0]  # type: ignore[union-attr]
+    logger = logging.getLogger("attnserve_server.test")
+
+    def fail(times: int) -> None:
+        for n in range(times):
+            logger.error("it failed again, number %d", n)
+
+    fail(1000)
+    logger.error("something else failed")
+    for _ in range(100):
+        logger.info("all is well")
+    now[0] = 3.0
+    fail(1000)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    failed = [line for line in lines if "again" in line["message"]]
+    assert len(failed) == logs.BURST + 3 * logs.LINES_PER_SECOND
+    assert failed[int(logs.BURST)]["left_out"] == 1000 - logs.BURST
+    assert sum("else" in line["message"] for line in lines) == 1
+    assert sum("well" in line["message"] for line in lines) == 100
+
+
+@pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_tracebacks_are_kept(log_format: str) -> None:
+    out = io.StringIO()
+    logs.configure("info", log_format, out)
+    try:
+        raise ValueError("the reason")
+    except ValueError:
+        logging.getLogger("attnserve_server.test").exception("it failed")
+    text = out.getvalue()
+    assert "Traceback" in text
+    assert "ValueError: the reason" in text
+    if log_format == "json":
+        assert len(text.splitlines()) == 1
+        assert json.loads(text)["level"] == "error"
