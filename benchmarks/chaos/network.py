@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnserve import AttnServeError, Cache, Client
+from attnserve import AttnServeError, Cache, Client, FailedPreconditionError
 from benchmarks.chaos.callers import Tally, in_tasks, in_threads, running
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.proxy import FAULTS, Proxy
@@ -21,11 +22,13 @@ from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
     "Connections that are cut, stalled, half closed or carry garbage, again and again: calls that only compute are "
-    "sent again and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing; no "
-    "cache is made twice; no caller waits beyond its timeout."
+    "sent again and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing, be "
+    "there one writer or several; no cache is made twice; no caller waits beyond its timeout."
 )
 CALLERS: Final = 3
 DECODERS: Final = 3
+WRITERS: Final = ("stream", "unary", "stream")
+"""The transports of those who append to one cache, each with a client of its own."""
 TIMEOUT_S: Final = 40.0
 PAUSE_S: Final = 0.2
 """Between one fault and the next: time to connect again, and for some calls."""
@@ -75,12 +78,7 @@ class _Decoder:
 
     def _look(self, key: Array, value: Array) -> None:
         """Finds out whether a token of which nothing is known was appended."""
-        while True:
-            try:
-                self.cache.refresh(timeout=TIMEOUT_S)
-                break
-            except AttnServeError:
-                continue
+        _refresh(self.cache)
         more = self.cache.length - len(self.tokens)
         if more == 1:
             self.tokens.append((key, value))
@@ -97,17 +95,63 @@ class _Decoder:
         return right and self.cache.info().lengths == (len(self.tokens),)
 
 
+@dataclass(eq=False)
+class _Writer:
+    """Appends tokens to a cache that others append to as well. Each token has a number that no other has."""
+
+    cache: Cache
+    numbers: Iterator[int]
+    acknowledged: list[int] = field(default_factory=list)
+    came_late: int = 0
+
+    def step(self, random: np.random.Generator) -> None:
+        """One token more, if nobody was faster."""
+        number = next(self.numbers)
+        token = np.full((2, 1, 8), number, np.float32)
+        try:
+            if random.random() < 0.5:
+                self.cache.append(token, token, timeout=TIMEOUT_S)
+            else:
+                self.cache.attend(token, key=token, value=token, causal=True, timeout=TIMEOUT_S)
+        except AttnServeError as error:
+            self.came_late += isinstance(error, FailedPreconditionError)
+            _refresh(self.cache)
+        else:
+            self.acknowledged.append(number)
+
+
+def _refresh(cache: Cache) -> None:
+    """Asks how long a cache is until there is an answer."""
+    while True:
+        try:
+            cache.refresh(timeout=TIMEOUT_S)
+        except AttnServeError:
+            continue
+        return
+
+
+def _numbers(cache: Cache) -> list[int]:
+    """The numbers of the tokens that writers have appended, in their order."""
+    query = np.zeros((2, 1, 8), np.float32)
+    query[:, :, 0] = 1.0
+    scores = cache.attend(query, scale=1.0, return_scores="raw").scores
+    assert scores is not None
+    return [int(number) for number in scores[0, 0]]
+
+
 def run(minutes: float) -> list[Figure]:
     """Does it for a tenth of the time."""
     with Victim("--log-level", "error") as victim, Proxy(victim.address) as proxy:
-        tally, decoders = _under_load(proxy, max(LEAST_S, SHARE * 60 * minutes))
+        tally, decoders, writers = _under_load(proxy, max(LEAST_S, SHARE * 60 * minutes))
         with Client(victim.address) as client:
             for decoder in decoders:
                 decoder.cache = client.open_cache(decoder.cache.name)
             damaged = sum(not decoder.check() for decoder in decoders)
+            written = Counter(_numbers(client.open_cache(writers[0].cache.name)))
             caches = len(client.caches.list())
         forks, failed_forks = (sum(getattr(each, name) for each in decoders) for name in ("forks", "failed_forks"))
         log = victim.stderr()
+    acknowledged = [number for writer in writers for number in writer.acknowledged]
     return [
         *(Figure(f"faults: {fault}", proxy.done[fault], at_least=1) for fault in FAULTS),
         Figure("calls answered", tally.right, at_least=50),
@@ -118,29 +162,35 @@ def run(minutes: float) -> list[Figure]:
         Figure("appends of which the caller was not told", sum(decoder.unclear for decoder in decoders)),
         exactly("tokens doubled or lost", sum(decoder.lost for decoder in decoders), 0),
         exactly("caches that have not what was appended, once", damaged, 0),
+        Figure("tokens that several writers appended to one cache", len(acknowledged), at_least=20),
+        Figure(
+            "appends of theirs for which another was faster", sum(writer.came_late for writer in writers), at_least=1
+        ),
+        exactly("tokens of theirs lost", sum(not written[number] for number in acknowledged), 0),
+        exactly("tokens of theirs doubled", sum(times > 1 for times in written.values()), 0),
         Figure("caches forked", forks, at_least=1),
         exactly("forks that failed", failed_forks, 0),
-        exactly("caches more than were made", caches - forks - len(decoders), 0),
+        exactly("caches more than were made", caches - forks - len(decoders) - 1, 0),
         exactly("tracebacks in the server's log", log.count("Traceback"), 0),
     ]
 
 
 @contextmanager
-def _decoding(decoders: Sequence[_Decoder]) -> Iterator[None]:
-    """Each decoder in a thread, while the block runs."""
+def _stepping(appending: Sequence[_Decoder | _Writer]) -> Iterator[None]:
+    """Each in a thread, while the block runs."""
     stop = threading.Event()
 
-    def decode(number: int, decoder: _Decoder) -> None:
+    def append(number: int, one: _Decoder | _Writer) -> None:
         random = np.random.default_rng(number)
         while not stop.is_set():
-            decoder.step(random)
+            one.step(random)
 
-    threads = [threading.Thread(target=decode, args=each, name=f"decoder-{each[0]}") for each in enumerate(decoders)]
+    threads = [threading.Thread(target=append, args=each, name=f"appending-{each[0]}") for each in enumerate(appending)]
     with running(threads, stop):
         yield
 
 
-def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
+def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder], list[_Writer]]:
     tally = Tally()
     with ExitStack() as stack:
         for transport in ("stream", "unary"):
@@ -150,9 +200,14 @@ def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder]]:
             stack.enter_context(in_tasks(proxy.address, CALLERS, tally, **setup))
         client = stack.enter_context(Client(proxy.address, retries=RETRIES, options=KEEPALIVE))
         decoders = [_Decoder(client.create_cache(2, 8)) for _ in range(DECODERS)]
-        stack.enter_context(_decoding(decoders))
+        name, numbers = client.create_cache(2, 8).name, itertools.count(1)
+        writers = []
+        for transport in WRITERS:
+            client = stack.enter_context(Client(proxy.address, transport=transport, retries=RETRIES, options=KEEPALIVE))
+            writers.append(_Writer(client.open_cache(name), numbers))
+        stack.enter_context(_stepping([*decoders, *writers]))
         faults, end = itertools.cycle(FAULTS), monotonic() + seconds
         while monotonic() < end:
             sleep(PAUSE_S)
             proxy.do(next(faults))
-    return tally, decoders
+    return tally, decoders, writers
