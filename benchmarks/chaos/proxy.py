@@ -27,6 +27,11 @@ class _Connection:
         self.flows = asyncio.Event()
         self.flows.set()
         self.ended = asyncio.Event()
+        self._half_closed = False
+
+    def can(self, fault: Fault) -> bool:
+        """Whether it can be done: it has not ended, nor is written to what is half closed."""
+        return not self.caller.transport.is_closing() and not (self._half_closed and fault == "garbage")
 
     def do(self, fault: Fault) -> None:
         """Does what is bad."""
@@ -37,6 +42,7 @@ class _Connection:
             asyncio.get_running_loop().call_later(STALL_S, self.flows.set)
         elif fault == "half close":
             self.caller.write_eof()
+            self._half_closed = True
         else:
             self.caller.write(os.urandom(100))
 
@@ -68,7 +74,7 @@ class Proxy:
 
     def _do(self, fault: Fault) -> None:
         for connection in list(self._connections):
-            if not connection.caller.transport.is_closing():
+            if connection.can(fault):
                 connection.do(fault)
                 self.done[fault] += 1
 
