@@ -152,11 +152,11 @@ def metric(http_address: str, name: str, **labels: str) -> float:
     raise AssertionError(f"no {name} with {labels}")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits until something is so, asking again and again."""
+def until(condition: Callable[[], bool], what: str, found: Callable[[], object] = str) -> None:
+    """Waits until something is so, asking again and again. `found` gives what there is instead, if it never is."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"still not: {what}"
+        assert time.monotonic() < deadline, f"still not: {what} {found()}"
         time.sleep(0.01)
 
 

@@ -265,15 +265,20 @@ def test_unloading_gives_the_memory_back(changing: tuple[Server, Client], direct
     (directory / "large.toml").write_text(DEFINITION.format(name="large", file="large.safetensors"))
     x = np.ones((1, width), np.float32)
 
-    def resident() -> int:
-        """Without pages of files, libraries among them, which the kernel takes back when it likes."""
+    def resident() -> float:
+        """In sizes of the layer. Without pages of files, libraries among them, which the kernel takes back when it
+        likes.
+        """
         status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
         (line,) = (line for line in status if line.startswith("RssAnon:"))
-        return int(line.split()[1]) * 1024
+        return int(line.split()[1]) * 1024 / size
+
+    def more() -> float:
+        return resident() - before
 
     def unload() -> None:
         client.layers.unload("large")
-        until(lambda: resident() - before < size / 4, "the memory is given back")
+        until(lambda: more() < 0.25, "the memory is given back", more)
 
     before = resident()
     client.layers.load("large.toml")
@@ -283,7 +288,7 @@ def test_unloading_gives_the_memory_back(changing: tuple[Server, Client], direct
         (loaded,) = client.layers.load("large.toml")
         assert loaded.bytes == size
         client.apply("large", x)
-        until(lambda: size / 2 < resident() - before < 1.5 * size, "only the last is there")
+        until(lambda: 0.5 < more() < 1.5, "only the last is there", more)
     unload()
 
 
