@@ -53,6 +53,7 @@ def make(name: str, minutes: float) -> Outcome:
     return Outcome(
         experiment=name,
         promise=chosen.PROMISE,
+        machine=machine.describe(),
         begun=begun.isoformat(timespec="seconds"),
         minutes=minutes,
         seconds=round(perf_counter() - begin, 1),
@@ -62,11 +63,10 @@ def make(name: str, minutes: float) -> Outcome:
 
 
 def together(earlier: Result | None, made: dict[str, Outcome]) -> Result:
-    """What was made now, and what was made earlier on this machine and not now."""
-    here = machine.describe()
-    known = {} if earlier is None or earlier.machine != here else {each.experiment: each for each in earlier.outcomes}
+    """What was made now, and what was made earlier and not now."""
+    known = {} if earlier is None else {each.experiment: each for each in earlier.outcomes}
     known |= made
-    return Result(here, [known[name] for name in NAMES if name in known])
+    return Result([known[name] for name in NAMES if name in known])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -46,12 +46,14 @@ def exactly(name: str, value: float, expected: float, unit: str = "") -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One experiment: its name, what is promised, when it was made and for how many minutes what goes on for a time did
-    so, how many seconds it took in all, the load averages of the last minute before and after, and its figures.
+    """One experiment: its name, what is promised, on which machine and when it was made and for how many minutes what
+    goes on for a time did so, how many seconds it took in all, the load averages of the last minute before and after,
+    and its figures.
     """
 
     experiment: str
     promise: str
+    machine: dict[str, str | int]
     begun: str
     minutes: float
     seconds: float
@@ -66,9 +68,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is known of all experiments, each as it was made last, on one machine."""
+    """What is known of all experiments, each as it was made last."""
 
-    machine: dict[str, str | int]
     outcomes: list[Outcome]
 
     def write(self, path: Path) -> None:
@@ -80,7 +81,7 @@ class Result:
     def read(path: Path) -> Result:
         """Reads the JSON file."""
         content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        return Result(content["machine"], [_outcome(**outcome) for outcome in content["outcomes"]])
+        return Result([_outcome(**outcome) for outcome in content["outcomes"]])
 
 
 def _outcome(figures: list[dict[str, Any]], load: list[float] | None, **content: Any) -> Outcome:

@@ -21,12 +21,7 @@ SECTION: Final = f"\n\n{HEADING}"
 
 def report(result: Result) -> str:
     """All that is generated, in markdown."""
-    machine = result.machine
-    made = (
-        f"Made on {machine['cpu']}, {machine['cores']} cores; python {machine['python']}, torch {machine['torch']}, "
-        f"grpcio {machine['grpcio']}."
-    )
-    return "\n\n".join((textwrap.fill(made, WIDTH), *map(_section, result.outcomes)))
+    return "\n\n".join(map(_section, result.outcomes))
 
 
 def table(outcome: Outcome) -> str:
@@ -49,7 +44,12 @@ def _number(value: float) -> str:
 
 def _section(outcome: Outcome) -> str:
     load = "" if outcome.load is None else " Load average {:.1f} before and {:.1f} after.".format(*outcome.load)
-    made = f"At {outcome.begun}, for {outcome.minutes:g} min where it goes on, {outcome.seconds:,.0f} s in all.{load}"
+    machine = outcome.machine
+    made = (
+        f"On {machine['cpu']}, {machine['cores']} cores (python {machine['python']}, torch {machine['torch']}, grpcio "
+        f"{machine['grpcio']}), at {outcome.begun}, for {outcome.minutes:g} min where it goes on, "
+        f"{outcome.seconds:,.0f} s in all.{load}"
+    )
     texts = (textwrap.fill(text, WIDTH) for text in (outcome.promise, made))
     return "\n\n".join((f"{HEADING}{outcome.experiment}", *texts, table(outcome)))
 
@@ -58,14 +58,14 @@ def with_kept(document: str, text: str) -> str:
     """A text with the sections that a document has between its markers and the text has not, in the document's order:
     of experiments that were made elsewhere, and whose JSON file is not here.
     """
-    before, *made = text.split(SECTION)
-    sections = {_name(each): each for each in document.partition(BEGIN)[2].partition(END)[0].split(SECTION)[1:]}
-    sections |= {_name(each): each for each in made}
-    return SECTION.join((before, *(each.rstrip() for each in sections.values())))
+    sections = _sections(document.partition(BEGIN)[2].partition(END)[0]) | _sections(text)
+    return "\n\n".join(HEADING + each for each in sections.values())
 
 
-def _name(section: str) -> str:
-    return section.partition("\n")[0]
+def _sections(text: str) -> dict[str, str]:
+    """What follows each heading, by its first line."""
+    found = f"\n\n{text.strip()}".split(SECTION)[1:]
+    return {each.partition("\n")[0]: each for each in found}
 
 
 def with_report(document: str, text: str) -> str:

@@ -14,6 +14,7 @@ from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
 from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept, with_report
 
 ROOT = Path(__file__).parents[2]
+MACHINE: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
 
 
 def kept(name: str, minutes: float = 0.05) -> Outcome:
@@ -46,16 +47,19 @@ def test_figures_know_whether_they_are_within_their_bounds() -> None:
 
 def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
     figures = [exactly("wrong answers", 0, 0), Figure("p99", 12.345, "ms", at_most=5), Figure("calls", 12345)]
-    machine: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
-    outcome = Outcome("drain", "It ends well.", "today", 0.5, 3.5, (1.25, 2.0), figures)
-    result = Result(machine, [outcome, replace(outcome, experiment="kill", load=None)])
+    outcome = Outcome("drain", "It ends well.", MACHINE, "today", 0.5, 3.5, (1.25, 2.0), figures)
+    elsewhere = MACHINE | {"cpu": "another CPU"}
+    result = Result([outcome, replace(outcome, experiment="kill", load=None, machine=elsewhere)])
     result.write(tmp_path / "deep" / "chaos.json")
     read = Result.read(tmp_path / "deep" / "chaos.json")
     assert read == result
     assert not read.outcomes[0].kept
     text = report(read)
-    for part in ("a CPU", "It ends well.", "today", "12.3 ms", "at most 5", "**broken**", "12,345", "kept", "### kill"):
+    for part in ("It ends well.", "today", "12.3 ms", "at most 5", "**broken**", "12,345", "kept"):
         assert part in text
+    on_this, on_another = text.split("\n### kill\n")
+    assert on_this.startswith("### drain\n")
+    assert ("On a CPU, 2 cores" in on_this, "On another CPU, 2 cores" in on_another) == (True, True)
     document = (ROOT / DOCUMENT).read_text("utf-8")
     assert with_report(with_report(document, text), "nothing") == with_report(document, "nothing")
     with pytest.raises(ValueError, match="followed by"):
@@ -64,21 +68,20 @@ def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
 
 def test_figures_of_other_experiments_stay_in_a_document() -> None:
     """Their JSON file may be on another machine. What was made again takes the place of what was there."""
-    document = f"by hand\n{BEGIN}\nmade once\n\n### drain\n\nold\n\n### kill\n\nkept\n{END}\nby hand"
-    text = with_kept(document, "made now\n\n### soak\n\nnew\n\n### drain\n\nnewer")
-    assert text == "made now\n\n### drain\n\nnewer\n\n### kill\n\nkept\n\n### soak\n\nnew"
+    document = f"by hand\n{BEGIN}\n### drain\n\nold\n\n### kill\n\nkept\n{END}\nby hand"
+    text = with_kept(document, "### soak\n\nnew\n\n### drain\n\nnewer")
+    assert text == "### drain\n\nnewer\n\n### kill\n\nkept\n\n### soak\n\nnew"
     again = with_report(document, text)
     assert with_report(again, with_kept(again, text)) == again
 
 
 def test_what_was_made_earlier_stays_unless_it_is_made_again() -> None:
-    drain = Outcome("drain", "It ends well.", "today", 0.5, 3.5, None, [])
+    drain = Outcome("drain", "It ends well.", MACHINE, "today", 0.5, 3.5, None, [])
     kill = replace(drain, experiment="kill")
     again = replace(drain, begun="tomorrow")
     first = together(None, {"kill": kill, "drain": drain})
     assert first.outcomes == [drain, kill], "in the order of the experiments"
     assert together(first, {"drain": again}).outcomes == [again, kill]
-    assert together(replace(first, machine={}), {"drain": again}).outcomes == [again], "on another machine"
 
 
 def test_an_experiment_that_ends_with_an_error_has_broken_its_promise(
