@@ -96,7 +96,7 @@ clean: ## remove the virtual environment and all caches
 # The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
 
 $(BIN)/python:
-	@found=; for candidate in $(PYTHON) python3.13 python3.12 python3.11; do \
+	@found=; for candidate in $(PYTHON) python3.14 python3.13 python3.12 python3.11; do \
 	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \

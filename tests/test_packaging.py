@@ -147,13 +147,22 @@ def test_constraints_pin_every_dependency(metadata: Message) -> None:
 
 def test_pins_lie_within_the_ranges(metadata: Message) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, filter(is_pin, lines))}
-    for line in metadata.get_all("Requires-Dist", []):
-        requirement = Requirement(line)
-        pin = pins.get(canonicalize_name(requirement.name))
-        if pin is not None:
-            version = str(pin.specifier).removeprefix("==")
-            assert requirement.specifier.contains(version), f"{pin} is not within {requirement}"
+    ranges = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    for pin in map(Requirement, filter(is_pin, lines)):
+        version = str(pin.specifier).removeprefix("==")
+        for requirement in ranges:
+            if canonicalize_name(requirement.name) == canonicalize_name(pin.name):
+                assert requirement.specifier.contains(version), f"{pin} is not within {requirement}"
+
+
+def test_every_python_has_one_pin_of_a_package() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if is_pin(line)]
+    for minor in range(11, 20):
+        python = {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.0"}
+        names = [canonicalize_name(pin.name) for pin in pins if pin.marker is None or pin.marker.evaluate(python)]
+        assert len(names) == len(set(names))
+        assert {canonicalize_name(pin.name) for pin in pins} == set(names)
 
 
 def is_pin(line: str) -> bool:

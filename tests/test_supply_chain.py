@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {
-    canonicalize_name(name): version
-    for name, _, version in (line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
-    if version
+    canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#") and ((pin := Requirement(line)).marker is None or pin.marker.evaluate())
 }
+"""The versions of packages that are pinned for this Python."""
 VULNERABILITY = {
     "id": "OSV-1",
     "summary": "",
