@@ -155,6 +155,9 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url) as reply:
             return bool(reply.status == 200)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
     except (urllib.error.URLError, ConnectionError):
         return False
 

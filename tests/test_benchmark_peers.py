@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from benchmarks.meters import Refused
 from benchmarks.peers import compute, mosec, triton
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import PlainAttention
+from benchmarks.servers import started
 from benchmarks.workloads import WORKLOADS
 
 pytestmark = pytest.mark.timeout(600)
@@ -93,6 +97,37 @@ def test_peers_that_are_installed_answer_right(peer: Peer, name: str, tmp_path: 
         assert requests >= batches >= 0
         assert server.resident_bytes() > 0
         assert server.cpu() > 0
+
+
+def test_a_server_of_others_is_waited_for_until_it_says_that_it_is_ready(tmp_path: Path) -> None:
+    """Its answers are of the test's own server, the process is one that waits."""
+    statuses = [503, 503, 200]
+    given: list[int] = []
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given.append(statuses[len(given)])
+            self.send_response(given[-1])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/ready"
+            waits = [sys.executable, "-c", "import signal; signal.pause()"]
+            names = ("batches", "requests")
+            with started(waits, {}, tmp_path / "log", url, address="", metrics=url, batch_metrics=names) as running:
+                assert given == statuses
+                assert running.processes[0].is_running()
+            assert not running.processes[0].is_running()
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 async def test_http_connections_read_replies_however_they_come_and_are_kept() -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -125,8 +126,12 @@ class Prometheus:
     def ask(self, path: str, **parameters: str | float) -> Any:
         """The data of an answer of its API."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-            return json.load(answer)["data"]
+        try:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            with error:  # it is an open answer, too
+                raise
 
     def query(self, expression: str, at: float | None = None) -> list[Sample]:
         """The series that an expression gives, now or at a moment in seconds."""
