@@ -62,11 +62,13 @@ class Service:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self.exit_status = self._process.wait(SHUTDOWN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self.exit_status = self._process.wait()
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self.exit_status = self._process.wait(SHUTDOWN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self.exit_status = self._process.wait()
         if self.exit_status and error is None:
             raise ServiceError(f"the service ended with status {self.exit_status}")

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "embed_sentences.py"), *arguments]
+    command = [sys.executable, "-W", "always::ResourceWarning", str(EXAMPLES / "embed_sentences.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -33,6 +33,7 @@ def test_demo_with_a_service_of_its_own() -> None:
     assert resident is not None
     assert 0 < float(resident[1]) <= 1e-5
     assert "exit status 0" in demo.stdout
+    assert "ResourceWarning" not in demo.stderr
     assert max(map(len, demo.stdout.splitlines())) <= 100
 
 
