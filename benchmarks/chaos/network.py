@@ -36,6 +36,10 @@ RETRIES: Final = 30
 KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_500), ("grpc.http2.ping_timeout_ms", 3_000))
 """Garbage may look like the beginning of a long frame, in which all that follows is lost: only pings tell."""
 LEAST_S: Final = 4.0
+LEAST_TOKENS: Final = 20
+"""So many are appended by decoders, and by writers, or what is promised of them would say little."""
+MORE_S: Final = 60.0
+"""How much longer it goes on at most until they are: machines are busy."""
 FORK_EVERY: Final = 20
 """A decoder forks its cache once in so many tokens, the first time after the first."""
 SHARE: Final = 0.1
@@ -130,6 +134,11 @@ def _refresh(cache: Cache) -> None:
         return
 
 
+def _tokens(decoders: Sequence[_Decoder], writers: Sequence[_Writer]) -> tuple[int, int]:
+    """How many tokens either have appended."""
+    return sum(len(decoder.tokens) for decoder in decoders), sum(len(writer.acknowledged) for writer in writers)
+
+
 def _numbers(cache: Cache) -> list[int]:
     """The numbers of the tokens that writers have appended, in their order."""
     query = np.zeros((2, 1, 8), np.float32)
@@ -151,6 +160,7 @@ def run(minutes: float) -> list[Figure]:
             caches = len(client.caches.list())
         forks, failed_forks = (sum(getattr(each, name) for each in decoders) for name in ("forks", "failed_forks"))
         log = victim.stderr()
+    by_decoders, by_writers = _tokens(decoders, writers)
     acknowledged = [number for writer in writers for number in writer.acknowledged]
     return [
         *(Figure(f"faults: {fault}", proxy.done[fault], at_least=1) for fault in FAULTS),
@@ -158,11 +168,11 @@ def run(minutes: float) -> list[Figure]:
         exactly("calls that failed", tally.failed, 0),
         exactly("wrong answers", tally.wrong + tally.anothers + sum(decoder.wrong for decoder in decoders), 0),
         Figure("the longest call", round(tally.longest, 2), "s", at_most=TIMEOUT_S + 5),
-        Figure("tokens appended", sum(len(decoder.tokens) for decoder in decoders), at_least=20),
+        Figure("tokens appended", by_decoders, at_least=LEAST_TOKENS),
         Figure("appends of which the caller was not told", sum(decoder.unclear for decoder in decoders)),
         exactly("tokens doubled or lost", sum(decoder.lost for decoder in decoders), 0),
         exactly("caches that have not what was appended, once", damaged, 0),
-        Figure("tokens that several writers appended to one cache", len(acknowledged), at_least=20),
+        Figure("tokens that several writers appended to one cache", by_writers, at_least=LEAST_TOKENS),
         Figure(
             "appends of theirs for which another was faster", sum(writer.came_late for writer in writers), at_least=1
         ),
@@ -207,7 +217,7 @@ def _under_load(proxy: Proxy, seconds: float) -> tuple[Tally, list[_Decoder], li
             writers.append(_Writer(client.open_cache(name), numbers))
         stack.enter_context(_stepping([*decoders, *writers]))
         faults, end = itertools.cycle(FAULTS), monotonic() + seconds
-        while monotonic() < end:
+        while (now := monotonic()) < end or (now < end + MORE_S and min(_tokens(decoders, writers)) < LEAST_TOKENS):
             sleep(PAUSE_S)
             proxy.do(next(faults))
     return tally, decoders, writers
