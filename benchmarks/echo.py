@@ -17,9 +17,9 @@ from grpc import aio
 
 from attnserve._operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.calls import read_message
-from attnserve_server.outbox import MAX_JOINED_BYTES
-from attnserve_server.reply import stream_reply
+from attnserve_server.requests.reply import stream_reply
+from attnserve_server.rpc.calls import read_message
+from attnserve_server.rpc.outbox import MAX_JOINED_BYTES
 from benchmarks.curves import points
 from benchmarks.suites import SUITES
 from benchmarks.workload import Workload

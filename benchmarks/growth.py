@@ -23,8 +23,8 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices.device import open_device
+from attnserve_server.host.cpus import usable_cpus
 from benchmarks.workload import HEAD_DIM, HEADS
 
 PAGE_BYTES: Final = 1 << 18

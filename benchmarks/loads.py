@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from attnserve import AsyncClient, Client
-from attnserve_server.cpus import usable_cpus
+from attnserve_server.host.cpus import usable_cpus
 from benchmarks import raw
 from benchmarks.arrivals import Arrivals
 from benchmarks.messages import call, replies

@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from attnserve import __version__
-from attnserve_server.cpus import usable_cpus
+from attnserve_server.host.cpus import usable_cpus
 
 DISTRIBUTIONS: Final = ("torch", "grpcio", "protobuf", "numpy")
 

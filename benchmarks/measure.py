@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from attnserve_server.cpus import usable_cpus
+from attnserve_server.host.cpus import usable_cpus
 from benchmarks.arrivals import Arrivals, ClosedLoop, OpenLoop
 from benchmarks.loads import LOADS, Load, in_process
 from benchmarks.meters import WARM_UP, Check, Clock, Measurement, Meter, OpenClock

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from attnserve_server.command_line import flag, variable
-from attnserve_server.config import kind_of, settings
+from attnserve_server.settings.command_line import flag, variable
+from attnserve_server.settings.config import kind_of, settings
 
 DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")

@@ -11,8 +11,8 @@ from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.caches.request import read_attend
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.request import Request
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.request import Request
 
 Array = NDArray[Any]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import ALL_ROLES, Caller
 from attnserve_server.caches.at_once import CachesAtOnce, Turn
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.pages import PagePool
@@ -23,14 +24,13 @@ from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
-from attnserve_server.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
-from attnserve_server.limits import DEFAULT_LIMITS
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
-from attnserve_server.request import Request
-from attnserve_server.work import Phases
+from attnserve_server.requests.limits import DEFAULT_LIMITS
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import Phases
 
 PAGE_BYTES: Final = 1024
 PAGES: Final = 256

@@ -57,6 +57,13 @@ def rows() -> Iterator[Row]:
             yield Row(str((ROOT / path).resolve().relative_to(ROOT)), torch)
 
 
+def rooms() -> list[str]:
+    """The folders of the server, in the order of the document: none imports one above it."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text[text.index("| room |") :].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
+
+
 def imported(path: Path) -> Iterator[str]:
     """What a module imports when it is imported: not for types alone, nor in functions."""
 
@@ -116,3 +123,18 @@ def test_no_module_imports_one_that_imports_it() -> None:
     while free := {name for name, needs in left.items() if not needs & left.keys()}:
         left = {name: needs for name, needs in left.items() if name not in free}
     assert left == {}
+
+
+def test_no_room_imports_one_above_it() -> None:
+    order = rooms()
+    assert sorted(order) == sorted(path.parent.name for path in (ROOT / "server").glob("*/*/__init__.py"))
+    for name, path in modules().items():
+        parts = name.split(".")
+        if parts[0] != "attnserve_server" or len(parts) == 1:
+            continue
+        found = {other.split(".")[1] for other in imported(path) if other.startswith("attnserve_server.")}
+        if parts[1] in order:
+            above = {*order[: order.index(parts[1])], "server", "serving", "startup", "__main__"}
+            assert found & above == set(), name
+        elif parts[1] in ("errors", "start_errors"):
+            assert found == set(), name

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnserve_server.cpus import usable_cpus
+from attnserve_server.host.cpus import usable_cpus
 from benchmarks import products, table
 from benchmarks.arrivals import ClosedLoop, OpenLoop
 from benchmarks.goals import goals

@@ -20,7 +20,7 @@ import pytest
 from conftest import Server
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.config import Config
+from attnserve_server.settings.config import Config
 from benchmarks import table
 from benchmarks.__main__ import options
 from benchmarks.attention import Attention

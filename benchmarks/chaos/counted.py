@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 
-from attnserve_server import command_line, logs
-from attnserve_server.config import Config
 from attnserve_server.devices import Device
+from attnserve_server.observability import logs
 from attnserve_server.server import configured_device
 from attnserve_server.serving import run
+from attnserve_server.settings import command_line
+from attnserve_server.settings.config import Config
 
 
 def opened(config: Config) -> Device:

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from attnserve import AttnServeError, Client, UnavailableError
-from attnserve_server.watchdog import FAILED
+from attnserve_server.scheduling.watchdog import FAILED
 from benchmarks.chaos.callers import PATIENCE_S, Tally, in_threads
 from benchmarks.chaos.faulty import FAULTS
 from benchmarks.chaos.outcome import Figure, exactly

@@ -13,12 +13,13 @@ from typing import Final, NoReturn
 
 import torch
 
-from attnserve_server import command_line, logs
-from attnserve_server.computation import Blame
-from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.observability import logs
+from attnserve_server.scheduling.computation import Blame
 from attnserve_server.serving import run
+from attnserve_server.settings import command_line
 
 FAULTS: Final[Mapping[str, float]] = {
     "kernel": 2.0**70,

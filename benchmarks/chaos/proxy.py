@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Literal, Self, TypeAlias, get_args
 
-from attnserve_server.units import parse_address
+from attnserve_server.settings.units import parse_address
 
 Fault: TypeAlias = Literal["cut", "stall", "half close", "garbage"]
 FAULTS: Final[tuple[Fault, ...]] = get_args(Fault)

@@ -20,7 +20,7 @@ import numpy as np
 
 from attnserve import AttnServeError, Client, DeadlineExceededError, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.units import parse_address
+from attnserve_server.settings.units import parse_address
 from benchmarks.chaos.callers import Tally
 from benchmarks.chaos.questions import TOLERANCE, exact
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnserve_server.cpus import usable_cpus
+from attnserve_server.host.cpus import usable_cpus
 from benchmarks.measure import Way, check, closed, quietest, serving
 from benchmarks.peers.mosec import Mosec
 from benchmarks.peers.peer import SETTINGS, Peer

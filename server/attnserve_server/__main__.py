@@ -18,10 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from attnserve_server import command_line, logs, tokens
-from attnserve_server.allocator import keep_one_heap
-from attnserve_server.config import Config
+from attnserve_server.access import tokens
+from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.layers import check
+from attnserve_server.observability import logs
+from attnserve_server.settings import command_line
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import StartError
 from attnserve_server.startup import Startup, surroundings
 

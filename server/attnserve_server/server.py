@@ -13,37 +13,39 @@ from typing import TypeAlias
 import torch
 from grpc import aio
 
-from attnserve_server import __version__, health, port, reflection
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
-from attnserve_server.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server import __version__
+from attnserve_server.access.callers import Callers
+from attnserve_server.access.grants import GrantsFile
+from attnserve_server.access.tls import ServerTls
 from attnserve_server.caches.at_once import CachesAtOnce
 from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.request import read_attend
-from attnserve_server.callers import Callers
-from attnserve_server.config import Config
-from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices import Device, DeviceError, open_device
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry
 from attnserve_server.errors import OutOfMemory
-from attnserve_server.fast_path import FastPath
-from attnserve_server.grants import GrantsFile
-from attnserve_server.health import Health
-from attnserve_server.http import HttpServer
-from attnserve_server.info import server_info
-from attnserve_server.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
-from attnserve_server.limits import RequestLimits, default_request_flops
-from attnserve_server.metrics import Metrics
-from attnserve_server.rpc import Rpcs
-from attnserve_server.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.observability import health
+from attnserve_server.observability.health import Health
+from attnserve_server.observability.http import HttpServer
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.tracing import open_tracing
+from attnserve_server.requests.limits import RequestLimits, default_request_flops
+from attnserve_server.rpc import port, reflection
+from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.info import server_info
+from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry
+from attnserve_server.scheduling.watchdog import Watchdog
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import StartError
-from attnserve_server.stream_life import StreamLife
-from attnserve_server.tls import ServerTls
-from attnserve_server.tracing import open_tracing
-from attnserve_server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import logging
 import os
 import signal
 
-from attnserve_server import units
-from attnserve_server.config import Config
-from attnserve_server.event_loop import EventLoop
+from attnserve_server.host.event_loop import EventLoop
+from attnserve_server.observability.tracing import endpoint_of, shown
+from attnserve_server.scheduling.watchdog import FAILED
 from attnserve_server.server import OpenDevice, Server, configured_device
+from attnserve_server.settings import units
+from attnserve_server.settings.config import Config
 from attnserve_server.startup import Startup
-from attnserve_server.tracing import endpoint_of, shown
-from attnserve_server.watchdog import FAILED
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from attnserve_server import __version__
-from attnserve_server.cpus import usable_cpus
-from attnserve_server.logs import JsonFormatter
+from attnserve_server.host.cpus import usable_cpus
+from attnserve_server.observability.logs import JsonFormatter
 
 
 class Startup:

@@ -22,8 +22,7 @@ from cases import Case
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
+from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
@@ -31,14 +30,15 @@ from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host, Use
-from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
-from attnserve_server.metrics import Metrics
-from attnserve_server.work import Work
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.work import Work
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 PAGE_BYTES, PAGES = 1024, 64
 """A page holds 8 tokens of 2 heads, 8 wide, float32."""

@@ -14,16 +14,16 @@ from cache_bench import QUERY, SHAPE, Bench, bench
 from caller import Reference, attend_request, tokens
 from cases import Case
 
+from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.run import run_batch
-from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled
 from attnserve_server.native import library
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench"]
 

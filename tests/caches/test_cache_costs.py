@@ -13,16 +13,16 @@ from cache_bench import Bench, bench
 from caller import Reference, attend_request
 from cases import Case
 
+from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheDtype, CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host, Use
-from attnserve_server.callers import anybody
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
-from attnserve_server.limits import RequestLimits
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench"]
 

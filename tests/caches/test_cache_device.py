@@ -11,7 +11,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.work import Host
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.kernels import efficient_cuda
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.work import BatchResult
 
 __all__ = ["meta_device"]
 

@@ -10,8 +10,8 @@ import pytest
 from cache_bench import PAGE_BYTES, PAGES, Bench, bench
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, NotFound
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench"]
 

@@ -16,23 +16,23 @@ from conftest import Models
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
+from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
-from attnserve_server.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
-from attnserve_server.metrics import Metrics
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 PATIENCE_S = 60.0
 PAGES, PAGE_BYTES = 24, 4096

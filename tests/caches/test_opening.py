@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from attnserve_server import control_groups
 from attnserve_server.caches.opening import DEFAULT_CACHE_BYTES, open_caches
-from attnserve_server.config import Config
 from attnserve_server.devices import open_device
+from attnserve_server.host import control_groups
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
 GIB = 1 << 30

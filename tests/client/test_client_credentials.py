@@ -13,7 +13,7 @@ import pytest
 from attnserve import TLS, AsyncClient, Client, Token
 from attnserve._cli import main
 from attnserve._credentials import Bearer, is_local
-from attnserve_server.tokens import digest, format_hash
+from attnserve_server.access.tokens import digest, format_hash
 
 if TYPE_CHECKING:
     from conftest import Server

@@ -30,7 +30,7 @@ from attnserve._endpoint import Endpoint
 from attnserve._reading import Reading
 from attnserve._top_figures import Figures, Load, figures
 from attnserve._top_view import view
-from attnserve_server.tokens import digest, format_hash, new_token
+from attnserve_server.access.tokens import digest, format_hash, new_token
 
 NOBODY = "127.0.0.1:9"
 PAGE = """

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
-from attnserve_server import command_line
-from attnserve_server.command_line import ENVIRONMENT_PREFIX, variable
-from attnserve_server.config import Config, settings
+from attnserve_server.settings import command_line
+from attnserve_server.settings.command_line import ENVIRONMENT_PREFIX, variable
+from attnserve_server.settings.config import Config, settings
 
 Manifest: TypeAlias = dict[str, Any]
 

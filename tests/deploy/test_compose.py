@@ -15,7 +15,7 @@ import yaml
 from conftest import Server
 from manifests import DEPLOY, load
 
-from attnserve_server.units import parse_address, parse_duration
+from attnserve_server.settings.units import parse_address, parse_duration
 
 FILES = ("compose.yaml", "compose.gpu.yaml")
 CLOSING_S = 10

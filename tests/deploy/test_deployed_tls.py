@@ -17,7 +17,7 @@ from cryptography import x509
 from manifests import DEPLOY, Rendered, combine, needs_kubectl
 
 from attnserve import TLS, Client, UnavailableError, _cli
-from attnserve_server.units import parse_address
+from attnserve_server.settings.units import parse_address
 
 pytestmark = needs_kubectl
 

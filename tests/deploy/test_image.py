@@ -17,9 +17,10 @@ from manifests import DEPLOY, ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from attnserve_server import __version__, command_line
-from attnserve_server.config import Config
-from attnserve_server.units import parse_address
+from attnserve_server import __version__
+from attnserve_server.settings import command_line
+from attnserve_server.settings.config import Config
+from attnserve_server.settings.units import parse_address
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 EXTRAS = ("server", "tracing", "top")

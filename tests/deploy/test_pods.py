@@ -25,8 +25,8 @@ from manifests import (
     needs_kubectl,
 )
 
-from attnserve_server.config import Config
-from attnserve_server.units import parse_address, parse_size
+from attnserve_server.settings.config import Config
+from attnserve_server.settings.units import parse_address, parse_size
 
 pytestmark = needs_kubectl
 

@@ -18,7 +18,7 @@ from conftest import Server
 from manifests import DEPLOY, ROOT, combine, needs_kubectl
 from prometheus_client.parser import text_string_to_metric_families
 
-from attnserve_server.admission import ALWAYS_WAIT
+from attnserve_server.scheduling.admission import ALWAYS_WAIT
 from scripts import prometheus_rule
 
 

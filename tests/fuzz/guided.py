@@ -44,7 +44,8 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     from random_service import FLAGS, Attack
     from sound import METHODS
 
-    from attnserve_server import command_line, logs
+    from attnserve_server.observability import logs
+    from attnserve_server.settings import command_line
 
     logs.configure("error", "text")
     directory = Path(tempfile.mkdtemp())

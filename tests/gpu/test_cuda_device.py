@@ -17,15 +17,15 @@ from cases import Case, Plan
 from cuda_device import device
 
 from attnserve._attend import encode_attend
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
 from attnserve_server.devices.cuda import CudaDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS
-from attnserve_server.metrics import Metrics
-from attnserve_server.request import Request
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.request import Request
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["device"]
 

@@ -27,7 +27,7 @@ from attnserve_server.layers.registry import Loaded
 from attnserve_server.layers.request import LayerRequest, read_layer_request
 from attnserve_server.layers.specification import Attention, Rotary
 from attnserve_server.native.library import Library, Team, available
-from attnserve_server.work import Phases, Work
+from attnserve_server.requests.work import Phases, Work
 
 pytestmark = pytest.mark.skipif(
     not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here"

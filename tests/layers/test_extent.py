@@ -16,8 +16,8 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers import extent
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import LayerRequest, read_layer_request
-from attnserve_server.limits import RequestLimits
-from attnserve_server.work import Phases
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.work import Phases
 
 NO_TIME = Phases(0, 0, 0, 0, 0)
 

@@ -25,8 +25,8 @@ from prometheus_server import MONITORING, RULES, Prometheus, Sample, promtool
 from traffic import BURST, TRUNCATE_EVERY, Reply, Traffic
 
 from attnserve import TLS, Client, OverloadedError
-from attnserve_server.metrics import OPERATIONS
-from attnserve_server.tokens import digest, format_hash, new_token
+from attnserve_server.access.tokens import digest, format_hash, new_token
+from attnserve_server.observability.metrics import OPERATIONS
 
 RECORDS = {rule["record"]: rule["expr"] for group in RULES["groups"] for rule in group["rules"] if rule.get("record")}
 SCRAPES = 8

@@ -21,7 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native.messages import REFERENCE, Asked, Messages
-from attnserve_server.work import Phases
+from attnserve_server.requests.work import Phases
 
 DTYPES: Final = (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
 MOST: Final = 40

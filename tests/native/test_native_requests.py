@@ -16,7 +16,7 @@ import pytest
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
-from attnserve_server.request import Request
+from attnserve_server.requests.request import Request
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 

@@ -34,7 +34,7 @@ from messages import array
 
 from attnserve._attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.tokens import digest, format_hash, new_token
+from attnserve_server.access.tokens import digest, format_hash, new_token
 from scripts import protos
 
 if TYPE_CHECKING:

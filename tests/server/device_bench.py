@@ -10,8 +10,8 @@ import oracle
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.request import Request
-from attnserve_server.work import RequestResult
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import RequestResult
 
 STAGES = {
     pb.SCORE_STAGE_RAW: "raw",

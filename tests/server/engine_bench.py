@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import (
     RequestError,
 )
-from attnserve_server.metrics import Metrics
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 INLINE, BESIDE = 10**15, -1
 """Inline FLOPs with which every batch runs on the loop, and with which none does."""

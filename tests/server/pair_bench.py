@@ -15,14 +15,14 @@ from typing import Any
 
 from engine_bench import PATIENCE_S
 
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
-from attnserve_server.computation import Blame
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry, Outcome
+from attnserve_server.devices.failures import Blame
 from attnserve_server.errors import RequestError
-from attnserve_server.metrics import Metrics
-from attnserve_server.work import BatchResult, RequestResult
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.work import BatchResult, RequestResult
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 
 @dataclass(eq=False)

@@ -10,11 +10,12 @@ import sys
 import time
 from typing import Final
 
-from attnserve_server import command_line, logs
-from attnserve_server.cpus import usable_cpus
 from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.observability import logs
 from attnserve_server.serving import run
+from attnserve_server.settings import command_line
 
 SECONDS: Final = 0.01
 

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import work
 
-from attnserve_server.admission import ALWAYS_WAIT, MAX_RETRY_DELAY, MIN_RETRY_DELAY, MOST_TOLD, SHARE, Admission
 from attnserve_server.errors import InvalidRequest, Overloaded, ShareExceeded
+from attnserve_server.scheduling.admission import (
+    ALWAYS_WAIT,
+    MAX_RETRY_DELAY,
+    MIN_RETRY_DELAY,
+    MOST_TOLD,
+    SHARE,
+    Admission,
+)
 
 ME, OTHER = "me", "another"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnserve_server.admission import Admission
 from attnserve_server.errors import Overloaded
+from attnserve_server.scheduling.admission import Admission
 
 ME, OTHER = "me", "another"
 

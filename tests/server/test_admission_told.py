@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from waiting import work
 
-from attnserve_server.admission import Admission
 from attnserve_server.errors import Overloaded
-from attnserve_server.pace import Pace
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.pace import Pace
 
 Action = tuple[str, str, int, int]
 """What happens, to whom, and how many bytes and FLOPs a request has, or which of all those in flight it is."""

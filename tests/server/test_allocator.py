@@ -12,7 +12,7 @@ import pytest
 # Each thread asks for less than glibc would map by itself, while the others hold theirs, and says where it lies.
 PROGRAM = """
 import ctypes, sys, threading
-from attnserve_server.allocator import keep_one_heap
+from attnserve_server.host.allocator import keep_one_heap
 
 if sys.argv[1] == "share":
     keep_one_heap()
@@ -41,7 +41,7 @@ print(sum(begin <= address < end for address in found))
 # Memory for a message is written and let go, twice: how many pages were missing the second time.
 MESSAGES = """
 import ctypes, resource, sys
-from attnserve_server.allocator import keep_one_heap
+from attnserve_server.host.allocator import keep_one_heap
 
 if sys.argv[1] == "keep":
     keep_one_heap()

@@ -10,9 +10,9 @@ import pytest
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.axes import KeyShape
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.problem import Problem, problem_of
+from attnserve_server.requests.axes import KeyShape
+from attnserve_server.requests.problem import Problem, problem_of
 
 RESIDENT = KeyShape(kv_heads=2, key_dim=8, value_dim=6)
 

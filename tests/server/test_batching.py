@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, SECOND, Entry, queue_of, work
 
-from attnserve_server.batching import Batch, BatchQueue
-from attnserve_server.pace import Pace
+from attnserve_server.scheduling.batching import Batch, BatchQueue
+from attnserve_server.scheduling.pace import Pace
 
 
 def popped(queue: BatchQueue[Entry], now: float = 0.0) -> list[list[Entry]]:

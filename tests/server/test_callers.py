@@ -21,7 +21,7 @@ from google.rpc import error_details_pb2
 
 from attnserve import AsyncClient, Client, NotFoundError, PermissionDeniedError, Token
 from attnserve.v1 import attention_pb2, caches_pb2, layers_pb2
-from attnserve_server.tokens import digest, format_hash, new_token
+from attnserve_server.access.tokens import digest, format_hash, new_token
 
 if TYPE_CHECKING:
     from conftest import Server

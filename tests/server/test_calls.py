@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.calls import read_message
 from attnserve_server.errors import InvalidRequest
+from attnserve_server.rpc.calls import read_message
 
 durations = st.builds(Duration, seconds=st.integers(-5, 5), nanos=st.integers(-999_999_999, 999_999_999))
 attends = st.builds(messages.random_attend, st.integers(0, 5), st.integers(0, 2))
@@ -66,7 +66,7 @@ def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pyte
         return found
 
     at_a_glance = read()
-    monkeypatch.setattr("attnserve_server.calls._plain_call", lambda *_: None)
+    monkeypatch.setattr("attnserve_server.rpc.calls._plain_call", lambda *_: None)
     assert at_a_glance == read()
     assert at_a_glance.count((300, 2.0, "apply", b"\x0a\x01a", type(None))) > len(bodies)
 

@@ -20,8 +20,8 @@ from conftest import POOL
 from loopback import loopback
 
 from attnserve_server import __version__
-from attnserve_server.command_line import misspelled
-from attnserve_server.config import settings
+from attnserve_server.settings.command_line import misspelled
+from attnserve_server.settings.config import settings
 
 if TYPE_CHECKING:
     from tests.conftest import Models, Server
@@ -94,7 +94,7 @@ def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
 
 
 def test_a_pool_that_there_is_no_memory_for_is_one_line_and_status_1() -> None:
-    before = "from attnserve_server import control_groups; control_groups.memory_limit = lambda: 2**30 + 1000"
+    before = "from attnserve_server.host import control_groups; control_groups.memory_limit = lambda: 2**30 + 1000"
     line = "cache_bytes: 4GiB of memory is not to be had, for there is 1GiB"
     ends_with(line, 1, "--cache-bytes", "4GiB", before=before)
 

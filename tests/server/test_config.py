@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server import command_line, control_groups, cpus, units
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.config import Config, settings
+from attnserve_server.host import control_groups, cpus
+from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.settings import command_line, units
+from attnserve_server.settings.config import Config, settings
 from attnserve_server.start_errors import ConfigError, UsageError
 from scripts import settings_table
 
@@ -174,7 +175,7 @@ def test_a_pool_has_a_page() -> None:
 
 def test_pages_are_aligned() -> None:
     """What may be configured is what the pool takes."""
-    for page_bytes in (4096, 4096 + BLOCK_ALIGNMENT, 2**30 - BLOCK_ALIGNMENT):
+    for page_bytes in (4096, 4096 + CACHE_LINE, 2**30 - CACHE_LINE):
         assert CacheStore(page_bytes, Config(cache_page_bytes=page_bytes).cache_page_bytes, 1).pool_bytes == page_bytes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnserve_server import control_groups
+from attnserve_server.host import control_groups
 
 
 def granted(tmp_path: Path, read: Any, lines: str, files: dict[str, str]) -> Any:

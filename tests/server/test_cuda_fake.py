@@ -19,7 +19,7 @@ from attnserve_server.devices.cuda import run_batch
 from attnserve_server.devices.warm import warm_calls, warm_ragged_call
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table
 from attnserve_server.layers.rows import Packing
-from attnserve_server.request import Request
+from attnserve_server.requests.request import Request
 
 FEW = settings(max_examples=max(15, settings().max_examples // 4))
 EVERYWHERE = pytest.mark.parametrize("device", [META, CUDA], ids=str)

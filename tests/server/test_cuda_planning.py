@@ -30,8 +30,8 @@ from attnserve_server.devices.packing import pack
 from attnserve_server.devices.transfers import Asked
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
 from attnserve_server.kernels.band import Band
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
 
 HALF = ("float16", "bfloat16")
 FEW = settings(max_examples=max(15, settings().max_examples // 10))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from waiting import SECOND, Entry, queue_of, work
 
-from attnserve_server.deadlines import TRIAL_PAUSE, Deadlines
 from attnserve_server.errors import DeadlineUnreachable
-from attnserve_server.pace import Pace
+from attnserve_server.scheduling.deadlines import TRIAL_PAUSE, Deadlines
+from attnserve_server.scheduling.pace import Pace
 
 
 @dataclass(eq=False)

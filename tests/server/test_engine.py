@@ -9,18 +9,18 @@ import messages
 import pytest
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
 
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Outcome
 from attnserve_server.errors import (
     Draining,
     InvalidRequest,
     Overloaded,
     Starting,
 )
-from attnserve_server.metrics import Metrics
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
 

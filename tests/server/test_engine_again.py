@@ -14,11 +14,11 @@ from engine_bench import BESIDE, Bench, HeldDevice, assert_right, output, torch_
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.entry import Outcome
 from attnserve_server.errors import Cancelled
 from attnserve_server.native import library
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
 

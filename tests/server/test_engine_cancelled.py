@@ -10,12 +10,12 @@ import pytest
 from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.callers import Callers, anybody
+from attnserve_server.access.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.entry import Outcome
 from attnserve_server.errors import Cancelled, Overloaded
-from attnserve_server.rpc import Rpcs
-from attnserve_server.service import AttentionService
+from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.service import AttentionService
+from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
 

@@ -10,9 +10,9 @@ import pytest
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, hold, torch_threads
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.entry import Outcome
 from attnserve_server.errors import DeadlineExceeded, DeadlineUnreachable
-from attnserve_server.pace import Amount
+from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.pace import Amount
 
 __all__ = ["torch_threads"]
 

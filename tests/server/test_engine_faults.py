@@ -16,14 +16,13 @@ import pytest
 import torch
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
 
-from attnserve_server.computation import Blame
 from attnserve_server.devices.cuda import CudaDevice
-from attnserve_server.devices.failures import is_out_of_memory
-from attnserve_server.entry import Outcome
+from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
-from attnserve_server.request import Request
-from attnserve_server.watchdog import Watchdog
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.watchdog import Watchdog
 
 __all__ = ["torch_threads"]
 

@@ -8,9 +8,9 @@ from time import perf_counter
 import pytest
 from pair_bench import Asked, PairBench
 
-from attnserve_server.entry import Outcome
 from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, DeviceFailed, Draining, OutOfMemory
-from attnserve_server.watchdog import Watchdog
+from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.watchdog import Watchdog
 
 
 async def test_the_next_batch_is_there_while_one_computes() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair_bench import Asked, Batch, PairBench
 
-from attnserve_server.entry import Entry, Outcome
 from attnserve_server.errors import Cancelled, ComputationFailed
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 MOST_COST, MOST_REQUESTS = 12, 4
 

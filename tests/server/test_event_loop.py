@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from attnserve_server.event_loop import EventLoop
+from attnserve_server.host.event_loop import EventLoop
 
 TOLERANCE_S = 0.01
 """Waits may end so much early: they are counted in milliseconds."""

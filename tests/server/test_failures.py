@@ -16,18 +16,18 @@ import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
-from attnserve_server.callers import Caller, Callers, anybody
+from attnserve_server.access.callers import Caller, Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.engine import Engine
-from attnserve_server.entry import Entry
 from attnserve_server.errors import Cancelled
-from attnserve_server.metrics import Metrics
-from attnserve_server.rpc import Rpcs
-from attnserve_server.service import AttentionService
-from attnserve_server.stream import CallStream
-from attnserve_server.work import Work
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.work import Work
+from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.service import AttentionService
+from attnserve_server.rpc.stream import CallStream
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry
 
 SECRET = "/a/path/of/the/server"
 

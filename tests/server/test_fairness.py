@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import Entry, queue_of
 
-from attnserve_server.fairness import FORGOTTEN, FairClock
+from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock
 
 
 def served(entries: list[Entry], *, cost: float) -> Counter[object]:

@@ -16,11 +16,11 @@ from engine_bench import Bench, HeldDevice, torch_threads
 from layouts import learn
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.callers import ALL_ROLES, Caller
+from attnserve_server.access.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.fast_path import MOST_COME, Answered, FastPath
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
+from attnserve_server.rpc.fast_path import MOST_COME, Answered, FastPath
 
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")

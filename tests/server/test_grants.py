@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from attnserve_server import tokens
 from attnserve_server.__main__ import main
-from attnserve_server.callers import ALL_ROLES, Caller, anybody
-from attnserve_server.config import Config
+from attnserve_server.access import tokens
+from attnserve_server.access.callers import ALL_ROLES, Caller, anybody
+from attnserve_server.access.grants import Grants, GrantsError, GrantsFile, parse
 from attnserve_server.errors import PermissionDenied
-from attnserve_server.grants import Grants, GrantsError, GrantsFile, parse
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError
 
 HASH = "sha256:" + 64 * "a"

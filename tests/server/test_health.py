@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from attnserve_server.health import Health
+from attnserve_server.observability.health import Health
 
 READINESS = ("", "attnserve.v1.AttentionService", "readiness")
 SERVING = health_pb2.HealthCheckResponse.SERVING

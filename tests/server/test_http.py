@@ -16,13 +16,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from attnserve_server.callers import Callers
-from attnserve_server.health import Health
-from attnserve_server.http import HttpServer
-from attnserve_server.metrics import Metrics
+from attnserve_server.access.callers import Callers
+from attnserve_server.access.tls import ServerTls
+from attnserve_server.observability.health import Health
+from attnserve_server.observability.http import HttpServer
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.settings.units import parse_address
 from attnserve_server.start_errors import ListenError
-from attnserve_server.tls import ServerTls
-from attnserve_server.units import parse_address
 
 
 class Served(NamedTuple):

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 from attnserve import Client, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
+from attnserve_server.requests.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
 
 if TYPE_CHECKING:
     from conftest import Server

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from grpc._cython import cygrpc
 
-from attnserve_server import logs
+from attnserve_server.observability import logs
 
 
 @pytest.fixture

@@ -20,15 +20,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from attnserve import Client
-from attnserve_server import metrics as declared
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.counter import Counter
 from attnserve_server.errors import RequestError
-from attnserve_server.health import Health
-from attnserve_server.histogram import Histogram
-from attnserve_server.metrics import Metrics
-from attnserve_server.usage import MAX_CALLERS
+from attnserve_server.observability import metrics as declared
+from attnserve_server.observability.counter import Counter
+from attnserve_server.observability.health import Health
+from attnserve_server.observability.histogram import Histogram
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.usage import MAX_CALLERS
 
 if TYPE_CHECKING:
     from tests.conftest import Server

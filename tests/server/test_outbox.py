@@ -11,8 +11,8 @@ import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.fast_path import Answered
-from attnserve_server.outbox import MAX_JOINED_BYTES, Outbox, Unsent
+from attnserve_server.rpc.fast_path import Answered
+from attnserve_server.rpc.outbox import MAX_JOINED_BYTES, Outbox, Unsent
 
 __all__ = ["torch_threads"]  # a fixture
 

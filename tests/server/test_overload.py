@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from waiting import Entry
 
-from attnserve_server.admission import Admission
-from attnserve_server.batching import BatchQueue
 from attnserve_server.errors import Overloaded
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
 
 MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS = 4 * 10**9, 64
 MAX_QUEUE_TIME, AGING = 1.0, 0.1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import work
 
-from attnserve_server.pace import FIRST_FLOP_SECONDS, FIRST_REQUEST_SECONDS, MAX_KINDS, Amount, Pace
+from attnserve_server.scheduling.pace import FIRST_FLOP_SECONDS, FIRST_REQUEST_SECONDS, MAX_KINDS, Amount, Pace
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from loopback import loopback
 
 from attnserve import TLS, Client
 from attnserve._config import Settings
-from attnserve_server.config import Config
-from attnserve_server.port import bind, channel_options
+from attnserve_server.rpc.port import bind, channel_options
+from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.settings.config import Config
+from attnserve_server.settings.units import Address
 from attnserve_server.start_errors import ListenError
-from attnserve_server.stream_life import StreamLife
-from attnserve_server.units import Address
 
 if TYPE_CHECKING:
     from tests.conftest import Server

@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import Cancelled, ComputationFailed, InvalidRequest, RequestError
-from attnserve_server.refusals import BURST, LINES_PER_SECOND, Refusals
+from attnserve_server.rpc.refusals import BURST, LINES_PER_SECOND, Refusals
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -39,7 +39,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[list[Any]]:
-    logger, handler = logging.getLogger("attnserve_server.refusals"), Lines()
+    logger, handler = logging.getLogger("attnserve_server.rpc.refusals"), Lines()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -93,7 +93,7 @@ async def test_under_attack_there_are_few_lines_of_a_reason_and_the_rest_is_coun
 
 
 async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve_server.refusals.SUMMARY_AFTER", 0.0)
+    monkeypatch.setattr("attnserve_server.rpc.refusals.SUMMARY_AFTER", 0.0)
     refusals = Refusals(lambda: 0.0)
     note(refusals, invalid(), int(BURST) + 7)
     for _ in range(100):  # turns of the loop, in one of which the timer fires
@@ -122,7 +122,7 @@ def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
     said = server.stderr()
     assert SECRET.decode() not in said
     logged = [json.loads(line) for line in said.splitlines()]
-    refused = [line for line in logged if line["logger"] == "attnserve_server.refusals"]
+    refused = [line for line in logged if line["logger"] == "attnserve_server.rpc.refusals"]
     first, malformed, *others = refused
     assert (first["operation"], first["reason"], first["request_id"]) == ("attend", "INVALID_FIELD", "mine?one")
     assert "kv_lengths[0]: expected from 0 to 3, found 99" in first["message"]

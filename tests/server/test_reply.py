@@ -16,8 +16,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import read_layer_request
-from attnserve_server.reply import Timed
-from attnserve_server.work import Phases, Work
+from attnserve_server.requests.reply import Timed
+from attnserve_server.requests.work import Phases, Work
 
 DEFINITION = """
 [[layers]]

@@ -13,7 +13,8 @@ import numpy as np
 from attnserve import Client
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2, tensor_pb2
-from attnserve_server.stream_life import MAX_AGE, StreamLife
+from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.settings.config import MOST_CONNECTION_AGE
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -71,9 +72,11 @@ def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
 
 def test_ages_and_graces_that_grpc_cannot_count_are_as_long_as_they_can_be(start_server: Callable[..., Server]) -> None:
     """It takes numbers of 32 bits, of which it takes the greatest for no end."""
-    options = dict(StreamLife(MAX_AGE, 1e308).channel_options)
-    assert 0.7 * MAX_AGE * 1000 < options["grpc.max_connection_age_ms"] < 2**31 - 1
+    options = dict(StreamLife(MOST_CONNECTION_AGE, 1e308).channel_options)
+    assert 0.7 * MOST_CONNECTION_AGE * 1000 < options["grpc.max_connection_age_ms"] < 2**31 - 1
     assert options["grpc.max_connection_age_grace_ms"] == 2**31 - 1
-    server = start_server("--max-connection-age", f"{MAX_AGE}s", "--drain-grace=1e300", "--cache-bytes=1MiB")
+    server = start_server(
+        "--max-connection-age", f"{MOST_CONNECTION_AGE}s", "--drain-grace=1e300", "--cache-bytes=1MiB"
+    )
     with Client(server.address) as client:
         assert client.server_info().version

@@ -21,9 +21,9 @@ from loopback import loopback
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError, _replicas
 from attnserve._credentials import LOOK_INTERVAL_S
-from attnserve_server.tls import ServerTls, TlsError
-from attnserve_server.tokens import digest, format_hash, new_token
-from attnserve_server.units import Address
+from attnserve_server.access.tls import ServerTls, TlsError
+from attnserve_server.access.tokens import digest, format_hash, new_token
+from attnserve_server.settings.units import Address
 
 if TYPE_CHECKING:
     from conftest import Server

@@ -14,8 +14,8 @@ from collector import attributes, collector
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from attnserve_server import tracing
-from attnserve_server.config import Config
+from attnserve_server.observability import tracing
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ def test_a_batch_that_fails_is_an_error_with_the_name_of_its_kind() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import StatusCode
 
-    from attnserve_server.entry import Entry
-    from attnserve_server.metrics import Metrics
+    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.scheduling.entry import Entry
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import MANY
 
-from attnserve_server.turns import Turns
+from attnserve_server.scheduling.turns import Turns
 
 THINGS = "abcd"
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from attnserve_server.batching import BatchQueue
-from attnserve_server.pace import Amount, Pace
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.pace import Amount, Pace
 
 AGING = 0.5
 MAX_FLOPS = 100

@@ -23,9 +23,9 @@ from attnserve_server.caches.request import CachedRequest, Reference, named, req
 from attnserve_server.caches.run import append_tokens
 from attnserve_server.caches.work import Host
 from attnserve_server.errors import RequestError
-from attnserve_server.limits import RequestLimits
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
 from attnserve_server.native.messages import REFERENCE, Asked, Cached, Messages
+from attnserve_server.requests.limits import RequestLimits
 
 MOST_KEPT: Final = 8192
 """Requests that were are kept as long as they are to so many caches together: some may be gone by now."""

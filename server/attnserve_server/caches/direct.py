@@ -28,8 +28,8 @@ from attnserve_server.native.payloads import (
     memory_of,
     shape_of,
 )
-from attnserve_server.problem import Problem
-from attnserve_server.work import RequestResult
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from attnserve_server import control_groups, units
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
-from attnserve_server.config import Config
 from attnserve_server.devices import Device
 from attnserve_server.devices.failures import is_out_of_memory
+from attnserve_server.host import control_groups
+from attnserve_server.settings import units
+from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
 DEFAULT_CACHE_BYTES: Final = 512 << 20

@@ -18,9 +18,9 @@ from attnserve_server.caches.changes import Change, Cut
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.tensors import TensorSpec, float_tensor, shown
-from attnserve_server.work import BatchResult, Phases, RequestResult
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.tensors import TensorSpec, float_tensor, shown
+from attnserve_server.requests.work import BatchResult, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.caches.layer import PageTable, Placement, Write
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheDtype, CacheShape, half_page
+from attnserve_server.caches.shape import CacheDtype, CacheShape, half_page
+from attnserve_server.host.cpus import CACHE_LINE
 
 STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
     "float32": torch.float32,
@@ -82,8 +83,8 @@ class PagePool:
 
     def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device) -> None:
         """Takes memory for as many whole pages as fit. Raises ValueError if pages would not be aligned."""
-        if page_bytes < 1 or page_bytes % BLOCK_ALIGNMENT:
-            raise ValueError(f"page_bytes: expected a multiple of {BLOCK_ALIGNMENT}, found {page_bytes}")
+        if page_bytes < 1 or page_bytes % CACHE_LINE:
+            raise ValueError(f"page_bytes: expected a multiple of {CACHE_LINE}, found {page_bytes}")
         self.page_bytes = page_bytes
         count = pool_bytes // page_bytes
         # Written once, so that the memory is the pool's own from the start, not when the first tokens come.

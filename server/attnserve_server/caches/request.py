@@ -13,16 +13,16 @@ from google.protobuf.message import DecodeError
 from attnserve import _dtypes, _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.axes import KeyShape
+from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
-from attnserve_server.callers import Caller
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.options import check_offset
-from attnserve_server.problem import Problem, problem_of
-from attnserve_server.reply import encode_attend_response
-from attnserve_server.request import (
+from attnserve_server.requests.axes import KeyShape
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.problem import Problem, problem_of
+from attnserve_server.requests.reply import encode_attend_response
+from attnserve_server.requests.request import (
     CALL_COST,
     MAX_KNOWN_HEADER,
     NOT_FINITE,
@@ -31,8 +31,8 @@ from attnserve_server.request import (
     reply_bytes,
     request_of,
 )
-from attnserve_server.tensors import check_broadcast, read_integers
-from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+from attnserve_server.requests.tensors import check_broadcast, read_integers
+from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device

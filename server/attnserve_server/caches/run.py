@@ -23,8 +23,8 @@ from attnserve_server.devices.results import Parts, fetched, put
 from attnserve_server.devices.staging import TORCH, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.native.payloads import DTYPES
-from attnserve_server.tensors import TensorSpec
-from attnserve_server.work import BatchResult, Work
+from attnserve_server.requests.tensors import TensorSpec
+from attnserve_server.requests.work import BatchResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest

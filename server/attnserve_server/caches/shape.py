@@ -11,12 +11,11 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, TypeAlias
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
+from attnserve_server.host.cpus import CACHE_LINE
 
 CacheDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """The dtypes in which keys and values can be stored."""
 
-BLOCK_ALIGNMENT: Final = 64
-"""Every block starts at a multiple of so many bytes, and where heads can, they do."""
 TOKEN_MULTIPLE: Final = 4
 """Pages of more than a few tokens hold a multiple of so many: rows of scores are aligned then."""
 
@@ -65,8 +64,8 @@ class CacheShape:
 
         The same as from the last head to the first of the next page, where half a page can be divided so.
         """
-        each, rest = divmod(half_page(page_bytes), self.num_kv_heads * BLOCK_ALIGNMENT)
-        return self.tokens_per_page(page_bytes) * width * self.item_bytes if rest else each * BLOCK_ALIGNMENT
+        each, rest = divmod(half_page(page_bytes), self.num_kv_heads * CACHE_LINE)
+        return self.tokens_per_page(page_bytes) * width * self.item_bytes if rest else each * CACHE_LINE
 
     @property
     def item_bytes(self) -> int:
@@ -76,4 +75,4 @@ class CacheShape:
 
 def half_page(page_bytes: int) -> int:
     """The bytes of either half of a page."""
-    return page_bytes // 2 // BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
+    return page_bytes // 2 // CACHE_LINE * CACHE_LINE

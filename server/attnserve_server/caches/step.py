@@ -25,9 +25,7 @@ from attnserve_server.kernels import AttentionResult
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.flash_cpu import MAX_SCALE, ROW_ELEMENTS
-
-NAME: Final = "cpu_pages"
-DESCRIPTION: Final = "up to 16 queries over the pages of a cache, dot-product scores with all options but softcaps"
+from attnserve_server.kernels.table import CPU_PAGES
 
 PIECE_BYTES: Final = 1 << 24
 """How many bytes of pages one computation is over: whoever reads them next finds them in the processor's memory."""
@@ -100,7 +98,7 @@ class Step:
         if query.sinks is not None and lse is not None:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
         output = output.to(query.query.dtype)
-        return AttentionResult(output, lse if query.return_lse else None, None, NAME)
+        return AttentionResult(output, lse if query.return_lse else None, None, CPU_PAGES)
 
     def _attend(self, first_token: int, blocks: list[Block]) -> AttentionResult:
         """The result over some pages: output [1, Hq, Lq, Dv] and, if it is needed, lse [1, Hq, Lq]."""
@@ -128,9 +126,9 @@ class Step:
         divisor = total.masked_fill(total == 0, 1) if self._may_lack_keys else total
         output = (outputs.sum(0) / divisor.unsqueeze(-1)).view(1, heads, length, -1)
         if len(self.pieces) == 1 and not query.return_lse and query.sinks is None:
-            return AttentionResult(output, None, None, NAME)
+            return AttentionResult(output, None, None, CPU_PAGES)
         lse = (total.log() + top.view(total.shape)).view(1, heads, length)
-        return AttentionResult(output, lse if shift is None else lse + shift, None, NAME)
+        return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES)
 
     @property
     def _may_lack_keys(self) -> bool:

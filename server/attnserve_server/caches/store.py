@@ -22,8 +22,9 @@ from attnserve_server.caches.layer import CacheLayer, Placement
 from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.register import Register
 from attnserve_server.caches.reservation import Reservation, place, undo
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
+from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, RequestError
+from attnserve_server.host.cpus import CACHE_LINE
 
 __all__ = ["CacheStore", "Placement", "Reservation"]
 
@@ -36,8 +37,8 @@ class CacheStore(Register):
 
     def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int, max_layers: int = MAX_LAYERS) -> None:
         """An empty pool of as many whole pages as fit. Raises ValueError if pages would not be aligned."""
-        if page_bytes < 1 or page_bytes % BLOCK_ALIGNMENT:
-            raise ValueError(f"a page has a multiple of {BLOCK_ALIGNMENT} bytes, not {page_bytes}")
+        if page_bytes < 1 or page_bytes % CACHE_LINE:
+            raise ValueError(f"a page has a multiple of {CACHE_LINE} bytes, not {page_bytes}")
         super().__init__(page_bytes, max_caches)
         self._allocator = PageAllocator(pool_bytes // page_bytes)
         self._max_layers = max_layers

@@ -19,8 +19,6 @@ from time import perf_counter
 
 import torch
 
-from attnserve_server.caches import step
-from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import (
     ALONE_FLOPS,
     ApplyPacked,
@@ -32,18 +30,19 @@ from attnserve_server.devices.compute import (
     chunks,
     even_shares,
 )
-from attnserve_server.devices.failures import is_out_of_memory
+from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
+from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import PIECE, MultiHeads
 from attnserve_server.native.products import Products
 from attnserve_server.native.requests import NativeRequests
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
 """Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
@@ -287,7 +286,7 @@ class CpuDevice:
         """The kernels for a CPU."""
         native = [] if self.native is None else [(NAME, f"{DESCRIPTION}; by {self.native.instructions}")]
         of_calls = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
-        return [*native, (step.NAME, step.DESCRIPTION), *of_calls]
+        return [*native, (CPU_PAGES, CPU_PAGES_DESCRIPTION), *of_calls]
 
     def close(self) -> None:
         """Ends the threads."""

@@ -23,9 +23,8 @@ from time import perf_counter
 
 import torch
 
-from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows
-from attnserve_server.devices.failures import is_out_of_memory
+from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
@@ -42,9 +41,9 @@ from attnserve_server.kernels import (
 )
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.products import Products
-from attnserve_server.problem import Problem
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult, RequestResult
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult, RequestResult
 
 
 class _KernelCalls(local):

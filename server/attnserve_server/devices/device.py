@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from attnserve_server.computation import Blame
 from attnserve_server.devices.compute import Compute
-from attnserve_server.request import Request
-from attnserve_server.work import BatchResult
+from attnserve_server.devices.failures import Blame
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
+
+Blame: TypeAlias = Literal["request", "memory", "device"]
+"""What a computation failed for: the request itself, memory that the device has not, or the device, for good."""
 
 CUDA_MEMORY_ALLOCATION = 2
 """cudaErrorMemoryAllocation, by which CUDA itself says that it has no memory."""

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve_server.problem import Problem
-from attnserve_server.request import Request
+from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.request import Request
 
 Allocate = Callable[[int], torch.Tensor]
 
-ALIGNMENT: Final = 64
-"""Where tensors begin in the memory that they share, in bytes: bits must not depend on what lies before them."""
 LOOKED_AT: Final = 4 << 20
 """Up to so many bytes, whether inputs are finite is seen all at once; kernels look at larger ones, on threads."""
 KEPT: Final = 1 << 20
@@ -50,7 +49,7 @@ class Place:
                 parts.append((spec.payload, end, size))
             views.append((*arranged(spec.shape, problem.length_first, count), end // dtype.itemsize))
             used += size * count
-            end += -(-size * count // ALIGNMENT) * ALIGNMENT
+            end += -(-size * count // CACHE_LINE) * CACHE_LINE
         raw = allocate(end)
         self.problem = problem
         self._array: NDArray[Any] = raw.numpy()

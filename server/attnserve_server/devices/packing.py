@@ -24,8 +24,8 @@ from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedCall, RaggedKernel
-from attnserve_server.problem import Problem
-from attnserve_server.request import Request
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.request import Request
 
 Number = TypeVar("Number", int, torch.Tensor)
 

@@ -9,9 +9,9 @@ import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
 from attnserve_server.kernels import AttentionResult
-from attnserve_server.problem import Problem
-from attnserve_server.request import Request, Span
-from attnserve_server.work import RequestResult
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.request import Request, Span
+from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices.device import Device

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.cpus import is_amd
+from attnserve_server.host.cpus import is_amd
 from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, nothing_to_attend

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from attnserve_server.kernels import blocked_cpu, efficient_cuda, flash_cpu, math, varlen_cuda
 from attnserve_server.kernels.bias import nothing_to_attend
@@ -63,6 +64,12 @@ KERNELS: tuple[Kernel, ...] = (
         math.attend,
     ),
 )
+
+CPU_PAGES: Final = "cpu_pages"
+CPU_PAGES_DESCRIPTION: Final = (
+    "up to 16 queries over the pages of a cache, dot-product scores with all options but softcaps"
+)
+"""A kernel without a row, because it takes no calls: `caches/step.py` has it read pages where they lie."""
 
 RAGGED_KERNELS: tuple[RaggedKernel, ...] = (varlen_cuda.KERNEL, efficient_cuda.RAGGED_KERNEL)
 """Kernels for CUDA that compute sequences of any lengths in one call; the first with the dtype takes what it can."""

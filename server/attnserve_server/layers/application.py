@@ -17,9 +17,17 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.layers.options import LayerOptions
-from attnserve_server.limits import RequestLimits
-from attnserve_server.options import is_bottom_right, priority_of, score_stage_of, window_of
-from attnserve_server.tensors import TensorSpec, check_broadcast, check_rank, float_tensor, int_tensor, shown, tensor_at
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.options import is_bottom_right, priority_of, score_stage_of, window_of
+from attnserve_server.requests.tensors import (
+    TensorSpec,
+    check_broadcast,
+    check_rank,
+    float_tensor,
+    int_tensor,
+    shown,
+    tensor_at,
+)
 
 PER_SEQUENCE: Final = ("lengths", "context_lengths", "query_offset")
 """The tensors that give sequences something of their own."""

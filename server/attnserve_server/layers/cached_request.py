@@ -18,10 +18,10 @@ import torch
 from attnserve import _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
-from attnserve_server.callers import Caller
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.layers.application import AppliesToCaches, check
 from attnserve_server.layers.reading import read_mask
@@ -30,9 +30,9 @@ from attnserve_server.layers.request import LayerRequest, checked, read_layer_re
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.tensors import check_broadcast
-from attnserve_server.work import BatchResult, Phases, RequestResult, Work
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.tensors import check_broadcast
+from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device

@@ -10,7 +10,7 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import Architecture, Attention, Embedding, LearnedScore, Transformer
-from attnserve_server.options import check_offset
+from attnserve_server.requests.options import check_offset
 
 
 def check_asked(architecture: Architecture, options: LayerOptions, given: Collection[str]) -> None:

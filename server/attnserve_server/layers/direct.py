@@ -25,7 +25,7 @@ from attnserve_server.native.library import FLOAT32, Shape, Strides, computes, p
 from attnserve_server.native.multi_head import PIECE, packed_layer
 from attnserve_server.native.payloads import address, memory_of
 from attnserve_server.native.products import PackedWeight
-from attnserve_server.work import RequestResult
+from attnserve_server.requests.work import RequestResult
 
 MOST_VARIANTS: Final = 64
 """So many ways of masking that requests ask for are remembered."""

@@ -17,11 +17,11 @@ from attnserve_server.layers.checks import check_asked
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline
-from attnserve_server.limits import RequestLimits
-from attnserve_server.options import check_offset
-from attnserve_server.problem import ADDITIVE
-from attnserve_server.request import CALL_COST
-from attnserve_server.tensors import read_integers
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.problem import ADDITIVE
+from attnserve_server.requests.request import CALL_COST
+from attnserve_server.requests.tensors import read_integers
 
 MOST_KEPT: Final = 1024
 """So many applications of a layer are remembered."""

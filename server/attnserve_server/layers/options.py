@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnserve_server.options import ScoreStage
+from attnserve_server.requests.options import ScoreStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

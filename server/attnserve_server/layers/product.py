@@ -19,8 +19,8 @@ from typing import Final, Protocol
 import torch
 from torch.nn.functional import linear
 
-from attnserve_server.cpus import is_amd
 from attnserve_server.devices.compute import ALONE_FLOPS, MAX_ROWS, ROWS
+from attnserve_server.host.cpus import is_amd
 from attnserve_server.native.library import Threads
 from attnserve_server.native.products import PackedWeight, Products
 

@@ -30,10 +30,10 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.specification import Dtype
-from attnserve_server.limits import DEFAULT_LIMITS, RequestLimits
-from attnserve_server.reply import ReplyTensor, Timed, payloads_of, tensors_header
-from attnserve_server.request import MAX_KNOWN_HEADER
-from attnserve_server.work import BatchResult, Independent, Phases, RequestResult
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.reply import ReplyTensor, Timed, payloads_of, tensors_header
+from attnserve_server.requests.request import MAX_KNOWN_HEADER
+from attnserve_server.requests.work import BatchResult, Independent, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device

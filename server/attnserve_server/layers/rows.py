@@ -16,7 +16,7 @@ import torch
 
 from attnserve_server.devices.compute import ROWS
 from attnserve_server.layers.layer import LayerInput
-from attnserve_server.options import ScoreStage
+from attnserve_server.requests.options import ScoreStage
 
 Piece = TypeVar("Piece")
 

@@ -17,12 +17,12 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.native.library import CALL_BYTES, pack
 from attnserve_server.native.payloads import applies
 from attnserve_server.native.requests import planned
-from attnserve_server.reply import reply_template
+from attnserve_server.requests.reply import reply_template
 
 if TYPE_CHECKING:
     from attnserve._wire import Payloads
-    from attnserve_server.problem import Problem
-    from attnserve_server.request import Request
+    from attnserve_server.requests.problem import Problem
+    from attnserve_server.requests.request import Request
 
 MOST_SEQUENCES: Final = 256
 """Of a message, and so of a request."""

@@ -16,10 +16,11 @@ from google.protobuf.duration_pb2 import Duration
 from attnserve._fields import LENGTH_DELIMITED
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native import library
 from attnserve_server.native.layouts import LAYOUT_BYTES, MOST_RESULT_BYTES, MOST_SEQUENCES, Layout, packed
 from attnserve_server.native.library import CALL_BYTES, Function, Library, Threads
-from attnserve_server.native.payloads import ALIGNMENT, address_of_bytes
+from attnserve_server.native.payloads import address_of_bytes
 
 MOST_REQUESTS: Final = 64
 MOST_LAYOUTS: Final = 256
@@ -146,11 +147,11 @@ class Messages:
         if (layout_bytes, known_bytes, asked_bytes) != ours:
             raise OSError(f"{library.PATH} is of another version, which reads messages otherwise")
         self._known_memory, self._asked_memory = bytearray(known_bytes), bytearray(asked_bytes)
-        self._results_memory = bytearray(MOST_RESULT_BYTES + ALIGNMENT)
+        self._results_memory = bytearray(MOST_RESULT_BYTES + CACHE_LINE)
         self._known, self._asked = memoryview(self._known_memory).cast("q"), memoryview(self._asked_memory).cast("q")
         self._known[:_COUNT] = memoryview(struct.pack(f"={_COUNT}q", *TAGS)).cast("q")
         self._known_at, self._asked_at = map(_address, (self._known_memory, self._asked_memory))
-        self._results_at = -(-_address(self._results_memory) // ALIGNMENT) * ALIGNMENT
+        self._results_at = -(-_address(self._results_memory) // CACHE_LINE) * CACHE_LINE
         self._kept: list[_Kept] = []
         self._places: dict[Hashable, int] = {}
         self._next = 0

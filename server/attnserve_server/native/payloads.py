@@ -15,17 +15,15 @@ from numpy.typing import NDArray
 from attnserve import _dtypes
 from attnserve._wire import Payloads
 from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, computes
-from attnserve_server.problem import Problem
+from attnserve_server.requests.problem import Problem
 
 DTYPES: Final[dict[int, int]] = {
     pb.DATA_TYPE_FLOAT32: FLOAT32,
     pb.DATA_TYPE_FLOAT16: FLOAT16,
     pb.DATA_TYPE_BFLOAT16: BFLOAT16,
 }
-ALIGNMENT: Final = 64
-"""Results begin at multiples of so many bytes."""
-
 address_of_bytes: Final = ctypes.pythonapi.PyBytes_AsString
 """Where the content of `bytes` is."""
 address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
@@ -107,7 +105,7 @@ def addresses(payloads: Payloads, places: Sequence[int]) -> list[int]:
     no elements may be anywhere.
     """
     begin: int = address_of_bytes(payloads.buffer) + payloads.at
-    return [begin + payloads.places[place][0] if place >= 0 else ALIGNMENT for place in places]
+    return [begin + payloads.places[place][0] if place >= 0 else CACHE_LINE for place in places]
 
 
 def address(payloads: Payloads, place: int) -> int:
@@ -130,4 +128,4 @@ def address_of(array: NDArray[Any]) -> int:
 
 def aligned(size: int) -> int:
     """Where something can begin behind so many bytes."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // CACHE_LINE) * CACHE_LINE

@@ -1,0 +1,125 @@
+"""Who calls, and what they may do.
+
+In: the context of an RPC. Out: a `Caller`, resolved once an RPC (once a stream, not once a call on it), which the
+readers of requests and the services are given, and whose `share` the queue counts by.
+
+A caller proves who it is by a bearer token or by its certificate (mutual TLS); the file of callers says what it may do
+(see `grants`). Without that file, who has a certificate may use the service, and where none are asked for, anybody may
+do everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+from grpc import aio
+
+from attnserve_server.errors import PermissionDenied, Unauthenticated
+
+if TYPE_CHECKING:
+    from attnserve_server.access.grants import Grants, GrantsFile
+
+Role: TypeAlias = Literal["use", "layers", "metrics"]
+"""What a caller may do: use the service; load and unload layers; read the metrics."""
+
+ALL_ROLES: Final[frozenset[Role]] = frozenset(get_args(Role))
+
+MAX_NAME: Final = 256
+"""The longest name of a caller, in characters."""
+
+_SCHEME: Final = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a request."""
+
+    name: str | None
+    """None where callers are not identified. Caches belong to a name."""
+    roles: frozenset[Role]
+    share: Hashable
+    """What callers are told apart by where they compete: the name, or else the connection."""
+
+    def require(self, *roles: Role) -> None:
+        """Raises PermissionDenied if the caller has none of the roles."""
+        if self.roles.isdisjoint(roles):
+            needed = " or ".join(roles)
+            raise PermissionDenied(f"the caller lacks the role {needed}", "ROLE_MISSING", role=needed)
+
+
+@lru_cache(4096)
+def anybody(peer: str) -> Caller:
+    """Who is at the other end of a connection, where callers are not identified: all may do everything."""
+    return Caller(None, ALL_ROLES, peer)
+
+
+@lru_cache(4096)
+def certified(name: str) -> Caller:
+    """Who has a certificate of that name, where no file says what it may do."""
+    return Caller(name, frozenset({"use"}), name)
+
+
+class Callers:
+    """Tells callers apart: by a file of callers, by certificates, by both, or not at all."""
+
+    def __init__(self, grants: GrantsFile | None = None, *, certificates: bool = False) -> None:
+        self._grants = grants
+        self._certificates = certificates
+
+    @property
+    def edition(self) -> object:
+        """The same object for as long as all callers may do what they may: who stays connected is looked at again when
+        it is another.
+        """
+        return None if self._grants is None else self._grants.current
+
+    def identify(self, context: aio.ServicerContext[Any, Any]) -> Caller:
+        """Who makes an RPC. Raises Unauthenticated, or PermissionDenied if nothing is granted to it."""
+        if self._grants is not None:
+            return self._granted(self._grants.current, context)
+        if self._certificates:
+            return certified(_names(context)[0])
+        return anybody(context.peer())
+
+    def authorize(self, authorization: str | None, role: Role) -> None:
+        """Raises Unauthenticated or PermissionDenied unless a header of an HTTP request proves a caller who has a role.
+
+        Without a file of callers, everybody has it.
+        """
+        if self._grants is not None:
+            _of_token(self._grants.current, authorization).require(role)
+
+    def _granted(self, grants: Grants, context: aio.ServicerContext[Any, Any]) -> Caller:
+        metadata = context.invocation_metadata() or ()
+        authorization = next((value for key, value in metadata if key == "authorization"), None)
+        if authorization is None and self._certificates:
+            names = _names(context)
+            caller = grants.of_certificate(names)
+            if caller is None:
+                raise PermissionDenied(f"no role is granted to {names[0]!r}", "UNKNOWN_CERTIFICATE")
+            return caller
+        return _of_token(grants, authorization)
+
+
+def _of_token(grants: Grants, authorization: str | bytes | None) -> Caller:
+    """The caller whom the value of a field `authorization` proves. Raises Unauthenticated."""
+    if authorization is None:
+        raise Unauthenticated("there is no token: authorization: Bearer TOKEN", "NO_TOKEN")
+    text = authorization if isinstance(authorization, str) else authorization.decode("latin-1")
+    if text[: len(_SCHEME)].lower() != _SCHEME:
+        raise Unauthenticated("authorization is not of the form: Bearer TOKEN", "NO_TOKEN")
+    caller = grants.of_token(text[len(_SCHEME) :].strip())
+    if caller is None:
+        raise Unauthenticated("the token is not known", "UNKNOWN_TOKEN")
+    return caller
+
+
+def _names(context: aio.ServicerContext[Any, Any]) -> list[str]:
+    """The names in a caller's certificate: its subject alternative names, or else its common name."""
+    names = [name.decode("utf-8", "backslashreplace") for name in context.peer_identities() or () if name]
+    if not names:  # gRPC says of a certificate without any that its common name is empty
+        raise Unauthenticated("the certificate has no name", "NO_NAME")
+    return names

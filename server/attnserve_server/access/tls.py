@@ -1,0 +1,115 @@
+"""TLS: the server's certificate and whom it trusts, read again when the files change.
+
+In: PEM files. Out: credentials for the gRPC port, and a context for the HTTP port, both of which take what is new with
+the next connection. New files that are not in order (a key that is not the certificate's, in the midst of a rotation)
+leave what was.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from attnserve_server.host.watched import WatchedFiles
+from attnserve_server.start_errors import StartError
+
+logger = logging.getLogger(__name__)
+
+
+class TlsError(StartError):
+    """The certificate, the key or the authorities cannot be used."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What the files hold, as both ports need it."""
+
+    grpc: grpc.ServerCertificateConfiguration = field(repr=False)
+    http: ssl.SSLContext
+
+
+class ServerTls:
+    """The TLS of a server."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        """Reads the files. With `client_ca`, callers must have certificates of these authorities. Raises TlsError."""
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._watched = WatchedFiles([path for path in (certificate, key, client_ca) if path is not None])
+        self._watched.changed()
+        self._lock = threading.Lock()  # gRPC asks from threads of its own
+        self._loaded = self._load()
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Credentials for one address of the gRPC port."""
+        given = self._loaded
+
+        def fetch() -> Any:  # None says that nothing has changed, of which the stubs do not know
+            nonlocal given
+            with self._lock:
+                before, given = given, self._current()
+                return None if given is before else given.grpc
+
+        return grpc.dynamic_ssl_server_credentials(given.grpc, fetch, self._client_ca is not None)
+
+    def http_context(self) -> ssl.SSLContext:
+        """A context for the HTTP port, which asks for no certificates: probes have none."""
+
+        def choose(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
+            with self._lock:
+                connection.context = self._current().http
+
+        context = _context(self._certificate, self._key)
+        context.sni_callback = choose  # it is called whether or not the peer names a server
+        return context
+
+    def _current(self) -> _Loaded:
+        """What the files hold, or last held in good order."""
+        if self._watched.changed():
+            try:
+                self._loaded = self._load()
+            except TlsError as error:
+                logger.error("the certificate stays as it was", extra={"error": error})
+            else:
+                logger.info("the certificate has been read again")
+        return self._loaded
+
+    def _load(self) -> _Loaded:
+        try:
+            # It compares the key with the certificate, which gRPC does only when the first caller connects.
+            context = _context(self._certificate, self._key)
+            pair = self._key.read_bytes(), self._certificate.read_bytes()
+        except ssl.SSLError as error:
+            reason = "not a certificate and its key, both PEM and not encrypted"
+            raise TlsError(f"tls_certificate and tls_key: {reason} ({error.reason})") from None
+        except OSError as error:
+            raise TlsError(f"tls_certificate or tls_key: {error.strerror}") from None
+        authorities = None
+        if self._client_ca is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self._client_ca)
+                authorities = self._client_ca.read_bytes()
+            except ssl.SSLError as error:
+                raise TlsError(f"tls_client_ca: not certificates in PEM ({error.reason})") from None
+            except OSError as error:
+                raise TlsError(f"tls_client_ca: {error.strerror}") from None
+        return _Loaded(grpc.ssl_server_certificate_configuration([pair], authorities), context)
+
+
+def _context(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key, password=_no_password)
+    return context
+
+
+def _no_password() -> str:
+    """Has an encrypted key be an error, instead of a question on the terminal."""
+    return ""

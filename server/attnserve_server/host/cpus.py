@@ -1,0 +1,35 @@
+"""The processors: how many this process may use, which is what threads default to, whose they are, and their memory.
+
+In: the scheduler's affinity, the quota of control groups, what the kernel says of processors. Out: a number, at least
+1; a yes or no.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from attnserve_server.host import control_groups
+
+CACHE_LINE: Final = 64
+"""The bytes that a processor reads at a time, as many as its longest vector has. Tensors begin at multiples of it:
+their bits must not depend on what lies before them."""
+
+
+def usable_cpus() -> int:
+    """The processors of the affinity, or the whole processors of the tightest quota where that is fewer.
+
+    A quota of 2.5 processors counts as 2: a third thread would have the kernel stop all of them within each period.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = control_groups.cpu_quota()
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def is_amd() -> bool:
+    """Whether the processors are AMD's, on which MKL, by which torch multiplies, uses half of a vector's width."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)
+    except OSError:
+        return False

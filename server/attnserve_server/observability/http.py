@@ -1,0 +1,194 @@
+"""The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for whom it concerns.
+
+In: a registry and the server's health. Out: answers to GET and HEAD of these three paths; where callers are known by
+tokens, the metrics to those only who may read them. It runs on the event loop of gRPC, of which it tells: a loop that
+hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
+prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would bring a web
+server along, for three paths. A scrape takes 2 to 4 ms of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from typing import Final, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from attnserve_server.access.callers import Callers
+from attnserve_server.errors import PermissionDenied, Unauthenticated
+from attnserve_server.observability.health import Health
+from attnserve_server.settings.units import Address, parse_address
+from attnserve_server.start_errors import ListenError
+
+_MAX_HEADER_BYTES: Final = 16 * 1024
+_PATIENCE_S: Final = 5.0
+_TEXT: Final = "text/plain; charset=utf-8"
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    content_type: str = _TEXT
+    fields: tuple[str, ...] = ()
+
+
+class HttpServer:
+    """Serves metrics and health on `host:port`.
+
+    A connection is closed after its answer, and after `patience_s` seconds if its request has not come or its answer
+    has not been taken by then.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        metrics_registry: CollectorRegistry,
+        health: Health,
+        callers: Callers,
+        tls: ssl.SSLContext | None = None,
+        *,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._address = parse_address(listen)
+        self._registry = metrics_registry
+        self._health = health
+        self._callers = callers
+        self._tls = tls
+        self._patience_s = patience_s
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Begins to listen and returns the `host:port` that it is. ListenError if that is not possible."""
+        try:
+            # asyncio does not set SO_REUSEPORT unless asked: a taken port is an error here.
+            self._server = await asyncio.start_server(
+                self._accept,
+                *self._address,
+                limit=_MAX_HEADER_BYTES,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._patience_s if self._tls else None,
+                ssl_shutdown_timeout=self._patience_s if self._tls else None,
+            )
+        except OSError as error:
+            raise ListenError("http_listen", str(self._address), error.strerror or str(error)) from error
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return str(Address(host, port))
+
+    async def stop(self) -> None:
+        """Stops listening and ends what is open."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        # asyncio loses a connection that it has taken from a socket before its server closed, and made no transport for
+        # until after: nothing more is taken, and in one turn all that was has a transport.
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening)
+        await asyncio.sleep(0)
+        server.close()
+        for connection in self._connections:
+            connection.cancel()
+        # Not for `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, as long as they may take.
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begins to serve a connection. What was accepted before `stop` and made after it is ended."""
+        if self._server is None:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._connections.discard(task)
+            writer.transport.abort()  # nothing is left to abort, unless it did not come to its end, or never began
+
+        task.add_done_callback(end)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(2 * self._patience_s):
+                await self._converse(reader, writer)
+        except OSError as error:  # of the network, of TLS, or the time being over
+            logger.debug("an HTTP connection was given up: %s", error)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method = "GET"
+        try:
+            async with asyncio.timeout(self._patience_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return  # it said nothing, or not all: a TCP probe, for one
+        except asyncio.LimitOverrunError:
+            answer = _Answer(431, b"the header is too long\n")
+        except TimeoutError:
+            answer = _Answer(408, b"no request came\n")
+        else:
+            method, answer = self._answer(head.decode("latin-1"))
+        fields = [
+            f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            "Connection: close",
+            *answer.fields,
+        ]
+        writer.write("\r\n".join([*fields, "", ""]).encode("latin-1") + (b"" if method == "HEAD" else answer.body))
+        # Closing on bytes not read, such as the body of a POST, resets the connection, and the answer with it: say that
+        # this is all, and read until the peer has closed.
+        if writer.can_write_eof():  # which TLS cannot
+            writer.write_eof()
+            while await reader.read(_MAX_HEADER_BYTES):
+                continue
+        writer.close()
+        await writer.wait_closed()
+
+    def _answer(self, head: str) -> tuple[str, _Answer]:
+        """The method of a request and the answer to it."""
+        request, *lines = head.split("\r\n")
+        words = request.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return "GET", _Answer(400, b"not an HTTP/1 request\n")
+        method, target, _ = words
+        path = target.partition("?")[0]
+        if path not in ("/metrics", "/healthz", "/readyz"):
+            return method, _Answer(404, b"there are /metrics, /healthz and /readyz\n")
+        if method not in ("GET", "HEAD"):
+            return method, _Answer(405, b"GET and HEAD only\n", fields=("Allow: GET, HEAD",))
+        if path == "/metrics":
+            headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+            accept = ",".join(value for name, value in headers if name == "accept")
+            authorization = next((value for name, value in headers if name == "authorization"), None)
+            return method, self._metrics(accept, authorization)
+        well = self._health.live if path == "/healthz" else self._health.ready
+        return method, _Answer(200 if well else 503, f"{self._health.state}\n".encode())
+
+    def _metrics(self, accept: str, authorization: str | None) -> _Answer:
+        try:
+            self._callers.authorize(authorization, "metrics")
+        except Unauthenticated as error:
+            return _Answer(401, f"{error}\n".encode(), fields=("WWW-Authenticate: Bearer",))
+        except PermissionDenied as error:
+            return _Answer(403, f"{error}\n".encode())
+        encode, content_type = choose_encoder(accept)
+        try:
+            return _Answer(200, encode(self._registry), content_type)
+        except Exception:  # a gauge's reading may fail in ways of its device's own
+            logger.exception("the metrics could not be read")
+            return _Answer(500, b"the metrics could not be read\n")

@@ -1,0 +1,135 @@
+"""Log lines, for people or for machines, on standard error.
+
+In: records of the standard `logging`, with fields in `extra`. Out: one line each, `time level logger message
+key=value` or a JSON object; a traceback follows as lines of its own, or as a field. What callers send never shows: of
+bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. Of a
+warning or an error that comes again and again few lines are written, which say how many were left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from time import monotonic
+from typing import Any, Final, TextIO
+
+from google.protobuf.message import Message
+
+from attnserve_server.observability.rate_limit import RateLimit
+
+LINES_PER_SECOND: Final = 1.0
+"""Of warnings and errors from one place, in the long run: their tracebacks are long."""
+BURST: Final = 20.0
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
+    """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and only there."""
+    out = logging.StreamHandler(stream or sys.stderr)
+    out.addFilter(soften)
+    out.addFilter(Throttle())
+    out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[out], force=True)
+
+
+def shown(value: object) -> Any:
+    """What a log line shows of a value: numbers, text and names as they are, of payloads only how long they are."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    if isinstance(value, Message):
+        return f"<{value.DESCRIPTOR.full_name}>"
+    size = len(value) if isinstance(value, bytes | bytearray) else getattr(value, "nbytes", None)
+    return f"<{type(value).__name__}>" if size is None else f"<{type(value).__name__} of {size} bytes>"
+
+
+def soften(record: logging.LogRecord) -> bool:
+    """Makes a line of what gRPC tells as a fault of the server, with a traceback: that an RPC was over before it could
+    be ended. gRPC itself had ended it, because its caller sent a message that is too large, and has told the caller so.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
+        return True
+    record.levelno, record.levelname, record.exc_info = logging.INFO, logging.getLevelName(logging.INFO), None
+    record.msg, record.args = "gRPC has ended an RPC: its message is too large, most likely", ()
+    return logging.getLogger().isEnabledFor(logging.INFO)
+
+
+class Throttle(logging.Filter):
+    """Lets pass, of what one place in the code warns of, a few lines a second. Lines of less weight all pass, and those
+    of `refusals`, which has a rule of its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._limits: dict[tuple[str, int], RateLimit] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written. One that is has `left_out`, if others were not."""
+        if record.levelno < logging.WARNING or record.name == "attnserve_server.rpc.refusals":
+            return True
+        now, place = self._clock(), (record.pathname, record.lineno)
+        if (limit := self._limits.get(place)) is None:  # places are lines of code, and few
+            limit = self._limits[place] = RateLimit(LINES_PER_SECOND, BURST, now)
+        if not limit.take(now):
+            return False
+        if limit.left_out:
+            record.left_out, limit.left_out = limit.left_out, 0
+        return True
+
+
+class _Formatter(logging.Formatter):
+    def _time(self, record: logging.LogRecord) -> str:
+        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        return {key: shown(value) for key, value in vars(record).items() if key not in _STANDARD}
+
+    def _message(self, record: logging.LogRecord) -> str:
+        args = record.args
+        if isinstance(args, Mapping):
+            return str(record.msg) % {key: shown(value) for key, value in args.items()}
+        return str(record.msg) % tuple(map(shown, args)) if args else str(record.msg)
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        return self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class TextFormatter(_Formatter):
+    """Lines for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the lines of the traceback where there is one."""
+        words = [self._time(record), record.levelname.lower(), record.name, self._message(record)]
+        words += [f"{key}={value}" for key, value in self._fields(record).items()]
+        # A line break in a message would let its sender write log lines.
+        line = " ".join(words).replace("\r", "\\r").replace("\n", "\\n")
+        return "\n".join(filter(None, (line, self._traceback(record))))
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object a line: time, level, logger, message, the fields, and the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        content = self._fields(record) | {
+            "time": self._time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self._message(record),
+        }
+        if traceback := self._traceback(record):
+            content["traceback"] = traceback
+        return json.dumps(content, ensure_ascii=False)

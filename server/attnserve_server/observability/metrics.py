@@ -1,0 +1,323 @@
+"""Every metric of the server, declared here, and in `scraped` what is only read when somebody looks.
+
+In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
+scraped on the same thread. Label values are those written here, and the names of kernels, of loaded layers and of
+identified callers, a bounded number; nothing that a caller can invent becomes one. A request that is alone in its batch
+and its messages cost 1 to 1.5 us of metrics, where Prometheus' own would make it 6.5: nine histograms at 0.07 us (see
+`histogram`), six counters at 0.04 us (see `counter`), whose labels are resolved once, and its caller's at 0.13. Five of
+the histograms, those of the phases, have been filled together since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
+
+from attnserve_server.observability import scraped
+from attnserve_server.observability.counter import Counter
+from attnserve_server.observability.histogram import Histogram, Rows
+from attnserve_server.observability.usage import UsageByCaller
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.store import CacheStore
+    from attnserve_server.observability.health import Health
+    from attnserve_server.requests.work import Phases
+
+OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "get", "truncate")
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and what waits for its turn
+at a cache."""
+
+CODES: Final = (
+    "OK",
+    "INVALID_ARGUMENT",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "NOT_FOUND",
+    "FAILED_PRECONDITION",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+    "UNAVAILABLE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNKNOWN",
+)
+"""How a request can end. A code that is missing here counts as UNKNOWN."""
+
+PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
+REJECTIONS: Final = (
+    "requests",
+    "bytes",
+    "flops",
+    "queue_time",
+    "share",
+    "deadline",
+    "draining",
+    "failed",
+    "cache_bytes",
+    "caches",
+    "caller_streams",
+)
+CANCELLATIONS: Final = ("cancelled", "deadline")
+
+# Two buckets a decade, from 10 us (the decoding of a small request) to 10 s.
+_SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_REQUESTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_FLOPS: Final = (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
+_RATIO: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+
+Reading: TypeAlias = Callable[[], float]
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, version: str, torch_version: str, device: str, native_kernel: str = "") -> None:
+        self.registry = registry = CollectorRegistry()
+
+        # Requests
+        requests = Counter(
+            "attnserve_requests_total",
+            "Requests answered, by operation and gRPC status code.",
+            registry,
+            "operation",
+            "code",
+        )
+        duration = Histogram(
+            "attnserve_request_duration_seconds",
+            "From the arrival of a request to its reply being ready to send.",
+            _SECONDS,
+            registry,
+            "operation",
+            OPERATIONS,
+        )
+        phases = Histogram(
+            "attnserve_request_phase_duration_seconds",
+            "The phases of a computed request; staging and compute are those of its whole batch.",
+            _SECONDS,
+            registry,
+            "phase",
+            PHASES,
+        )
+        rejected = Counter(
+            "attnserve_rejected_requests_total",
+            "Requests refused at the door: by the bound that they would have passed, because their caller had its "
+            "share of one, because their deadline was out of reach, or because the server drains.",
+            registry,
+            "reason",
+        )
+        cancelled = Counter(
+            "attnserve_cancelled_requests_total",
+            "Requests that left the queue without running, because nobody waited for them any longer.",
+            registry,
+            "reason",
+        )
+        received = Counter("attnserve_received_bytes_total", "Bytes of messages received.", registry)
+        sent = Counter("attnserve_sent_bytes_total", "Bytes of messages sent.", registry)
+        streams = Gauge("attnserve_streams", "Streams open.", registry=registry)
+
+        # Batches
+        batch_requests = Histogram("attnserve_batch_requests", "Requests in a batch.", _REQUESTS, registry)
+        batch_flops = Histogram("attnserve_batch_flops", "Floating-point operations of a batch.", _FLOPS, registry)
+        padding = Histogram(
+            "attnserve_batch_padding_ratio",
+            "The part of a batch's work that was padding, from 0 to 1.",
+            _RATIO,
+            registry,
+        )
+        tokens = Counter("attnserve_query_tokens_total", "Query rows computed, over all sequences.", registry)
+        flops = Counter("attnserve_flops_total", "Floating-point operations computed.", registry)
+        kernel_calls = Counter("attnserve_kernel_calls_total", "Calls of attention kernels.", registry, "kernel")
+
+        # Layers, by the names that the operator gave them
+        self._layer_requests, self._layer_tokens, self._layer_flops = (
+            _ByLabel(Counter(f"attnserve_layer_{name}_total", help, registry, "layer"))
+            for name, help in (
+                ("requests", "Requests computed by a layer."),
+                ("tokens", "Rows of input computed by a layer."),
+                ("flops", "Floating-point operations computed by a layer."),
+            )
+        )
+        self._layer_bytes = Gauge(
+            "attnserve_layer_bytes", "Bytes of a layer's parameters.", ("layer",), registry=registry
+        )
+
+        # What is there right now, read when scraped
+        self._queue_requests = Gauge("attnserve_queue_requests", "Requests that wait to be run.", registry=registry)
+        self._queue_bytes = Gauge("attnserve_queue_bytes", "Bytes of the requests that wait.", registry=registry)
+        self._in_flight_requests = Gauge(
+            "attnserve_in_flight_requests", "Requests admitted and not yet answered.", registry=registry
+        )
+        self._in_flight_bytes = Gauge(
+            "attnserve_in_flight_bytes",
+            "Bytes of requests and replies admitted and not yet answered.",
+            registry=registry,
+        )
+        self._in_flight_flops = Gauge(
+            "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", registry=registry
+        )
+        self._in_flight_seconds = Gauge(
+            "attnserve_in_flight_seconds",
+            "How long what is admitted and not yet computed should take, at the measured rate.",
+            registry=registry,
+        )
+        self._in_flight_limit = Gauge(
+            "attnserve_in_flight_limit",
+            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name.",
+            ("bound",),
+            registry=registry,
+        )
+
+        # Callers, by the names that the operator gave them
+        self.usage = UsageByCaller()
+        registry.register(scraped.Callers(self.usage))
+
+        # The process
+        Info(
+            "attnserve_build",
+            "What is running; native_kernel is the instructions that it computes by, empty where there is none.",
+            registry=registry,
+        ).info({"version": version, "torch": torch_version, "device": device, "native_kernel": native_kernel})
+        ProcessCollector(registry=registry)
+
+        # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.
+        self._requests = {(o, code): requests.total(o, code).add for o in OPERATIONS for code in CODES}
+        self._examples, self._phase_examples = duration, phases
+        self._duration = {operation: duration.series(operation).observe for operation in OPERATIONS}
+        self._phases = Rows([phases.series(phase) for phase in PHASES]).observe
+        self._rejected = {reason: rejected.total(reason).add for reason in REJECTIONS}
+        self._cancelled = {reason: cancelled.total(reason).add for reason in CANCELLATIONS}
+        self._batch_requests = batch_requests.series().observe
+        self._batch_flops = batch_flops.series().observe
+        self._padding = padding.series().observe
+        self._tokens, self._flops = tokens.total().add, flops.total().add
+        self._kernel_calls = _ByLabel(kernel_calls)
+        self.received: Callable[[int], None] = received.total().add
+        """Takes the bytes of a message received."""
+        self.sent: Callable[[int], None] = sent.total().add
+        """Takes the bytes of a message sent."""
+        self.stream_opened: Callable[[], None] = streams.inc
+        self.stream_closed: Callable[[], None] = streams.dec
+
+    def finished(self, operation: str, code: str, duration_s: float, requests: int = 1) -> None:
+        """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
+        together.
+        """
+        count = self._requests.get((operation, code)) or self._requests[operation, "UNKNOWN"]
+        count(requests)
+        self._duration[operation](duration_s, requests)
+
+    def refused(self, operation: str, reason: str, duration_s: float) -> None:
+        """A request was not admitted for want of room, for one of `REJECTIONS`, so many seconds after it came."""
+        self._rejected[reason]()
+        self._requests[operation, "RESOURCE_EXHAUSTED"]()
+        self._duration[operation](duration_s)
+
+    def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
+        """A request was computed, and its phases took so many seconds; or several, each of which they took that."""
+        self._phases(seconds, requests)
+
+    def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
+        """Has the buckets of a request's times lead to it, by the labels of its trace. It is counted elsewhere."""
+        self._examples.series(operation).exemplify(duration_s, labels)
+        if phases is not None:
+            for phase in PHASES:
+                self._phase_examples.series(phase).exemplify(getattr(phases, phase), labels)
+
+    def batch(
+        self, requests: int, flops: float, query_tokens: int, padding_ratio: float, kernel_calls: Mapping[str, int]
+    ) -> None:
+        """A batch was computed. `padding_ratio` is the part of its work that was padding, from 0 to 1."""
+        self._batch_requests(requests)
+        self._batch_flops(flops)
+        self._padding(padding_ratio)
+        self._flops(flops)
+        self._tokens(query_tokens)
+        self.kernels(kernel_calls)
+
+    def kernels(self, calls: Mapping[str, int]) -> None:
+        """Kernels were called so often, by their names."""
+        for kernel, count in calls.items():
+            self._kernel_calls[kernel](count)
+
+    def layer_batch(self, layer: str, requests: int, tokens: int, flops: float) -> None:
+        """A layer computed a batch."""
+        self._layer_requests[layer](requests)
+        self._layer_tokens[layer](tokens)
+        self._layer_flops[layer](flops)
+
+    def layers(self, sizes: Mapping[str, int]) -> None:
+        """These layers are loaded now, of so many bytes each."""
+        self._layer_bytes.clear()
+        for layer, size in sizes.items():
+            self._layer_bytes.labels(layer).set(size)
+
+    def rejected(self, reason: str) -> None:
+        """A request was not admitted, for one of `REJECTIONS`."""
+        self._rejected[reason]()
+
+    def cancelled(self, reason: str) -> None:
+        """A request left the queue without running, for one of `CANCELLATIONS`."""
+        self._cancelled[reason]()
+
+    def watch(
+        self,
+        *,
+        queue_requests: Reading,
+        queue_bytes: Reading,
+        in_flight_requests: Reading,
+        in_flight_bytes: Reading,
+        in_flight_flops: Reading,
+        in_flight_seconds: Reading,
+        limits: Mapping[str, float],
+    ) -> None:
+        """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes,
+        flops and seconds. 0 is no bound.
+        """
+        self._queue_requests.set_function(queue_requests)
+        self._queue_bytes.set_function(queue_bytes)
+        self._in_flight_requests.set_function(in_flight_requests)
+        self._in_flight_bytes.set_function(in_flight_bytes)
+        self._in_flight_flops.set_function(in_flight_flops)
+        self._in_flight_seconds.set_function(in_flight_seconds)
+        for bound, limit in limits.items():
+            if limit:
+                self._in_flight_limit.labels(bound).set(limit)
+
+    def watch_device(
+        self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Says where the device's use is read: the seconds in which it had a batch, those of the batch that it has now
+        (0 if it has none), and the bytes of a memory of its own, by state (allocated, reserved, free).
+        """
+        self.registry.register(scraped.Device(busy_seconds, batch_seconds, memory))
+
+    def watch_loop(self, busy_seconds: Reading) -> None:
+        """Says where the event loop's use is read: the seconds in which it did not wait for something to happen."""
+        self.registry.register(scraped.Loop(busy_seconds))
+
+    def watch_state(self, health: Health) -> None:
+        """Has the server's state told."""
+        self.registry.register(scraped.State(health))
+
+    def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
+        """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
+
+        Leases that have ended by then, by the clock that they were given, are ended first.
+        """
+        self.registry.register(scraped.Caches(store, clock))
+
+
+class _ByLabel(dict[str, Callable[[float], None]]):
+    """What counts for each value of a counter's one label, looked up when it first comes."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, label: str) -> Callable[[float], None]:
+        self[label] = count = self._counter.total(label).add
+        return count

@@ -1,0 +1,171 @@
+"""Metrics that cost nothing until somebody looks: read, when they are scraped, from where the numbers are kept anyway.
+
+In: what can be read. Out: collectors for the registry of `metrics`; what is said there of labels holds here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from attnserve_server.observability.health import State as HealthState
+
+if TYPE_CHECKING:
+    from attnserve_server.caches.store import CacheStore
+    from attnserve_server.observability.health import Health
+    from attnserve_server.observability.usage import UsageByCaller
+
+
+class State:
+    """Where the server is in its life: 1 for the state that it has, 0 for the others."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "attnserve_state",
+            "1 for the state that the server is in; it takes requests in state serving.",
+            labels=["state"],
+        )
+        for state in get_args(HealthState):
+            family.add_metric([state], state == self._health.state)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+
+class Device:
+    """How busy the device is, and its memory, if it has one of its own."""
+
+    def __init__(
+        self,
+        busy_seconds: Callable[[], float],
+        batch_seconds: Callable[[], float],
+        memory: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._busy_seconds, self._batch_seconds, self._memory = busy_seconds, batch_seconds, memory
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "attnserve_device_busy_seconds",
+            "Time in which the device had a batch, until now where it has one: its rate is the device's use, 0 to 1.",
+            value=self._busy_seconds(),
+        )
+        yield GaugeMetricFamily(
+            "attnserve_device_batch_seconds",
+            "How long the device has had the batch that it has now; 0 if it has none.",
+            value=self._batch_seconds(),
+        )
+        # One reading gives all states.
+        if sizes := self._memory():
+            memory = GaugeMetricFamily(
+                "attnserve_device_memory_bytes", "The device's memory, by state.", labels=["state"]
+            )
+            for state, size in sizes.items():
+                memory.add_metric([state], size)
+            yield memory
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # what there is to read may not be there yet
+
+
+class Loop:
+    """How busy the event loop is."""
+
+    def __init__(self, busy_seconds: Callable[[], float]) -> None:
+        self._busy_seconds = busy_seconds
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "attnserve_event_loop_busy_seconds",
+            "Time in which the event loop, which decodes and encodes requests and computes small ones, did not wait: "
+            "its rate is its use, 0 to 1, and where that is 1 more comes than can be received.",
+            value=self._busy_seconds(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # outside of the loop there is nothing to read
+
+
+class Callers:
+    """What each caller has had."""
+
+    def __init__(self, usage: UsageByCaller) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterable[Metric]:
+        families = [
+            CounterMetricFamily(f"attnserve_caller_{name}", help, labels=["caller"])
+            for name, help in (
+                ("requests", "Requests computed for a caller."),
+                ("query_tokens", "Query rows computed for a caller, over all sequences."),
+                ("flops", "Floating-point operations computed for a caller."),
+                ("rejected_requests", "Requests of a caller refused because the server had no room for them."),
+            )
+        ]
+        for caller, usage in self._usage.items():
+            for family, count in zip(
+                families, (usage.requests, usage.query_tokens, usage.flops, usage.rejected), strict=True
+            ):
+                family.add_metric([caller], count)
+        return families
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+
+class Caches:
+    """What a store of caches has and what has happened to it, in its own numbers."""
+
+    def __init__(self, store: CacheStore, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
+
+    def collect(self) -> Iterable[Metric]:
+        store, counts = self._store, self._store.counts
+        # Else a pool would look full that is at the disposal of the next append.
+        store.expire(self._clock())
+        pool = GaugeMetricFamily(
+            "attnserve_cache_pool_bytes",
+            "The pool of the caches: free, reserved for appends in flight, or used; what is shared counts once.",
+            labels=["state"],
+        )
+        reserved = store.reserved_pages * store.page_bytes
+        pool.add_metric(["free"], store.free_pages * store.page_bytes - reserved)
+        pool.add_metric(["reserved"], reserved)
+        pool.add_metric(["used"], store.used_bytes)
+        evictions = CounterMetricFamily(
+            "attnserve_cache_evictions",
+            "Caches evicted, their lease having ended: when they were looked for (lease), when an append needed their "
+            "pages, or when another cache needed their place (caches).",
+            labels=["reason"],
+        )
+        for reason, count in counts.evictions.items():
+            evictions.add_metric([reason], count)
+        for name, help, value in (
+            ("attnserve_caches", "Caches open.", len(store)),
+            ("attnserve_cache_tokens", "Tokens of all layers of all caches; shared ones count for each.", store.tokens),
+            (
+                "attnserve_cache_shared_bytes_saved",
+                "The bytes more that caches would use, if they shared nothing.",
+                store.shared_bytes_saved,
+            ),
+        ):
+            yield GaugeMetricFamily(name, help, value)
+        for name, help, value in (
+            ("creations", "Caches created empty.", counts.created),
+            ("forks", "Caches made of others.", counts.forks),
+            ("appends", "Appends to a layer of a cache that stayed.", counts.appends),
+            ("appended_tokens", "Tokens of those appends.", counts.appended_tokens),
+            ("truncations", "Caches cut off.", counts.truncations),
+            ("deletions", "Caches deleted by callers.", counts.deletions),
+        ):
+            yield CounterMetricFamily(f"attnserve_cache_{name}", help, value)
+        yield pool
+        yield evictions
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()

@@ -1,0 +1,289 @@
+"""What OpenTelemetry is told of requests and batches, where it is asked to be. Off unless an endpoint is configured.
+
+In: W3C trace contexts of callers, and what comes of requests and batches. Out: spans, sent over OTLP by a thread of
+OpenTelemetry's, and exemplars that lead from the latency histograms to traces.
+
+    caller's span ─▶ attend ─┬─ decode, queue, staging, compute, encode
+                             │              └────┬────┘ links
+                             └◀── links ── batch ─┬─ staging, compute, fetch          a trace of its own
+
+A caller's decision to record or not is kept; of the other requests a share is recorded. One that is not has no `Trace`,
+and spans are made when their times are known: what is not recorded costs a look at its context.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import grpc
+
+from attnserve_server import __version__
+from attnserve_server.settings.config import Config
+from attnserve_server.start_errors import StartError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, SpanContext, Tracer
+
+    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.requests.work import BatchResult, Phases
+    from attnserve_server.scheduling.entry import Entry
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 2.0
+"""How long a server that stops waits for its last spans to be taken."""
+
+MAX_STATE: Final = 1024
+"""A longer tracestate is left out: the caller chose its length, and the event loop would read it."""
+
+_FAULTS: Final = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
+"""The codes that make a server's span an error, by OpenTelemetry's conventions for RPCs."""
+
+
+class TraceParent(NamedTuple):
+    """A caller's trace context, as the W3C headers of these names."""
+
+    traceparent: str
+    tracestate: str
+
+
+def in_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceParent | None:
+    """The trace context in the metadata of an RPC."""
+    found = {key: value for key, value in metadata or () if key in TraceParent._fields and isinstance(value, str)}
+    return TraceParent(found["traceparent"], found.get("tracestate", "")) if "traceparent" in found else None
+
+
+class Ran(NamedTuple):
+    """The batch in which a request was computed, and when that began (seconds of `time.perf_counter`)."""
+
+    span: SpanContext
+    begin: float
+
+
+class Trace:
+    """A request that is recorded."""
+
+    __slots__ = ("_arrival", "_offset", "_operation", "_span", "_tracing", "ran")
+
+    def __init__(self, tracing: Tracing, operation: str, span: Span, arrival: float, offset: int) -> None:
+        self._tracing = tracing
+        self._operation = operation
+        self._span = span
+        self._arrival = arrival
+        self._offset = offset
+        self.ran: Ran | None = None
+        """The batch, once it has been computed."""
+
+    @property
+    def context(self) -> SpanContext:
+        """What names the request's span."""
+        return self._span.get_span_context()
+
+    def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
+        """The request was answered, with a gRPC status code; its phases if it was computed. To be called once."""
+        self._tracing.finished(
+            self._operation, self._span, code, self._arrival, end, self._offset, phases, self.ran, batch_size
+        )
+
+
+class Tracing:
+    """The recording of requests and batches. Lives on the event loop."""
+
+    def __init__(
+        self, tracer: Tracer, sample: float, metrics: Metrics, device: str, close: Callable[[], None] = lambda: None
+    ) -> None:
+        """`sample` is the share of requests without a caller's trace that are recorded; `close` sends what is left."""
+        from opentelemetry import trace
+        from opentelemetry.context import Context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._api = trace
+        self._no_context: Context = Context()
+        self._extract = TraceContextTextMapPropagator().extract
+        self._tracer = tracer
+        self._sample = sample
+        self._metrics = metrics
+        self._device = device
+        self._close = close
+
+    def begin(self, operation: str, parent: TraceParent | None, arrival: float) -> Trace | None:
+        """A request that came at `arrival`; None if it is not to be recorded."""
+        context = self._no_context
+        if parent is not None:
+            carrier: dict[str, str] = parent._asdict()
+            if len(parent.tracestate) > MAX_STATE:
+                carrier["tracestate"] = ""
+            context = self._extract(carrier, self._no_context)
+        caller = self._api.get_current_span(context).get_span_context()
+        if not (caller.trace_flags.sampled if caller.is_valid else random.random() < self._sample):
+            return None
+        name, _, stream = operation.partition("_")
+        offset = _offset()
+        span = self._tracer.start_span(
+            name,
+            context,
+            self._api.SpanKind.SERVER,
+            {"rpc.system": "grpc", "attnserve.transport": stream or "unary"},
+            start_time=_nanoseconds(arrival, offset),
+        )
+        return Trace(self, operation, span, arrival, offset)
+
+    def batch(self, entries: Sequence[Entry], begin: float, outcome: BatchResult | Exception) -> None:
+        """Requests were computed together, or failed to be, from `begin` (seconds of `time.perf_counter`) on."""
+        traces = [entry.trace for entry in entries if entry.trace is not None]
+        if not traces:
+            return
+        offset = _offset()
+        span = self._tracer.start_span(
+            "batch",
+            self._no_context,
+            attributes={
+                "attnserve.device": self._device,
+                "attnserve.batch.requests": len(entries),
+                "attnserve.batch.flops": sum(entry.request.flops for entry in entries),
+                "attnserve.batch.query_tokens": sum(entry.request.query_tokens for entry in entries),
+            },
+            links=[self._api.Link(trace.context) for trace in traces],
+            start_time=_nanoseconds(begin, offset),
+        )
+        if (layer := entries[0].request.layer) is not None:
+            span.set_attribute("attnserve.layer", layer)
+        end = time.perf_counter()
+        if isinstance(outcome, Exception):
+            span.set_status(self._api.StatusCode.ERROR, type(outcome).__name__)
+        else:
+            span.set_attribute("attnserve.batch.padding_ratio", outcome.padding)
+            span.set_attribute("attnserve.kernels", sorted(outcome.kernel_calls))
+            at = begin
+            for name, seconds in (
+                ("staging", outcome.staging),
+                ("compute", outcome.compute),
+                ("fetch", outcome.fetch),
+            ):
+                self._phase(span, name, at, at + seconds, offset)
+                at += seconds
+            end = at
+        span.end(_nanoseconds(end, offset))
+        ran = Ran(span.get_span_context(), begin)
+        for trace in traces:
+            trace.ran = ran
+
+    def finished(
+        self,
+        operation: str,
+        span: Span,
+        code: str,
+        arrival: float,
+        end: float,
+        offset: int,
+        phases: Phases | None,
+        ran: Ran | None,
+        batch_size: int,
+    ) -> None:
+        """Ends the span of a request; see `Trace`."""
+        span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
+        if code in _FAULTS:
+            span.set_status(self._api.StatusCode.ERROR, code)
+        if phases is not None and ran is not None:
+            span.set_attribute("attnserve.batch.requests", batch_size)
+            links = [self._api.Link(ran.span)]
+            computing = ran.begin + phases.staging
+            computed = computing + phases.compute
+            self._phase(span, "decode", arrival, arrival + phases.decode, offset)
+            self._phase(span, "queue", arrival + phases.decode, ran.begin, offset)
+            self._phase(span, "staging", ran.begin, computing, offset, links)
+            self._phase(span, "compute", computing, computed, offset, links)
+            self._phase(span, "encode", max(computed, end - phases.encode), end, offset)
+        span.end(_nanoseconds(end, offset))
+        context = span.get_span_context()
+        labels = {
+            "trace_id": self._api.format_trace_id(context.trace_id),
+            "span_id": self._api.format_span_id(context.span_id),
+        }
+        self._metrics.exemplify(labels, operation, end - arrival, phases)
+
+    def close(self) -> None:
+        """Sends what is left, within `FLUSH_S`. Blocks."""
+        self._close()
+
+    def _phase(
+        self, parent: Span, name: str, begin: float, end: float, offset: int, links: Sequence[Link] | None = None
+    ) -> None:
+        context: Context = self._api.set_span_in_context(parent, self._no_context)
+        start = _nanoseconds(begin, offset)
+        span = self._tracer.start_span(name, context, links=links, start_time=start)
+        span.end(max(start, _nanoseconds(end, offset)))
+
+
+def _offset() -> int:
+    """What turns `time.perf_counter`, in nanoseconds, into nanoseconds since 1970, as of now."""
+    return time.time_ns() - time.perf_counter_ns()
+
+
+def _nanoseconds(seconds: float, offset: int) -> int:
+    return round(seconds * 1e9) + offset
+
+
+def endpoint_of(config: Config, environ: Mapping[str, str]) -> str:
+    """Where spans are sent: as configured, or else as OpenTelemetry's own environment variables say; "" for nowhere."""
+    if config.tracing_endpoint:
+        return config.tracing_endpoint
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return ""
+    for infix in ("_TRACES", ""):
+        if environ.get(f"OTEL_EXPORTER_OTLP{infix}_PROTOCOL", "grpc") != "grpc":
+            return ""  # it is meant for what speaks HTTP
+    return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or ""
+
+
+def shown(endpoint: str) -> str:
+    """An endpoint without what may be secret in it."""
+    parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+    return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+
+
+def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, device: str) -> Tracing | None:
+    """What records, or None where nothing is recorded. StartError if it is asked for and OpenTelemetry is not there."""
+    endpoint = endpoint_of(config, environ)
+    if not endpoint:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+    except ImportError as error:
+        missing = f"tracing needs OpenTelemetry: pip install 'attnserve[tracing]' ({error})"
+        if config.tracing_endpoint:
+            raise StartError(missing) from None
+        logger.warning("nothing is traced: %s", missing)  # the environment is often the same for many programs
+        return None
+    exporter = OTLPSpanExporter(endpoint)
+    own: dict[str, Any] = {"service.name": "attnserve-server", "service.version": __version__}
+    provider = TracerProvider(
+        # What is recorded has been decided before a span is made.
+        sampler=ALWAYS_ON,
+        resource=Resource.create(own).merge(OTELResourceDetector().detect()),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def close() -> None:
+        # It waits for the collector, should there be none, longer than a stopping server may.
+        closing = threading.Thread(target=provider.shutdown, name="attnserve-tracing", daemon=True)
+        closing.start()
+        closing.join(FLUSH_S)
+        if closing.is_alive():
+            logger.warning("the last spans were not taken within %g s", FLUSH_S)
+            exporter.shutdown()
+
+    tracer = provider.get_tracer("attnserve_server", __version__)
+    return Tracing(tracer, config.tracing_sample, metrics, device, close)

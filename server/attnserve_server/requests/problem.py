@@ -1,0 +1,266 @@
+"""A request's header, checked and in canonical form. Serialised header in, `Problem` out.
+
+Everything about a request but the contents of its tensors is in its header, and callers send the same header over and
+over: `request` remembers what came of the last ones, so that a request costs a look-up. What depends on contents
+(lengths and offsets) is checked there.
+
+Notation as in the proto comments: B sequences, Hq query heads, Hk key/value heads, Lq queries, S keys, widths D, Dk,
+Dv.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from attnserve import _dtypes
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.requests.axes import Axes, KeyShape, axes_of, batch_of_packed, check_ranks, nothing_appended
+from attnserve_server.requests.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
+from attnserve_server.requests.tensors import (
+    TensorSpec,
+    check_broadcast,
+    float_tensor,
+    int_tensor,
+    parameter,
+    shown,
+    tensor_at,
+)
+
+WRITTEN_OUT = 8
+"""How many times as long an operation takes where attention is written out, for softcaps, scores to return and learned
+scores, as in the kernels for plain attention: measured on a CPU, where it is 3 to 8. For the native kernel softcaps are
+nothing special, but nobody knows here whether there is one."""
+ADDITIVE = 80
+"""The same for additive scores, whose operations are tanh for the most part."""
+
+ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
+"""What a query of a head, a key of a head, and a head of keys take in FLOPs at the least, however narrow they are and
+however few they meet: measured with the native kernel, at heads of one element.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """What to compute, but for the contents of the tensors. Equal to itself alone: what follows from one is remembered
+    by it, and headers that are the same have the same one.
+
+    `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
+    query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
+    the score by their paths. `group` is equal for problems that differ in lengths and layouts only: ragged kernels
+    compute those together. Of `one_by_one` problems, sequences are computed one after the other, by the kernel that can
+    do everything. `kind` is that of `Work`.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    dtype: int
+    rank: int
+    length_first: bool
+    packed: bool
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_length: int
+    kv_length: int
+    head_dim: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    causal: bool
+    bottom_right: bool
+    window: tuple[int, int]
+    score: str | None
+    return_lse: bool
+    return_scores: ScoreStage | None
+    priority: int
+    one_by_one: bool
+    group: Hashable
+    kind: str
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the positions of the queries make any difference."""
+        return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors
+
+    @property
+    def stackable(self) -> bool:
+        """Whether requests can share a kernel call: only queries, keys, values, masks and biases are their own."""
+        return not self.packed and self.score is None and not self.tensors.keys() & {"alibi_slopes", "sinks"}
+
+    @property
+    def weight(self) -> int:
+        """What an operation costs, in those of plain attention."""
+        if self.score == "additive":
+            return ADDITIVE
+        return WRITTEN_OUT if self.one_by_one else 1
+
+    def scratch_bytes(self, kv_length: int) -> int:
+        """What an additive score takes beside the scores, in float64: keys projected to hidden units, twice."""
+        if self.score != "additive":
+            return 0
+        return 16 * self.tensors["additive.query_weight"].shape[0] * self.kv_heads * kv_length
+
+    def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
+        """Floating-point operations for so many pairs of query and key, counted as multiplications and additions."""
+        score_width = self.key_dim
+        extra = 0
+        if self.score == "general":
+            extra = 2 * query_tokens * self.query_heads * self.head_dim * self.key_dim
+        elif self.score == "additive":
+            units = self.tensors["additive.query_weight"].shape[0]
+            score_width = 2 * units  # an addition, a tanh (counted as two) and a multiply-add for each hidden unit
+            extra = (
+                2 * units * (query_tokens * self.query_heads * self.head_dim + kv_tokens * self.kv_heads * self.key_dim)
+            )
+        return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's keys and values, if they are sent."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * _dtypes.NUMPY[self.dtype].itemsize
+
+    def effort(self, flops: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
+        """What so many FLOPs come to: at the least, what reading tokens and writing rows takes. A million heads of one
+        element are next to no FLOPs, and a third of a second.
+        """
+        if not query_tokens:
+            return flops
+        of_keys = self.kv_heads * (KEY_COST * kv_tokens + HEAD_COST * sequences)
+        return max(flops, ROW_COST * self.query_heads * query_tokens + of_keys)
+
+
+def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
+    """The problem that a serialised header (of `AttendRequest`, with tickets for payloads and no caches) states.
+
+    Raises InvalidRequest with the path of the field that breaks the contract. `resident` as in `check`.
+    """
+    try:
+        message = pb.AttendRequest.FromString(header)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    return check(message, resident)
+
+
+def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Problem:
+    """The problem that a message states. Raises InvalidRequest.
+
+    With resident keys, `key` and `value` are what is appended to them, if they are there; the problem's `kv_length` is
+    the length of these alone, and masks are not checked against it.
+    """
+    tensors = {"query": float_tensor(message, "query")}
+    query = tensors["query"]
+    length_first = message.layout in (pb.LAYOUT_LENGTH_FIRST, pb.LAYOUT_PACKED)
+    if resident is None or message.HasField("key") or message.HasField("value"):
+        key = tensors["key"] = float_tensor(message, "key")
+        value = tensors["value"] = float_tensor(message, "value")
+    else:
+        key, value = nothing_appended(query, resident, length_first)
+    check_ranks(message, query, key, value, resident)
+    rank, packed = len(query.shape), message.layout == pb.LAYOUT_PACKED
+    of_keys = "key" if "key" in tensors else "the caches"
+    axes = axes_of(query, key, value, length_first, resident, of_keys)
+
+    score = message.WhichOneof("score")
+    if score is None and axes.key_dim != axes.head_dim:
+        if resident is not None:
+            raise InvalidRequest("query.shape", f"width {axes.key_dim}, as the keys of the caches have", shown(query))
+        raise InvalidRequest("key.shape", f"the width {axes.head_dim} of query, as the dot product needs", shown(key))
+    tensors |= _score_parameters(message, axes)
+    if packed:
+        axes = axes._replace(batch=batch_of_packed(message))
+    tensors |= _of_masks(message, axes, packed, resident)
+
+    scale = message.scale if message.HasField("scale") else (axes.head_dim**-0.5 if score is None else 1.0)
+    if not math.isfinite(scale):
+        raise InvalidRequest("scale", "a finite number", scale)
+    if not (math.isfinite(message.softcap) and message.softcap >= 0):
+        raise InvalidRequest("softcap", "a finite number from 0", message.softcap)
+    bottom_right = is_bottom_right(message)
+    return_scores = score_stage_of(message)
+    priority = priority_of(message)
+    window = window_of(message)
+    one_by_one = score is not None or message.softcap > 0 or return_scores is not None
+    options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
+    optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
+    return Problem(
+        tensors=tensors,
+        dtype=query.dtype,
+        rank=rank,
+        length_first=length_first,
+        packed=packed,
+        **axes._asdict(),
+        scale=scale,
+        softcap=message.softcap,
+        causal=message.causal,
+        bottom_right=bottom_right or (resident is not None and message.alignment == pb.ALIGNMENT_UNSPECIFIED),
+        window=window,
+        score=score,
+        return_lse=message.return_lse,
+        return_scores=return_scores,
+        priority=priority,
+        one_by_one=one_by_one,
+        group=(
+            query.dtype,
+            axes.query_heads,
+            axes.kv_heads,
+            axes.head_dim,
+            axes.key_dim,
+            axes.value_dim,
+            options,
+            optional,
+        ),
+        kind=f"attend {_dtypes.name(query.dtype)}, {score or ('written out' if one_by_one else 'by kernels')}",
+    )
+
+
+def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, TensorSpec]:
+    """The tensors of a learned score, if it is one. Raises InvalidRequest."""
+    tensors = {}
+    if message.HasField("general"):
+        tensors["general.weight"] = parameter(message, "general.weight", (axes.head_dim, axes.key_dim))
+    elif message.HasField("additive"):
+        query_weight = float_tensor(message, "additive.query_weight")
+        if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
+            raise InvalidRequest("additive.query_weight.shape", f"[U, {axes.head_dim}]", shown(query_weight))
+        units = query_weight.shape[0]
+        tensors["additive.query_weight"] = parameter(message, "additive.query_weight", (units, axes.head_dim))
+        tensors["additive.key_weight"] = parameter(message, "additive.key_weight", (units, axes.key_dim))
+        for name in ("bias", "output_weight"):
+            if message.additive.HasField(name):
+                tensors[f"additive.{name}"] = parameter(message, f"additive.{name}", (units,))
+    return tensors
+
+
+def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: KeyShape | None) -> dict[str, TensorSpec]:
+    """The tensors that say which keys count, and how much more or less. Raises InvalidRequest."""
+    tensors = {}
+    for name in ("alibi_slopes", "sinks"):
+        if message.HasField(name):
+            tensors[name] = parameter(message, name, (axes.query_heads,))
+    for name in ("query_lengths", "kv_lengths"):
+        if message.HasField(name):
+            tensors[name] = int_tensor(message, name, ((axes.batch,),))
+    if message.HasField("query_lengths") and not packed:
+        raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
+    if message.HasField("query_offset"):
+        tensors["query_offset"] = int_tensor(message, "query_offset", ((axes.batch,), (1,), ()))
+    if message.HasField("mask"):
+        tensors["mask"] = tensor_at(message, "mask")
+        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
+            raise InvalidRequest(
+                "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
+            )
+    if message.HasField("bias"):
+        tensors["bias"] = float_tensor(message, "bias")
+    if not packed and resident is None:
+        target = (axes.batch, axes.query_heads, axes.query_length, axes.kv_length)
+        for name in ("mask", "bias"):
+            if name in tensors:
+                check_broadcast(name, tensors[name], target)
+    return tensors

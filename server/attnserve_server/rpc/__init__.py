@@ -1,0 +1,1 @@
+"""The services of gRPC: calls and streams in, replies and errors out."""

@@ -1,0 +1,146 @@
+"""The RPCs of `CacheService`. What changes a cache, or looks at one, waits for its turn in the engine; the rest is
+answered at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import monotonic
+from typing import Final
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from grpc import aio
+
+from attnserve import _dtypes
+from attnserve.v1 import caches_pb2 as pb
+from attnserve_server.access.callers import Caller
+from attnserve_server.caches.operations import Fork, Forked, Look, Truncate, describe, read_append
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.work import Host, Use, cache_named
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
+from attnserve_server.requests.durations import seconds_of
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.rpc.rpcs import Rpcs, parsed
+from attnserve_server.rpc.service import AttentionService, Read
+
+CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+MAX_REQUEST_ID: Final = 64
+"""Bytes by which a request is known if it is sent again."""
+
+
+class CacheService:
+    """The service on one host of caches; what waits for its turn goes through the attention service's engine.
+
+    A cache belongs to who created it: for others there is none of that name. `default_ttl`, in seconds, is that of a
+    cache whose caller does not say; 0 for none. `limits` are those of what is appended.
+    """
+
+    def __init__(
+        self, host: Host, rpcs: Rpcs, attention: AttentionService, default_ttl: float, limits: RequestLimits
+    ) -> None:
+        self._host = host
+        self._limits = limits
+        self._default_ttl = default_ttl or None
+        self._rpcs = rpcs
+        self._attention = attention
+
+    def register(self, server: aio.Server) -> None:
+        """Adds the service to a gRPC server that has not started."""
+        at_its_turn: dict[str, Read] = {
+            "Append": lambda caller, message, at, end: read_append(self._host, caller.name, message, self._limits),
+            "Fork": self._fork,
+            "Get": self._get,
+            "Truncate": self._truncate,
+        }
+        answering = self._rpcs.answering
+        handlers = {
+            "Create": answering("create", pb.CacheServiceCreateRequest, self._create, "use"),
+            "List": answering("list", pb.CacheServiceListRequest, self._list, "use"),
+            "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
+        }
+        for name, read in at_its_turn.items():
+            handlers[name] = grpc.unary_unary_rpc_method_handler(self._attention.handler(name.lower(), read))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
+
+    def _create(self, caller: Caller, request: pb.CacheServiceCreateRequest) -> pb.CacheServiceCreateResponse:
+        self._attention.check_open()  # a server that ends would take the cache with it
+        shape = CacheShape(
+            request.num_kv_heads,
+            request.head_dim,
+            request.value_dim or request.head_dim,
+            request.layers or 1,
+            _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
+        )
+        ttl = _ttl(request.ttl) if request.HasField("ttl") else self._default_ttl
+        cache = self._host.store.create(
+            shape, ttl, monotonic(), caller.name, _checked_id("request_id", request.request_id)
+        )
+        return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
+
+    def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
+        store = self._host.store
+        return pb.CacheServiceListResponse(
+            caches=map(partial(describe, self._host), store.list(caller.name, monotonic())),
+            pool_bytes=store.pool_bytes,
+            free_bytes=store.free_pages * store.page_bytes,
+        )
+
+    def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
+        store, now = self._host.store, monotonic()
+        if not request.names and not request.request_ids:
+            raise InvalidRequest("names", "at least one name", "none")
+        for field, given in (("names", request.names), ("request_ids", request.request_ids)):
+            if len(given) > store.max_caches:
+                raise InvalidRequest(field, f"at most {store.max_caches}", len(given), LIMIT_EXCEEDED)
+        for place, request_id in enumerate(request.request_ids):
+            if not request_id:
+                raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
+            _checked_id(f"request_ids[{place}]", request_id)
+        for name in request.names:
+            try:
+                cache = store.get(name, now, caller.name)
+            except NotFound:
+                continue
+            store.delete(cache)
+        for request_id in request.request_ids:
+            store.give_up(caller.name, request_id, now)
+        return pb.CacheServiceDeleteResponse()
+
+    def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork | Forked:
+        request = parsed(pb.CacheServiceForkRequest, data)
+        request_id = _checked_id("request_id", request.request_id)
+        try:
+            cache = cache_named(self._host, request.name, caller.name)
+        except NotFound:
+            made = self._host.store.made_by(caller.name, request_id, monotonic(), shape=None, parent=request.name)
+            if made is None:
+                raise
+            return Forked(self._host, (Use(made, 0, 0, None),), len(data), caller.name)
+        ttl = _ttl(request.ttl) if request.HasField("ttl") else None
+        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, request_id)
+
+    def _get(self, caller: Caller, data: bytes, at: int, end: int) -> Look:
+        request = parsed(pb.CacheServiceGetRequest, data)
+        cache = cache_named(self._host, request.name, caller.name)
+        return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name)
+
+    def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
+        request = parsed(pb.CacheServiceTruncateRequest, data)
+        cache = cache_named(self._host, request.name, caller.name)
+        expected = request.expected_length if request.HasField("expected_length") else None
+        return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
+
+
+def _checked_id(field: str, given: bytes) -> bytes:
+    if len(given) > MAX_REQUEST_ID:
+        raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given), LIMIT_EXCEEDED)
+    return given
+
+
+def _ttl(duration: Duration) -> float:
+    seconds = seconds_of("ttl", duration)
+    if seconds <= 0:
+        raise InvalidRequest("ttl", "a time above 0", f"{seconds:g} s")
+    return seconds

@@ -1,0 +1,175 @@
+"""The calls that a message of a stream holds: bytes in, `Call`s out. Requests themselves are not looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+
+from attnserve import _fields
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
+from attnserve_server.observability.tracing import TraceParent
+
+MAX_ID_BYTES: Final = 11
+"""The longest varint, and the tag before it."""
+
+MAX_CALL_FIELDS: Final = 64
+"""The most fields of a call, which has 6; those of its request are not its own."""
+
+OPERATIONS: Final = {
+    pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
+    pb.AttendStreamCall.APPLY_FIELD_NUMBER: "apply",
+}
+"""The fields of a call that hold what it asks for."""
+
+# Of fields whose numbers fit a tag of one byte.
+_CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
+_ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
+_TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
+LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
+"""What the metrics call operations on a stream."""
+_OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
+
+
+class Call(NamedTuple):
+    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies, or what is
+    wrong with it; and its caller's trace context.
+    """
+
+    id: int
+    timeout: float | None
+    operation: str | None
+    request: tuple[bytes, int, int]
+    error: RequestError | None = None
+    parent: TraceParent | None = None
+
+    @property
+    def label(self) -> str:
+        """What the metrics call it."""
+        return LABELS[self.operation or "attend"]
+
+
+def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
+    """The ids to cancel and the calls of an AttendStreamRequest, so many of each at most.
+
+    Raises DecodeError, and InvalidRequest if there are more.
+    """
+    cancelled: Sequence[int] = ()
+    calls: list[Call] = []
+    rest: list[bytes] = []
+    rest_bytes = 0
+    at, whole = 0, len(message)
+    while at < whole and message[at] == _CALLS_TAG and (call := _next_call(message, at + 1)) is not None:
+        if len(calls) == max_calls:
+            raise _too_many_calls(max_calls)
+        calls.append(call)
+        at = call.request[2]
+    for number, wire_type, start, content, end in _fields.fields(message, at, whole) if at < whole else ():
+        if number == pb.AttendStreamRequest.CALLS_FIELD_NUMBER and wire_type == 2:
+            if len(calls) == max_calls:
+                raise _too_many_calls(max_calls)
+            calls.append(_read_call(message, content, end))
+        else:
+            rest_bytes += end - start
+            if len(rest) == max_calls or rest_bytes > MAX_ID_BYTES * max_calls:
+                raise _too_many_ids(max_calls)
+            rest.append(message[start:end])
+    if rest:
+        cancelled = pb.AttendStreamRequest.FromString(b"".join(rest)).cancel
+        if len(cancelled) > max_calls:
+            raise _too_many_ids(max_calls)
+    return cancelled, calls
+
+
+def _too_many_calls(most: int) -> InvalidRequest:
+    return InvalidRequest("calls", f"at most {most}", "more", reason=LIMIT_EXCEEDED)
+
+
+def _too_many_ids(most: int) -> InvalidRequest:
+    return InvalidRequest("cancel", f"at most {most} ids", "more", reason=LIMIT_EXCEEDED)
+
+
+def _next_call(message: bytes, at: int) -> Call | None:
+    """The call whose length is at that place, if it is a plain one that ends within the message."""
+    try:
+        length, at = _fields.read_varint(message, at)
+    except (DecodeError, IndexError):
+        return None
+    return _plain_call(message, at, at + length) if at + length <= len(message) else None
+
+
+def _plain_call(message: bytes, at: int, end: int) -> Call | None:
+    """The call that lies in a part of a message, if it is as clients write nearly all: an id, maybe a timeout, and an
+    operation, each once and in this order. None for all else, right or wrong.
+    """
+    try:
+        if message[at] != _ID_TAG:
+            return None
+        call_id, at = _fields.read_varint(message, at + 1)
+        timeout = None
+        if message[at] == _TIMEOUT_TAG:
+            length, begin = _fields.read_varint(message, at + 1)
+            at = begin + length
+            timeout = _seconds(Duration.FromString(message[begin:at]))
+        operation = _OPERATION_TAGS.get(message[at])
+        length, begin = _fields.read_varint(message, at + 1)
+    except (DecodeError, IndexError):
+        return None
+    if operation is None or begin + length != end:
+        return None
+    return Call(call_id, timeout, operation, (message, begin, end))
+
+
+def _seconds(duration: Duration) -> float:
+    """However large or odd, it says when: what is no duration by the letter is no error."""
+    return duration.seconds + duration.nanos * 1e-9
+
+
+def _read_call(message: bytes, at: int, end: int) -> Call:
+    """The call that lies in a part of a message. What is not its operation is left to protobuf."""
+    if (plain := _plain_call(message, at, end)) is not None:
+        return plain
+    found: dict[int, list[tuple[int, int]]] = {}
+    rest: list[bytes] = []
+    count = 0
+    try:
+        for number, wire_type, start, content, behind in _fields.fields(message, at, end):
+            count += _fields.weight(wire_type, start, behind)
+            if count > MAX_CALL_FIELDS:
+                error = InvalidRequest("calls", f"at most {MAX_CALL_FIELDS} fields in one", "more", LIMIT_EXCEEDED)
+                return Call(_id_of(rest), None, None, (b"", 0, 0), error)
+            if number in OPERATIONS and wire_type == 2:
+                # Of different operations the last counts; one that is given again, with no other between, is merged.
+                parts = found.pop(number, [])
+                found = {number: [*parts, (content, behind)]}
+            else:
+                rest.append(message[start:behind])
+        envelope = pb.AttendStreamCall.FromString(b"".join(rest))
+    except DecodeError as malformed:
+        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", malformed))
+    timeout = None
+    if envelope.HasField("timeout"):
+        timeout = _seconds(envelope.timeout)
+    parent = TraceParent(envelope.traceparent, envelope.tracestate) if envelope.traceparent else None
+    if not found:
+        return Call(envelope.id, timeout, None, (b"", 0, 0), None, parent)
+    ((number, places),) = found.items()
+    if len(places) == 1:
+        return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]), None, parent)
+    # A message field given several times is the merger of them all, which is what their bytes end to end mean.
+    merged = b"".join(message[begin:stop] for begin, stop in places)
+    return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)), None, parent)
+
+
+def _id_of(fields: Sequence[bytes]) -> int:
+    """The id among the fields of a call that is malformed, as far as it goes; 0 if there is none."""
+    for field in reversed(fields):
+        try:
+            if call_id := pb.AttendStreamCall.FromString(field).id:
+                return call_id
+        except DecodeError:
+            continue
+    return 0

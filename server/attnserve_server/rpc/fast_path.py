@@ -1,0 +1,180 @@
+"""The fast path: messages that are answered as soon as they are read, all requests of one as one batch.
+
+In: messages of callers. Out: the message that answers one, where nothing waits or runs before it, and it asks for
+little, of layouts that came before; or nothing: then it goes the way of all others, which ends in the same answers, or
+in what is wrong with it. It takes no turn of the event loop: nobody can leave meanwhile, and nothing has to be kept of
+a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from attnserve_server.caches.request import CachedRequest
+from attnserve_server.native.layouts import Layout, layout_of
+from attnserve_server.native.library import NAME
+from attnserve_server.requests.request import Request
+from attnserve_server.scheduling.watchdog import SLOWEST_FLOPS
+
+if TYPE_CHECKING:
+    from attnserve_server.access.callers import Caller
+    from attnserve_server.caches.at_once import CachesAtOnce, Turn
+    from attnserve_server.native.messages import Asked, Messages
+    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.requests.work import Work
+    from attnserve_server.scheduling.engine import Engine
+
+LARGEST_MESSAGE: Final = 4 << 20
+"""Bytes: larger ones are not looked at, and ask for too much mostly."""
+
+MOST_COME: Final = 1024
+"""Of so many problems it is remembered that they came."""
+
+
+@dataclass(slots=True)
+class Answered:
+    """The answer to a message, and what the requests in it hold of the server until it has left."""
+
+    message: bytes
+    caller: Hashable
+    requests: int
+    size: int
+    query_tokens: int
+    flops: int
+
+
+class FastPath:
+    """The fast path to an engine's device."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        messages: Messages,
+        max_requests: int,
+        max_reply_bytes: int,
+        caches: CachesAtOnce | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._messages = messages
+        self._max_requests = max_requests
+        self._max_reply_bytes = max_reply_bytes
+        self._caches = caches
+        self._max_cost = engine.worker.inline_flops
+        self._least_timeout = self._max_cost / SLOWEST_FLOPS
+        """Whether less than this is time enough is known elsewhere."""
+        self._came: dict[Hashable, bool] = {}
+        """Keys of requests whose layout is not known, by when they came last, and whether it may be one day."""
+        self.lacks_layout = False
+        """Whether the last message had no answer because a layout is not known: see `came`."""
+
+    def answer_message(
+        self, caller: Caller, message: bytes, arrival: float, in_flight: Collection[int]
+    ) -> Answered | None:
+        """The answer to a message on a stream of a caller, of whose calls those with these ids are in flight. None: it
+        is to go the way of others, and nothing has happened yet.
+        """
+        self.lacks_layout = False
+        if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
+            return None
+        asked = self._messages.read_message(message, self._max_requests)
+        if (asked.requests > 1 or in_flight) and not _are_new(self._messages.ids(asked), in_flight):
+            return None
+        return self._answer(caller, asked, message, arrival)
+
+    def answer_request(self, caller: Caller, message: bytes, arrival: float, timeout: float | None) -> Answered | None:
+        """The same for a unary call, whose caller waits for so long."""
+        self.lacks_layout = False
+        if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
+            return None
+        if timeout is not None and timeout < self._least_timeout:
+            return None
+        return self._answer(caller, self._messages.read_request(message), message, arrival)
+
+    def _answer(self, caller: Caller, asked: Asked, message: bytes, arrival: float) -> Answered | None:
+        engine, messages, requests = self._engine, self._messages, asked.requests
+        self.lacks_layout = requests < 0
+        size = asked.request_bytes + asked.result_bytes
+        if (
+            requests <= 0
+            or asked.cost > self._max_cost
+            or asked.timeout < self._least_timeout * 1e9
+            or asked.result_bytes > self._max_reply_bytes
+            or not engine.has_room_for(caller.share, size, requests)
+        ):
+            return None
+        begin = staged = perf_counter()
+        calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each, but for several caches
+        if asked.cached:
+            turn = self._turn(caller, asked, message)
+            if turn is None:
+                return None
+            calls += sum(len(request.uses) - 1 for request in turn.requests)
+            effort, flops, staged = turn.effort, turn.flops, perf_counter()
+        waited_ns, staging = int((begin - arrival) * 1e9), staged - begin
+        decode_ns = waited_ns // requests
+        queue_ns = waited_ns - decode_ns  # while the others were decoded
+        answer = None
+        try:
+            compute_ns = messages.compute(effort, decode_ns, queue_ns, int(staging * 1e9))
+            answer = messages.write()
+        except (MemoryError, ArithmeticError):  # of NaN and infinities there is more to be known
+            return None
+        finally:
+            if turn is not None:
+                turn.end(failed=answer is None)
+        engine.computed_at_once(caller.share, size, requests, compute_ns * 1e-9)
+        encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
+        self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
+        self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)
+        return Answered(answer, caller.share, requests, size, asked.tokens, flops)
+
+    def _turn(self, caller: Caller, asked: Asked, message: bytes) -> Turn | None:
+        """The turn of the requests to caches in a message, if they can have it now."""
+        return None if self._caches is None else self._caches.begin(caller.name, asked, message, self._max_cost)
+
+    def came(self, request: Work, message: bytes, begin: int) -> None:
+        """Takes notice of a request that went the way of others, and of where it begins in a message: when its like
+        comes again, the layout of such requests is known from then on.
+        """
+        if not isinstance(request, Request | CachedRequest):
+            return
+        key = self._key_of(request)
+        if self._messages.knows(key):
+            return
+        suits = self._came.pop(key, None)
+        if suits:
+            suits = self._learn(key, request, message, begin)
+            if suits:
+                return
+        elif suits is None:
+            suits = True  # as far as is known
+        if len(self._came) >= MOST_COME:
+            del self._came[next(iter(self._came))]
+        self._came[key] = suits
+
+    def _key_of(self, request: Request | CachedRequest) -> Hashable:
+        """What requests of its layout have in common."""
+        if isinstance(request, Request):
+            return request.problem
+        return None if self._caches is None else self._caches.key_of(request)
+
+    def _learn(self, key: Hashable, request: Request | CachedRequest, message: bytes, begin: int) -> bool:
+        """Knows the layout of requests like this one from now on, if they are for the library."""
+        if request.cost > self._max_cost or request.payloads.buffer is not message:
+            return False
+        layout: Layout | None = None
+        if isinstance(request, Request):
+            layout = layout_of(request)
+        elif self._caches is not None:
+            layout = self._caches.layout_of(request)
+        return layout is not None and self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)
+
+
+def _are_new(ids: list[int], in_flight: Collection[int]) -> bool:
+    """Whether no two calls have the same id, nor one that is in flight."""
+    return len(set(ids)) == len(ids) and not any(each in in_flight for each in ids)

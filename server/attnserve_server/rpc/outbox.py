@@ -1,0 +1,134 @@
+"""The replies of one stream on their way to its caller.
+
+In: replies, as they become ready. Out: messages, one at a time: each holds what has become ready while the last one was
+on its way, up to a size that every client accepts; nothing waits for company. On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, NamedTuple
+
+from grpc import aio
+
+from attnserve import _fields
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.errors import Cancelled
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc.eager import EagerCoroutine
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Held
+
+MAX_JOINED_BYTES: Final = 1 << 20
+"""Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
+
+
+class Unsent(NamedTuple):
+    """A reply that is ready, or several, and what is held of the server until it has been sent."""
+
+    pieces: list[_fields.Buffer]
+    size: int
+    held: Held | None
+    replies: int = 1
+
+
+_PLEASE_CLOSE: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
+CLOSING: Final = Unsent([_PLEASE_CLOSE], len(_PLEASE_CLOSE), None, replies=0)
+"""What asks a caller to close a stream: a message by itself, or a part of one that brings replies."""
+
+
+class Outbox:
+    """What is ready, and the writing of it."""
+
+    def __init__(self, context: aio.ServicerContext[bytes, bytes], engine: Engine, metrics: Metrics) -> None:
+        self._context = context
+        self._engine = engine
+        self._metrics = metrics
+        self._unsent: deque[Unsent] = deque()
+        self._writing: EagerCoroutine | None = None
+        self._write_due: asyncio.Handle | None = None
+        self._holds = False
+        self._closed = False
+        self.replies = 0
+        """How many are ready and not being written."""
+        self.bytes = 0
+        """Of those that have not been sent."""
+        self.progress = asyncio.Event()
+        """Set whenever something has been sent."""
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with what writing ends with, should it fail: Cancelled if the caller has left."""
+
+    def put(self, unsent: Unsent) -> None:
+        """Takes a reply, to be written soon."""
+        self._unsent.append(unsent)
+        self.bytes += unsent.size
+        self.replies += unsent.replies
+        if not self._holds:
+            self._write_soon()
+
+    def hold(self) -> None:
+        """Writes nothing that comes from now on before `write` is called: there may be more."""
+        self._holds = True
+
+    def write(self) -> None:
+        """Begins to write what is ready, unless something is being written: then it is written next."""
+        self._holds = False
+        if self._write_due is not None:
+            self._write_due.cancel()
+            self._write_due = None
+        if self._writing is None and self._unsent and not self._closed:
+            writing = EagerCoroutine(self._write(), self._written)
+            if not writing.has_ended:
+                self._writing = writing
+
+    def ask_to_close(self) -> None:
+        """Asks the caller to close the stream, before it is told anything else: there may be more to tell for ever."""
+        self._unsent.appendleft(CLOSING)
+        self.bytes += CLOSING.size
+        self._write_soon()
+
+    def close(self) -> None:
+        """Writes no more, and lets go of all that it has."""
+        self._closed = True
+        self._engine.release(*[unsent.held for unsent in self._unsent if unsent.held is not None])
+        self._unsent.clear()
+        if self._writing is not None:
+            self._writing.close()
+        self.broken.cancel()
+
+    def _write_soon(self) -> None:
+        """Has what is ready written in the loop's next turn, with what becomes ready in this one."""
+        if self._writing is None and self._write_due is None:
+            self._write_due = asyncio.get_running_loop().call_soon(self.write)
+
+    async def _write(self) -> None:
+        """Writes until nothing is ready. Raises Cancelled if the caller leaves meanwhile."""
+        try:
+            while self._unsent:
+                unsent, size = self._next()
+                try:
+                    await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
+                    self._metrics.sent(size)
+                finally:
+                    self.bytes -= size
+                    self._engine.release(*[each.held for each in unsent if each.held is not None])
+                    del unsent  # a request keeps its layer alive
+                    self.progress.set()
+        except aio.InternalError:
+            raise Cancelled from None
+
+    def _written(self, writing: EagerCoroutine) -> None:
+        self._writing = None
+        if writing.error is not None and not self.broken.done():
+            self.broken.set_exception(writing.error)
+
+    def _next(self) -> tuple[list[Unsent], int]:
+        """Takes what is ready, as much as one message takes, and its length."""
+        unsent = [self._unsent.popleft()]
+        size = unsent[0].size
+        while self._unsent and size + self._unsent[0].size <= MAX_JOINED_BYTES:
+            unsent.append(self._unsent.popleft())
+            size += unsent[-1].size
+        self.replies -= sum([each.replies for each in unsent])
+        return unsent, size

@@ -1,0 +1,167 @@
+"""The port that gRPC is served on: what its core is told of connections and messages, and how it is bound."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc import aio
+
+from attnserve_server.settings.config import Config
+from attnserve_server.settings.units import Address, parse_address
+from attnserve_server.start_errors import ListenError
+
+_UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
+"""gRPC's own bounds on the RPCs that have arrived and not begun."""
+
+SETTINGS_TIMEOUT_MS: Final = 10_000
+"""How long a connection may take to say how it speaks HTTP/2. One that is reset right after it has begun, while the
+server is busy, keeps its descriptor for so long: by gRPC's default for a minute.
+"""
+
+LOOPBACK: Final = ("127.0.0.1", "::1")
+"""What `localhost` is, whatever the machine's file of hosts says: it is served without TLS and callers."""
+FREE_PORT_TRIES: Final = 100
+"""How many ports that are free on the first address of a name are tried on its others."""
+
+
+def channel_options(config: Config) -> Iterator[tuple[str, int]]:
+    """The options of a server's channels."""
+    yield "grpc.so_reuseport", 0
+    yield "grpc.max_receive_message_length", config.max_message_bytes
+    yield "grpc.max_send_message_length", -1
+    yield "grpc.keepalive_permit_without_calls", 1
+    yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
+    yield "grpc.http2.settings_timeout", SETTINGS_TIMEOUT_MS
+    yield from _for_unbegun_calls(config)
+
+
+def _for_unbegun_calls(config: Config) -> Iterator[tuple[str, int]]:
+    """What gRPC's core does with RPCs that wait for the event loop to begin them. Beyond a number it cancels some,
+    beyond another all, and those that have waited for so many seconds. By default there may be fewer than the requests
+    that there is room for.
+    """
+    for name, least in _UNBEGUN.items():
+        yield name, min(max(least, config.max_requests), 2**31 - 1)
+    if config.max_queue_time:
+        yield "grpc.server_max_unrequested_time_in_server", min(max(2, ceil(2 * config.max_queue_time)), 2**31 - 1)
+
+
+def bind(server: aio.Server, listen: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> str:
+    """Has a server listen on `host:port` or `unix:/path`, over TLS if there are credentials. Returns where it does, as
+    port 0 is a free one. Each address has credentials of its own: gRPC asks once for certificates that may change.
+
+    A name may have several addresses. It listens on all of them that this machine has, at one port, and each must be
+    free: at one that is not, callers of that name would come upon another server. Raises ListenError.
+    """
+    if listen.startswith("unix:"):
+        _make_way(listen)
+        _add(server, listen, listen, credentials)
+        return listen
+    address = parse_address(listen)
+    for own in _own_addresses(address):
+        address = address._replace(port=_add(server, listen, str(own), credentials))
+    return str(address)
+
+
+def _add(
+    server: aio.Server, listen: str, address: str, credentials: Callable[[], grpc.ServerCredentials] | None
+) -> int:
+    """Has a server listen on an address, which `listen` means; the port. Raises ListenError."""
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials())
+    except RuntimeError:
+        raise ListenError("listen", listen, "the address is taken or not ours") from None
+
+
+def _own_addresses(address: Address) -> Sequence[Address]:
+    """What a name means on this machine, as numbers; where that is several addresses, port 0 is one that is free on all
+    of them. gRPC would listen on those that it can have, if only on one, and not say which.
+
+    Raises ListenError if one is taken, or the name has none.
+    """
+    found = [Address(host, address.port) for host in _hosts(address) if _is_ours(host)]
+    if not found:
+        return [address]  # gRPC says so; or listens on 0.0.0.0 where `[::]` is meant and there is no IPv6
+    if not address.port and len(found) > 1:
+        return _at_a_free_port(address, found)
+    for own in found:
+        try:
+            _probe(own)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ListenError("listen", str(address), why if own == address else f"{own}: {why}") from None
+    return found
+
+
+def _hosts(address: Address) -> Sequence[str]:
+    """The addresses of a name, or that which is given, each once. Raises ListenError if there are none."""
+    if address.host.lower() == "localhost":
+        return LOOPBACK
+    try:
+        resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter for names that cannot be asked for
+        raise ListenError("listen", str(address), getattr(error, "strerror", None) or str(error)) from None
+    hosts = []
+    for _, _, _, _, (host, _, *rest) in resolved:
+        scope = rest[1] if rest else 0
+        hosts.append(f"{host}%{scope}" if scope else str(host))
+    return list(dict.fromkeys(hosts))
+
+
+def _is_ours(host: str) -> bool:
+    """Whether this machine has an address: one without IPv6 has none of that kind."""
+    try:
+        _probe(Address(host, 0))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
+
+
+def _at_a_free_port(address: Address, hosts: Sequence[Address]) -> Sequence[Address]:
+    """The same at a port that is free on each. Raises ListenError if none was found."""
+    for _ in range(FREE_PORT_TRIES):
+        try:
+            port = _probe(hosts[0])
+            found = [host._replace(port=port) for host in hosts]
+            for other in found[1:]:
+                _probe(other)
+        except OSError:
+            continue
+        return found
+    raise ListenError("listen", str(address), "no port was found that is free on all of its addresses")
+
+
+def _probe(address: Address) -> int:
+    """Takes an address as gRPC would, and lets go of it; its port. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(address)
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _make_way(listen: str) -> None:
+    """Sees to it that a unix socket can be made: gRPC would take over one that another server listens on.
+
+    Raises ListenError if something answers there, or if there is no such directory.
+    """
+    path = Path(listen.removeprefix("unix:").removeprefix("//"))
+    if not path.parent.is_dir():
+        raise ListenError("listen", listen, "there is no such directory")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ListenError("listen", listen, "another server listens there")

@@ -1,0 +1,103 @@
+"""Log lines of requests that were refused or failed: one for each, until there are too many of a kind.
+
+In: the error that a request ends with, and whose request it was. Out: a line with the reason and the request's id; of
+each reason a few a second at most, and then a line that says how many there were besides. Nothing of what was sent is
+in them, and what a caller names (an id, a cache) is cut short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from attnserve._fields import cached
+from attnserve_server.errors import RequestError
+from attnserve_server.observability.rate_limit import RateLimit
+
+logger = logging.getLogger(__name__)
+
+LINES_PER_SECOND: Final = 5.0
+"""Of one reason, in the long run."""
+BURST: Final = 20.0
+SUMMARY_AFTER: Final = 1.0
+"""Seconds from the first line that is left out to the line that says how many were."""
+REQUEST_ID: Final = "x-request-id"
+MAX_ID: Final = 128
+
+_NOT_FOR_LOGS: Final = re.compile(r"[^\x21-\x7e]")
+_LEVELS: Final = {
+    grpc.StatusCode.INTERNAL: logging.ERROR,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: logging.WARNING,
+    grpc.StatusCode.UNAVAILABLE: logging.WARNING,
+    grpc.StatusCode.CANCELLED: logging.NOTSET,
+}
+"""Mistakes of callers are INFO. A caller that gives a request up is no refusal."""
+
+_numbers = itertools.count(1)
+
+
+def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
+    """What an RPC is called: what its caller calls it in the metadata `x-request-id`, else a number of our own."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID and isinstance(value, str) and value:
+            return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
+    return f"rpc-{next(_numbers)}"
+
+
+@cached(64)
+def _level_of(error: type[RequestError]) -> int:
+    """The level of a kind of errors: to look up a status code takes a call of Python, and a flood is refused here."""
+    return _LEVELS.get(error.code, logging.INFO)
+
+
+class Refusals:
+    """The lines of one server. Lives on the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._limits: dict[str, RateLimit] = {}
+        self._summaries: dict[str, asyncio.TimerHandle] = {}
+
+    def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
+        """Writes a line for a request that ends with an error, unless there have been too many for its reason.
+
+        `request_id` is asked only if a line is written.
+        """
+        level = _level_of(type(error))
+        if not level or not logger.isEnabledFor(level):
+            return
+        now = self._clock()
+        limit = self._limits.get(error.reason)
+        if limit is None:  # reasons are the server's own words, and few
+            limit = self._limits[error.reason] = RateLimit(LINES_PER_SECOND, BURST, now)
+        if not limit.take(now):
+            if error.reason not in self._summaries:
+                timer = asyncio.get_running_loop().call_later(SUMMARY_AFTER, self._summarise, error.reason, level)
+                self._summaries[error.reason] = timer
+            return
+        fields = {"operation": operation, "code": error.code.name, "reason": error.reason, "request_id": request_id()}
+        if caller is not None:
+            fields["caller"] = caller
+        logger.log(level, "refused: %s", error.message, extra=fields)
+
+    def close(self) -> None:
+        """Says what has not been said yet."""
+        for reason, timer in list(self._summaries.items()):
+            timer.cancel()
+            self._summarise(reason, logging.INFO)
+
+    def _summarise(self, reason: str, level: int) -> None:
+        del self._summaries[reason]
+        limit = self._limits[reason]
+        left_out, limit.left_out = limit.left_out, 0
+        logger.log(
+            level, "refused %d more for the same reason", left_out, extra={"reason": reason, "left_out": left_out}
+        )

@@ -1,0 +1,92 @@
+"""How RPCs end: with a reply, or with the status of an error, of which the log has a line.
+
+Messages are parsed here and not by gRPC, which would tell callers in its own words, and as a fault of the server, that
+bytes are no message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+
+from attnserve_server.access.callers import Caller, Callers, Role
+from attnserve_server.errors import (
+    LIMIT_EXCEEDED,
+    InvalidRequest,
+    Malformed,
+    RequestError,
+    error_for_caller,
+)
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc.refusals import Refusals, request_id_of
+
+Context: TypeAlias = aio.ServicerContext[bytes, bytes]
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+M = TypeVar("M", bound=Message)
+
+MAX_PLAIN_BYTES: Final = 4 << 20
+"""The longest message that holds no tensors: 160 000 names of caches. Names without letters take 16 times as much."""
+
+
+class Rpcs:
+    """What the services of one server have in common: who calls, and what becomes of errors."""
+
+    def __init__(self, callers: Callers, metrics: Metrics, refusals: Refusals | None = None) -> None:
+        self.callers = callers
+        self.refusals = Refusals() if refusals is None else refusals
+        self._metrics = metrics
+
+    def answering(
+        self,
+        operation: str,
+        request_type: type[M],
+        answer: Callable[[Caller, M], Message | Awaitable[Message]],
+        *roles: Role,
+    ) -> Handler:
+        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` raises RequestError.
+
+        It is for callers with one of the roles.
+        """
+
+        async def handle(data: bytes, context: Context) -> bytes:
+            caller: Caller | None = None
+            try:
+                caller = self.callers.identify(context)
+                caller.require(*roles)
+                reply = answer(caller, parsed(request_type, data))
+                if inspect.isawaitable(reply):
+                    reply = await reply
+                return reply.SerializeToString()
+            except Exception as error:
+                return await self.refuse(context, operation, error_for_caller(error), caller)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
+        """Ends an RPC with an error, which is counted if there was no room."""
+        if error.rejection is not None:
+            self._metrics.rejected(error.rejection)
+            if caller is not None:
+                self._metrics.usage.of(caller.name).rejected += 1
+        self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
+        await abort(context, error)
+
+
+def parsed(message_type: type[M], data: bytes) -> M:
+    """The message without tensors that the bytes are. Raises Malformed, and InvalidRequest if it is too long."""
+    if len(data) > MAX_PLAIN_BYTES:
+        raise InvalidRequest("", f"a message of at most {MAX_PLAIN_BYTES} bytes", f"{len(data)} bytes", LIMIT_EXCEEDED)
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+
+
+async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
+    """Ends an RPC with an error's status and details."""
+    await context.abort(error.code, error.message, error.trailers())

@@ -1,0 +1,223 @@
+"""The RPCs of `AttentionService`: bytes in, bytes out.
+
+Messages are decoded and encoded here, inside the handlers, by the wire codec; gRPC sees bytes alone. An error of a
+unary call is the status of its RPC, an error of a call on a stream travels in its reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Final, TypeAlias, get_args
+
+import grpc
+from grpc import aio
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import Caller, Role
+from attnserve_server.errors import RequestError, TooManyStreams, error_for_caller
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
+from attnserve_server.requests.work import Work
+from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.rpcs import Context, Rpcs
+from attnserve_server.rpc.stream import CallStream
+from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
+
+Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
+"""Reads a caller's request out of a part of a message. Raises RequestError."""
+
+
+class AttentionService:
+    """The service on one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
+    them on a stream; `info` gives the answer of ServerInfo.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        rpcs: Rpcs,
+        readers: Mapping[str, Read],
+        max_message_calls: int,
+        max_unanswered: int,
+        info: Callable[[], pb.ServerInfoResponse],
+        tracing: Tracing | None = None,
+        max_caller_streams: int = 1024,
+        stream_life: StreamLife | None = None,
+        fast_path: FastPath | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._rpcs = rpcs
+        self._readers = readers
+        self._max_message_calls = max_message_calls
+        self._max_unanswered = max_unanswered
+        self._info = info
+        self._tracing = tracing
+        self._max_caller_streams = max_caller_streams
+        self._stream_life = stream_life
+        self._fast_path = fast_path
+        self._streams: set[CallStream] = set()
+        self._streams_by_share: Counter[Hashable] = Counter()
+
+    def register(self, server: aio.Server) -> None:
+        """Adds the service to a gRPC server that has not started."""
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Attend": grpc.unary_unary_rpc_method_handler(self.handler("attend", self._readers["attend"])),
+            "Apply": grpc.unary_unary_rpc_method_handler(self.handler("apply", self._readers["apply"])),
+            "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
+            "ServerInfo": self._rpcs.answering(
+                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info(), *get_args(Role)
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def check_open(self) -> None:
+        """Raises what a request would be refused with, whatever it asks for, because the server starts or ends."""
+        self._engine.check_open()
+
+    def end_streams(self) -> None:
+        """Ends every stream when what is in flight on it has been answered."""
+        for stream in self._streams:
+            stream.end()
+
+    def handler(self, operation: str, read: Read) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        """The handler of a unary RPC whose requests go through the engine."""
+        return partial(self._call, operation, read)
+
+    async def _call(self, operation: str, read: Read, message: bytes, context: Context) -> bytes:
+        arrival = perf_counter()
+        self._metrics.received(len(message))
+        trace = None
+        if self._tracing is not None:
+            trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
+        caller: Caller | None = None
+        try:
+            caller = self._rpcs.callers.identify(context)
+            caller.require("use")
+            reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
+        except Exception as raised:
+            error = error_for_caller(raised)
+            self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
+            if trace is not None:
+                trace.finish(error.code.name, perf_counter())
+            await self._rpcs.refuse(context, operation, error, caller)
+        except asyncio.CancelledError:
+            self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
+            if trace is not None:
+                trace.finish("CANCELLED", perf_counter())
+            raise
+        self._metrics.sent(len(reply))
+        self._metrics.finished(operation, "OK", perf_counter() - arrival)
+        return reply
+
+    async def _answer(
+        self,
+        caller: Caller,
+        read: Read,
+        message: bytes,
+        arrival: float,
+        timeout: float | None,
+        trace: Trace | None = None,
+    ) -> bytes:
+        """The reply to a unary call. Raises RequestError."""
+        learns = False
+        if self._fast_path is not None and trace is None and read is self._readers["attend"]:
+            answered = self._fast_path.answer_request(caller, message, arrival, timeout)
+            if answered is not None:
+                self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
+                self._engine.release(answered)
+                return answered.message
+            learns = self._fast_path.lacks_layout
+        self._engine.check(caller.share, len(message))
+        request = read(caller, message, 0, len(message))
+        if learns and self._fast_path is not None:
+            self._fast_path.came(request, message, 0)
+        outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
+
+        def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
+            if outcomes.done():  # its caller has gone
+                self._engine.release(entry)
+            else:
+                outcomes.set_result(outcome)
+
+        deadline = float("inf") if timeout is None else arrival + timeout
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share, trace)
+        self._engine.submit(entry)
+        try:
+            outcome = await outcomes
+        except asyncio.CancelledError:
+            self._engine.cancel((entry,))
+            if outcomes.done() and not outcomes.cancelled():  # it was on its way when the caller went
+                self._engine.release(entry)
+            raise
+        try:
+            if isinstance(outcome, RequestError):
+                raise outcome
+            begin, phases = perf_counter(), outcome.phases
+            pieces, _ = request.encode(outcome.result, phases, outcome.batch_size)
+            reply_message = b"".join(pieces)
+            end = perf_counter()
+            encode = phases.encode + end - begin
+            self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
+            if trace is not None:
+                trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
+            self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
+            return reply_message
+        finally:
+            self._engine.release(entry)
+
+    async def _attend_stream(self, _: object, context: Context) -> None:
+        self._metrics.stream_opened()
+        caller: Caller | None = None
+        stream: CallStream | None = None
+        retirement: asyncio.TimerHandle | None = None
+        try:
+            caller = self._rpcs.callers.identify(context)
+            caller.require("use")
+            self._enter_stream(caller)
+            stream = CallStream(
+                self._engine,
+                self._metrics,
+                self._readers,
+                self._rpcs.callers,
+                caller,
+                context,
+                self._max_message_calls,
+                self._max_unanswered,
+                self._tracing,
+                self._rpcs.refusals,
+                self._fast_path,
+            )
+            self._streams.add(stream)
+            if self._stream_life is not None:
+                retirement = self._stream_life.begin(stream)
+            await stream.serve()
+        except Exception as raised:
+            await self._rpcs.refuse(context, "stream", error_for_caller(raised), caller)
+        finally:
+            if stream is not None and caller is not None:
+                self._streams.discard(stream)
+                self._leave_stream(caller)
+            if retirement is not None:
+                retirement.cancel()
+            self._metrics.stream_closed()
+
+    def _enter_stream(self, caller: Caller) -> None:
+        """Raises TooManyStreams if the caller has as many streams as one may have."""
+        if self._streams_by_share[caller.share] >= self._max_caller_streams:
+            raise TooManyStreams(self._max_caller_streams)
+        self._streams_by_share[caller.share] += 1
+
+    def _leave_stream(self, caller: Caller) -> None:
+        self._streams_by_share[caller.share] -= 1
+        if not self._streams_by_share[caller.share]:
+            del self._streams_by_share[caller.share]

@@ -1,0 +1,312 @@
+"""One stream of calls: requests in flight by their ids, replies as they finish.
+
+A message read may hold many calls. Replies leave by the outbox. A caller that does not read its replies is not read
+from, nor one that already has its share of the server in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from attnserve_server.access.callers import Caller, Callers
+from attnserve_server.errors import (
+    CallerChanged,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Malformed,
+    Overloaded,
+    RequestError,
+    error_for_caller,
+)
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
+from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
+from attnserve_server.requests.work import Work
+from attnserve_server.rpc.calls import LABELS, Call, read_message
+from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.outbox import Outbox, Unsent
+from attnserve_server.rpc.refusals import Refusals, request_id_of
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Outcome
+
+MAX_UNSENT_BYTES: Final = 16 << 20
+"""Nothing is read from a caller that has left so many bytes of replies unread."""
+
+MAX_TURN_SECONDS: Final = 0.005
+"""For about so long the calls of one message are read before the loop goes round, to others' messages and replies."""
+
+ATTENDED: Final = LABELS["attend"]
+"""What the metrics call what the fast path answers."""
+
+
+class CallStream:
+    """One AttendStream RPC, of a caller who may use the service."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        readers: Mapping[str, Callable[[Caller, bytes, int, int], Work]],
+        callers: Callers,
+        caller: Caller,
+        context: aio.ServicerContext[bytes, bytes],
+        max_message_calls: int,
+        max_unanswered: int,
+        tracing: Tracing | None = None,
+        refusals: Refusals | None = None,
+        fast_path: FastPath | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._readers = readers
+        self._callers = callers
+        self._edition = callers.edition
+        self._caller = caller
+        self._usage = metrics.usage.of(caller.name)
+        self._context = context
+        self._max_message_calls = max_message_calls
+        self._max_unanswered = max_unanswered
+        self._tracing = tracing
+        self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
+        self._refusals = Refusals() if refusals is None else refusals
+        self._fast_path = fast_path if tracing is None else None  # of which no trace is kept
+        self._learns = False
+        self._id: str | None = None
+        self._in_flight: dict[int, Entry] = {}
+        self._outbox = Outbox(context, engine, metrics)
+        self._reader: asyncio.Task[None] | None = None
+        self._receiving = False
+        self._ended = False
+        self._gone = False
+        self._retiring: asyncio.TimerHandle | None = None
+
+    async def serve(self) -> None:
+        """Serves the stream to its end. Raises RequestError if the caller sends what is no message."""
+        self._reader = asyncio.create_task(self._read())
+        if self._ended:
+            self._reader.cancel()
+        whole = asyncio.create_task(self._read_and_drain(self._reader))
+        try:
+            await asyncio.wait((whole, self._outbox.broken), return_when=asyncio.FIRST_COMPLETED)
+            if self._outbox.broken.done():
+                self._outbox.broken.result()
+            whole.result()
+        finally:
+            self._gone = True
+            if self._retiring is not None:
+                self._retiring.cancel()
+            self._engine.cancel(self._in_flight.values())
+            self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
+            self._outbox.close()
+            tasks = (whole, self._reader)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, self._outbox.broken, return_exceptions=True)
+
+    @property
+    def _unanswered(self) -> int:
+        """The calls that have been read and not yet answered, as far as the caller knows."""
+        return len(self._in_flight) + self._outbox.replies
+
+    def retire(self, grace: float) -> None:
+        """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
+        many seconds ends as by `end`.
+        """
+        self._outbox.ask_to_close()
+        if self._retiring is None:
+            self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
+
+    def end(self) -> None:
+        """Stops reading, as if the caller had no more calls to make. Those of a message that is there are answered."""
+        self._ended = True
+        if self._reader is not None and not self._receiving:
+            self._reader.cancel()
+
+    async def _read_and_drain(self, reader: asyncio.Task[None]) -> None:
+        """Ends when nothing more is read and every reply has been sent."""
+        await asyncio.wait((reader,))
+        if not reader.cancelled():
+            reader.result()
+        while self._in_flight or self._outbox.bytes:
+            await self._progress()
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._context.read()
+            if not isinstance(message, bytes):  # EOF
+                return
+            arrival = perf_counter()
+            self._metrics.received(len(message))
+            if self._callers.edition is not self._edition:
+                self._look_again()
+            self._receiving = True
+            self._outbox.hold()
+            try:
+                if not self._answer_at_once(message, arrival):
+                    try:
+                        await self._receive(message, arrival)
+                    finally:
+                        self._engine.hurry()
+            finally:
+                self._receiving = False
+                self._outbox.write()  # what has its answer by now is on its way a turn of the loop sooner
+            if self._ended:
+                return
+            del message  # which may be large, and the next one long in coming
+            while self._outbox.bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
+                await self._progress()
+
+    async def _progress(self) -> None:
+        """Waits until some replies have been sent."""
+        self._outbox.progress.clear()
+        await self._outbox.progress.wait()
+
+    def _look_again(self) -> None:
+        """Finds out whether the caller is who it was, and may still use the service. Raises CallerChanged if not."""
+        self._edition = self._callers.edition
+        try:
+            caller = self._callers.identify(self._context)
+            caller.require("use")
+        except RequestError:
+            raise CallerChanged from None
+        if caller.name != self._caller.name:
+            raise CallerChanged
+
+    def _answer_at_once(self, message: bytes, arrival: float) -> bool:
+        """Answers a message as a whole, if the fast path has an answer to it."""
+        if self._fast_path is None:
+            return False
+        answered = self._fast_path.answer_message(self._caller, message, arrival, self._in_flight)
+        self._learns = self._fast_path.lacks_layout
+        if answered is None:
+            return False
+        self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
+        self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
+        self._outbox.put(Unsent([answered.message], len(answered.message), answered, answered.requests))
+        return True
+
+    async def _receive(self, message: bytes, arrival: float) -> None:
+        """Starts the calls of a message. The loop goes round between them, and what has been read begins to run:
+        thousands of tiny ones fit into one.
+        """
+        try:
+            cancelled, calls = read_message(message, self._max_message_calls)
+        except DecodeError as error:
+            raise Malformed("", error) from None
+        if cancelled:
+            self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
+        begin = turn = arrival
+        for call in calls:
+            trace = None
+            if self._tracing is not None:
+                trace = self._tracing.begin(call.label, call.parent or self._parent, arrival)
+            try:
+                refusal = self._start(call, arrival, begin, trace)
+            except Exception as error:
+                self._answer_error(call.id, call.label, error_for_caller(error), arrival, None, trace)
+            else:
+                if refusal is not None:
+                    self._refuse(call, refusal, arrival, trace)
+            begin = perf_counter()
+            if begin - turn > MAX_TURN_SECONDS:
+                self._engine.hurry()  # the device would wait for the last of them
+                self._outbox.write()
+                await asyncio.sleep(0)
+                self._outbox.hold()
+                begin = turn = perf_counter()
+
+    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> Overloaded | None:
+        """Submits a call whose decoding began at `begin`; or says why there is no room for it. Raises RequestError."""
+        if call.id in self._in_flight:
+            raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
+        if call.error is not None:
+            raise call.error
+        if call.operation is None:
+            raise InvalidRequest("operation", "one of the operations", "nothing")
+        deadline = float("inf")
+        if call.timeout is not None:
+            if call.timeout <= 0:
+                raise DeadlineExceeded
+            deadline = arrival + call.timeout
+        message, begin_at, end_at = call.request
+        if (refusal := self._engine.refusal(self._caller.share, end_at - begin_at)) is not None:
+            return refusal
+        request = self._readers[call.operation](self._caller, *call.request)
+        if self._learns and self._fast_path is not None:
+            self._fast_path.came(request, message, begin_at)
+        reply = partial(self._answer, call.id, call.label)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
+        self._engine.take(entry)
+        self._in_flight[call.id] = entry
+        return None
+
+    def _refuse(self, call: Call, error: Overloaded, arrival: float, trace: Trace | None) -> None:
+        """Answers a call for which there is no room. Most of what a flood costs is here, so it is counted in the fewest
+        steps.
+        """
+        self._metrics.refused(call.label, error.rejection, perf_counter() - arrival)
+        self._usage.rejected += 1
+        self._tell(call.id, call.label, error, None, trace)
+
+    def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
+        """Puts the reply to an admitted call into the outbox."""
+        if self._gone:
+            self._engine.release(entry)
+            self._metrics.finished(label, Cancelled.code.name, perf_counter() - entry.arrival)
+            if entry.trace is not None:
+                entry.trace.finish(Cancelled.code.name, perf_counter())
+            return
+        self._in_flight.pop(call_id, None)
+        if isinstance(outcome, RequestError):
+            self._answer_error(call_id, label, outcome, entry.arrival, entry, entry.trace)
+            return
+        begin = perf_counter()
+        phases = outcome.phases
+        pieces, size = entry.request.encode(outcome.result, phases, outcome.batch_size)
+        pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
+        end = perf_counter()
+        encode = phases.encode + end - begin
+        self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
+        self._metrics.finished(label, "OK", end - entry.arrival)
+        if entry.trace is not None:
+            entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
+        self._usage.computed(entry.request.query_tokens, entry.request.flops)
+        self._outbox.put(Unsent(pieces, size, entry))
+
+    def _answer_error(
+        self,
+        call_id: int,
+        label: str,
+        error: RequestError,
+        arrival: float,
+        entry: Entry | None,
+        trace: Trace | None,
+    ) -> None:
+        if error.rejection is not None:
+            self._metrics.rejected(error.rejection)
+            self._usage.rejected += 1
+        self._metrics.finished(label, error.code.name, perf_counter() - arrival)
+        self._tell(call_id, label, error, entry, trace)
+
+    def _tell(self, call_id: int, label: str, error: RequestError, entry: Entry | None, trace: Trace | None) -> None:
+        """Puts an error that has been counted into the outbox."""
+        if trace is not None:
+            trace.finish(error.code.name, perf_counter())
+        self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
+        status = error.encoded_status()
+        pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
+        self._outbox.put(Unsent(pieces, size, entry))
+
+    def _request_id(self, call_id: int) -> str:
+        """What a call is called in the log: by the stream's id and its own."""
+        if self._id is None:
+            self._id = request_id_of(self._context)
+        return f"{self._id}/{call_id}"

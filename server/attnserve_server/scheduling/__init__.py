@@ -1,0 +1,1 @@
+"""When a request runs, and with which others: from admission to the delivery of its result. No torch, no gRPC."""

@@ -1,0 +1,301 @@
+"""Who comes in: bounds what is in flight by count, bytes, cost and time, before anything is queued.
+
+None of the callers can have all the room: each gets at most `SHARE` times as much as is left free, so that there always
+is some for another. What is refused is told how long the work before it will take at the rate that has been measured. A
+request larger than a whole bound can never come in; that is the caller's mistake, not load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, NamedTuple
+
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
+from attnserve_server.scheduling.pace import Amount, Pace
+
+MIN_RETRY_DELAY: Final = 0.005
+MAX_RETRY_DELAY: Final = 10.0
+
+SHARE: Final = 8
+"""A caller may have so many times what is left of a bound: eight ninths of it if there is no other, and eight
+seventeenths if another wants all it can get, too. (Dynamic thresholds: Choudhury and Hahne 1998.)"""
+
+ALWAYS_WAIT: Final = 16
+"""So many requests may wait, be they as slow as they like: the bound on time is for queues."""
+
+ALWAYS_BATCHES: Final = 2
+"""So many full batches may wait, and a device that is never without work needs no more."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What is in flight: requests and bytes until the reply has left; those not computed yet, and their FLOPs."""
+
+    requests: int = 0
+    bytes: int = 0
+    waiting: int = 0
+    flops: int = 0
+    work: Amount = field(default_factory=Amount)
+    """Those not computed yet, by their kinds."""
+
+
+NOTHING: Final = Usage()
+
+MOST_TOLD: Final = 1024
+"""Callers of whom it is remembered what they were told: more than there are connections of between two batches."""
+
+
+class Told(NamedTuple):
+    """Why a caller's last request was refused, from how many bytes on others would be, and after how many batches."""
+
+    error: Overloaded
+    size: int
+    batches: int
+
+
+class Admission:
+    """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound; the last two say what
+    a full batch is.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_bytes: int,
+        max_flops: int,
+        max_reply_bytes: int | None = None,
+        max_queue_time: float = 0.0,
+        batch_requests: int = 64,
+        batch_flops: int = 4 * 10**9,
+    ) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._max_flops = max_flops
+        self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
+        self._max_queue_time = max_queue_time or inf
+        self._batch_requests = batch_requests
+        self._batch_flops = batch_flops
+        self._everybody = Usage()
+        self._stands = False
+        self._callers: dict[Hashable, Usage] = {}
+        self._told: dict[Hashable, Told] = {}
+        """The callers that have been refused since anything was counted that could give them room: until then, nothing
+        else is decided.
+        """
+        self.pace = Pace()
+        """How fast requests are computed: whoever computes them tells it."""
+
+    @property
+    def requests(self) -> int:
+        """The requests in flight."""
+        return self._everybody.requests
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the requests in flight."""
+        return self._everybody.bytes
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of what is not computed yet."""
+        return self._everybody.flops
+
+    @property
+    def seconds(self) -> float:
+        """How long what is not computed yet should take."""
+        return self.pace.seconds(self._everybody.work)
+
+    def check(self, caller: Hashable, size: int) -> None:
+        """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
+        before more work is put into it than refusing it takes.
+        """
+        if (refusal := self.refusal(caller, size)) is not None:
+            raise refusal.again()
+
+    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
+        """What `check` would raise, not to be raised: what many are told is made once."""
+        told = self._told.get(caller)
+        if told is not None and size >= told.size and told.batches == self.pace.batches:
+            self._stands = True  # as with every refusal
+            return told.error
+        try:
+            self._check_room(caller, size)
+        except Overloaded as error:
+            if len(self._told) >= MOST_TOLD:
+                self._told.clear()
+            refusal = error.again()
+            least = size if error.bound == "bytes" else 0  # of what else is full, no size counts
+            self._told[caller] = Told(refusal, least, self.pace.batches)
+            return refusal
+        return None
+
+    def _check_room(self, caller: Hashable, size: int) -> None:
+        everybody, own = self._everybody, self._callers.get(caller, NOTHING)
+        if everybody.requests >= self._max_requests:
+            raise self._full("requests", self._max_requests)
+        if everybody.bytes + size > self._max_bytes:
+            raise self._full("bytes", self._max_bytes)
+        if own.requests > SHARE * (self._max_requests - everybody.requests):
+            raise self._has_its_share("requests", self._max_requests, own)
+        if own.bytes > SHARE * (self._max_bytes - everybody.bytes):
+            raise self._has_its_share("bytes", self._max_bytes, own)
+        if own.flops > SHARE * (self._max_flops - everybody.flops):
+            raise self._has_its_share("flops", self._max_flops, own)
+        if everybody.waiting >= ALWAYS_WAIT:
+            if self._max_queue_time < inf:
+                self._check_queue(own)
+        elif everybody.waiting <= ALWAYS_WAIT // 4:
+            self._stands = False
+
+    def _check_queue(self, own: Usage) -> None:
+        """Raises Overloaded if the caller would wait too long: all that waits, or its own requests at the pace of one
+        of all callers, who have equal shares. A queue that comes and goes may take `max_queue_time`. One that stays
+        helps nobody, and is kept to what the device needs not to run out of work.
+        """
+        seconds, request = self.seconds, self.pace.request_seconds
+        batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
+        needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES * batch)
+        if seconds < needed / 4:
+            self._stands = False
+        needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
+        longest = needed if self._stands else max(needed, self._max_queue_time)
+        if seconds < longest:
+            return
+        callers = len(self._callers) + (own is NOTHING)
+        if (self.pace.seconds(own.work) + request) * callers < longest:
+            return
+        if callers > 1 and own.waiting:
+            raise self._has_its_share("queue_time", _rounded(longest), own)
+        raise self._full("queue_time", _rounded(longest))
+
+    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0, kind: str = "") -> None:
+        """Counts a request of so many bytes (its reply's included) and FLOPs, of a kind of work, in. Raises Overloaded,
+        with nothing counted, if there is no room now, and InvalidRequest if there never will be.
+        """
+        self._check_whole(size, flops, reply_bytes)
+        self.check(caller, size)
+        if self._everybody.flops + flops > self._max_flops:
+            raise self._full("flops", self._max_flops)
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = Usage()
+            self._told.clear()  # of shares: they are smaller now
+        elif self._told and self._is_above_average(flops, kind):
+            self._told.clear()
+        for usage in (self._everybody, own):
+            usage.requests += 1
+            usage.bytes += size
+            usage.waiting += 1
+            usage.flops += flops
+            usage.work.add(kind, flops)
+
+    def _is_above_average(self, flops: int, kind: str) -> bool:
+        """Whether a request may take longer than those that wait do on average. Then the queue may take longer, too
+        (some may always wait, be they as slow as they like), and who was refused may have room.
+        """
+        everybody = self._everybody
+        kinds = everybody.work.kinds
+        return len(kinds) != 1 or kind not in kinds or flops * everybody.waiting > everybody.flops
+
+    def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
+        """Whether so many requests of a caller's, of so many bytes together, would be admitted now, while nothing
+        waits, and leave it no more than its share. Refuses nothing: what `admit` says of them may be something else.
+        """
+        everybody, own = self._everybody, self._callers.get(caller, NOTHING)
+        left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
+        return (
+            left >= 0
+            and bytes_left >= 0
+            and own.requests + requests <= SHARE * left
+            and own.bytes + size <= SHARE * bytes_left
+            and not everybody.waiting
+            and caller not in self._told
+        )
+
+    def admit_computed(self, caller: Hashable, size: int, requests: int) -> None:
+        """Counts requests of a caller's in for which there is room, of so many bytes together: they are computed."""
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = Usage()
+        self._stands = False
+        self._told.clear()
+        for usage in (self._everybody, own):
+            usage.requests += requests
+            usage.bytes += size
+
+    def recount(
+        self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str = ""
+    ) -> None:
+        """Counts a request anew that has not been computed: its bytes and FLOPs are others than it was admitted with.
+        Raises, with nothing counted anew, what `admit` does.
+        """
+        self._check_whole(*now, reply_bytes)
+        size, flops = now[0] - before[0], now[1] - before[1]
+        if size > 0 and self._everybody.bytes + size > self._max_bytes:
+            raise self._full("bytes", self._max_bytes)
+        if flops > 0 and self._everybody.flops + flops > self._max_flops:
+            raise self._full("flops", self._max_flops)
+        self._told.clear()
+        for usage in (self._everybody, self._callers[caller]):
+            usage.bytes += size
+            usage.flops += flops
+            usage.work.remove(kind, before[1])
+            usage.work.add(kind, now[1])
+
+    def computed(self, caller: Hashable, flops: int, kind: str = "") -> None:
+        """Counts the FLOPs of a request out, which has been computed, or will not be."""
+        self._told.clear()
+        for usage in (self._everybody, self._callers[caller]):
+            usage.waiting -= 1
+            usage.flops -= flops
+            usage.work.remove(kind, flops)
+
+    def again(self, caller: Hashable, flops: int, kind: str) -> None:
+        """Counts the FLOPs of a request in that has been computed, and is to be once more: it has been admitted."""
+        self._told.clear()
+        for usage in (self._everybody, self._callers[caller]):
+            usage.waiting += 1
+            usage.flops += flops
+            usage.work.add(kind, flops)
+
+    def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
+        """Counts requests of a caller's out, of so many bytes together, whose replies have left."""
+        own = self._callers[caller]
+        self._told.clear()
+        for usage in (self._everybody, own):
+            usage.requests -= requests
+            usage.bytes -= size
+        if not own.requests:
+            del self._callers[caller]
+
+    def _check_whole(self, size: int, flops: int, reply_bytes: int) -> None:
+        """Raises InvalidRequest if a request is larger than all the room that there is."""
+        if size > self._max_bytes:
+            raise InvalidRequest(
+                "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", LIMIT_EXCEEDED
+            )
+        if reply_bytes > self._max_reply_bytes:
+            expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
+            raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED)
+        if flops > self._max_flops:
+            raise InvalidRequest("", f"a request of at most {self._max_flops} FLOPs", f"{flops} FLOPs", LIMIT_EXCEEDED)
+
+    def _full(self, bound: str, limit: float) -> Overloaded:
+        self._stands = True
+        return Overloaded(bound, limit, self._delay(self._everybody))
+
+    def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
+        self._stands = True
+        return ShareExceeded(bound, limit, self._delay(own, len(self._callers)))
+
+    def _delay(self, usage: Usage, callers: int = 1) -> float:
+        """Seconds until half of that should be computed, for one of so many callers."""
+        seconds = self.pace.seconds(usage.work) * callers
+        return _rounded(min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY))
+
+
+def _rounded(seconds: float) -> float:
+    """Two digits of a time that is told: it is an estimate, and what is the same for many is put into words once."""
+    return float(f"{seconds:.2g}")

@@ -1,0 +1,202 @@
+"""What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
+
+Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
+its group, wherever they stand in the queue, until the batch is full by cost or count. When an entry is due follows from
+what its caller has waiting before it (`fairness`), so that none waits for all that another has sent; each level of its
+priority makes it due as much earlier as the device works in `aging` seconds: a higher priority goes first, and
+nothing waits forever. Entries that nobody waits for any more never reach a batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from attnserve_server.scheduling.fairness import FairClock
+from attnserve_server.scheduling.pace import Amount, Pace
+
+
+class Waiting(Protocol):
+    """What the queue must know of an entry: times in seconds of one clock, costs in FLOPs."""
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for entries that one batch can hold."""
+
+    @property
+    def kind(self) -> str:
+        """By what is learnt how long it takes."""
+
+    @property
+    def cost(self) -> int:
+        """What it costs to run."""
+
+    @property
+    def received_bytes(self) -> int:
+        """What it holds in memory."""
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+
+    @property
+    def caller(self) -> Hashable:
+        """Whose it is: callers have equal shares."""
+
+    @property
+    def arrival(self) -> float:
+        """When it came."""
+
+    @property
+    def deadline(self) -> float:
+        """When its caller stops waiting; infinity for never."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its caller has stopped waiting."""
+
+
+E = TypeVar("E", bound=Waiting)
+
+
+@dataclass(slots=True)
+class Batch(Generic[E]):
+    """What to run now, and what came out of the queue without running."""
+
+    entries: list[E] = field(default_factory=list)
+    cost: int = 0
+    work: Amount = field(default_factory=Amount)
+    """What its entries are, by their kinds."""
+    cancelled: list[E] = field(default_factory=list)
+    expired: list[E] = field(default_factory=list)
+
+
+class BatchQueue(Generic[E]):
+    """Entries that wait, and the decision which of them run next."""
+
+    def __init__(self, max_cost: int, max_requests: int, aging: float, pace: Pace | None = None) -> None:
+        self._max_cost = max_cost
+        self._max_requests = max_requests
+        self._aging = aging
+        self._pace = pace or Pace()
+        self._fairness = FairClock()
+        self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
+        """A heap for each group: when an entry is due, which of all it is, and the entry."""
+        self._first: list[tuple[float, int, Hashable]] = []
+        """A heap of the groups by the entries that are, or were, first in them."""
+        self._pushes = itertools.count()
+        self._work = Amount()
+        self.requests = 0
+        self.bytes = 0
+        self.cost = 0
+
+    @property
+    def least_seconds(self) -> float:
+        """How long what waits takes to run at the least, as far as is known."""
+        return self._pace.least_seconds(self._work)
+
+    def push(self, entry: E) -> None:
+        """Takes an entry."""
+        priority, group = entry.priority, entry.group
+        begin = self._fairness.enter(entry.caller, priority, self._pace.work(entry.cost))
+        item = (begin - self._advantage(priority), next(self._pushes), entry)
+        waiting = self._groups.setdefault(group, [])
+        heapq.heappush(waiting, item)
+        if waiting[0] is item:
+            heapq.heappush(self._first, (item[0], item[1], group))
+        self._work.add(entry.kind, entry.cost)
+        self.requests += 1
+        self.bytes += entry.received_bytes
+        self.cost += entry.cost
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a batch could be filled, were everything that waits of one group."""
+        return self.cost >= self._max_cost or self.requests >= self._max_requests
+
+    def oldest_arrival(self) -> float | None:
+        """When the entry came that has waited longest; None if nothing waits. Looks at all that wait."""
+        return min((item[2].arrival for group in self._groups.values() for item in group), default=None)
+
+    def least_seconds_before(self, caller: Hashable, priority: int) -> float:
+        """How long what waits now takes to run at the least, as far as it is due before a next entry of this caller,
+        with this priority. Looks at all that wait.
+        """
+        due = self._fairness.begin(caller, priority) - self._advantage(priority)
+        before = Amount()
+        for group in self._groups.values():
+            for item in group:
+                if item[0] <= due:
+                    before.add(item[2].kind, item[2].cost)
+        return self._pace.least_seconds(before)
+
+    def pop(self, now: float) -> Batch[E]:
+        """Takes the next batch out of the queue; without entries if nothing is left to run."""
+        batch: Batch[E] = Batch()
+        while self._groups and not batch.entries:
+            _, number, group = heapq.heappop(self._first)
+            waiting = self._groups.get(group)
+            if waiting is not None and waiting[0][1] == number:
+                self._fill(batch, waiting, now)
+                if waiting:
+                    heapq.heappush(self._first, (waiting[0][0], waiting[0][1], group))
+                else:
+                    del self._groups[group]
+        if not self.requests:
+            self._first.clear()
+        return batch
+
+    def drop_cancelled(self) -> list[E]:
+        """Takes everything out that has been cancelled. Looks at all that wait."""
+        dropped: list[E] = []
+        for group, waiting in list(self._groups.items()):
+            gone = [item[2] for item in waiting if item[2].cancelled]
+            if not gone:
+                continue
+            dropped += gone
+            waiting[:] = [item for item in waiting if not item[2].cancelled]
+            heapq.heapify(waiting)
+            if not waiting:
+                del self._groups[group]
+        if not dropped:
+            return dropped
+        for entry in dropped:
+            self._forget(entry)
+        self._first = [(waiting[0][0], waiting[0][1], group) for group, waiting in self._groups.items()]
+        heapq.heapify(self._first)
+        return dropped
+
+    def _advantage(self, priority: int) -> float:
+        """How much earlier a priority makes an entry due: with so many callers, virtual time is so much slower."""
+        return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers) if priority else 0.0
+
+    def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
+        """Fills a batch from the group whose entry is due first; no further than to that, if nobody waits for it."""
+        callers, work = self._fairness.callers, 0.0
+        while waiting and len(batch.entries) < self._max_requests:
+            entry = waiting[0][2]
+            gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
+            if gone is None and batch.entries and batch.cost + entry.cost > self._max_cost:
+                break
+            heapq.heappop(waiting)
+            self._forget(entry)
+            if gone is None:
+                batch.entries.append(entry)
+                batch.cost += entry.cost
+                batch.work.add(entry.kind, entry.cost)
+                work += self._pace.work(entry.cost)
+            else:
+                gone.append(entry)
+                if not batch.entries:  # now another group may be first
+                    break
+        self._fairness.served(work, callers)
+
+    def _forget(self, entry: E) -> None:
+        self._fairness.leave(entry.caller)
+        self._work.remove(entry.kind, entry.cost)
+        self.requests -= 1
+        self.bytes -= entry.received_bytes
+        self.cost -= entry.cost

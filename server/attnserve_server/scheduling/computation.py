@@ -1,0 +1,82 @@
+"""One batch on a device, and who is to blame where that fails: only the guilty get an error.
+
+In: a device and entries of one group. Out: results, or the error, each with the entries that it is for. A batch that
+fails is computed once more, each request by itself, and what then finds no memory beside another batch (`company.py`)
+without that; what a request appends to caches has its place already, so that writing it twice is writing it once. A
+device that is lost fails the batch as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
+from attnserve_server.requests.work import BatchResult, Work
+from attnserve_server.scheduling.company import Company
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+logger = logging.getLogger(__name__)
+
+
+class Entry(Protocol):
+    """What is to be computed, with whatever the caller of `compute` needs to know of it."""
+
+    @property
+    def request(self) -> Work:
+        """The request."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+def compute(
+    device: Device, entries: list[E], company: Company | None = None
+) -> list[tuple[list[E], BatchResult | RequestError]]:
+    """Computes a batch. All entries are in what is returned, in their order; a `DeviceFailed` is for all of them.
+
+    `company` is there if the device may compute another batch meanwhile.
+    """
+    if company is None:
+        whole = _attempt(device, entries)
+    elif len(entries) == 1:
+        whole = _attempt_with_room(device, entries, company)
+    else:
+        with company.together():
+            whole = _attempt(device, entries)
+    if len(entries) == 1 or isinstance(whole, BatchResult | DeviceFailed):
+        return [(entries, whole)]
+    parts: list[tuple[list[E], BatchResult | RequestError]] = []
+    for entry in entries:
+        part = _attempt(device, [entry]) if company is None else _attempt_with_room(device, [entry], company)
+        if isinstance(part, DeviceFailed):
+            return [(entries, part)]
+        parts.append(([entry], part))
+    return parts
+
+
+def _attempt_with_room(device: Device, entries: Sequence[Entry], company: Company) -> BatchResult | RequestError:
+    """Computes one request, beside another batch or, if there is no memory for both, without it."""
+    with company.together():
+        found = _attempt(device, entries)
+    if not isinstance(found, OutOfMemory):
+        return found
+    with company.alone():
+        return _attempt(device, entries)
+
+
+def _attempt(device: Device, entries: Sequence[Entry]) -> BatchResult | RequestError:
+    try:
+        result = entries[0].request.run_batch(device, [entry.request for entry in entries])
+        if len(result.results) != len(entries):
+            raise RuntimeError(f"{len(result.results)} results of {len(entries)} requests")
+    except Exception as error:
+        blame = device.blame(error)
+        logger.exception("a batch of %d failed", len(entries), extra={"blame": blame})
+        if blame == "device":
+            return DeviceFailed()
+        return OutOfMemory() if blame == "memory" else ComputationFailed(type(error).__name__)
+    return result

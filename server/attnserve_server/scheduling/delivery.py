@@ -1,0 +1,60 @@
+"""What came of requests, brought to their callers; metrics and traces are told of it on the way.
+
+In: entries that were computed together, and their results or their error; or one entry and the error that it ends with.
+Out: calls of the entries' `reply`. A reply that fails is that caller's alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from attnserve_server.errors import ComputationFailed, RequestError
+from attnserve_server.requests.work import BatchResult, Phases
+from attnserve_server.scheduling.entry import Entry, Outcome
+
+if TYPE_CHECKING:
+    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.observability.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+
+class Delivery:
+    """The way back from one engine."""
+
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+
+    def deliver(self, entries: list[Entry], begin: float, outcome: BatchResult | RequestError) -> None:
+        """Answers entries that were computed together, or failed to be, from `begin` on: none if all run again."""
+        if not entries:
+            if isinstance(outcome, BatchResult):
+                self._metrics.kernels(outcome.kernel_calls)
+            return
+        if self._tracing is not None:
+            self._tracing.batch(entries, begin, outcome)
+        if isinstance(outcome, RequestError):
+            for entry in entries:
+                self.reply(entry, outcome)
+            return
+        flops = sum(entry.request.flops for entry in entries)
+        tokens = sum(entry.request.query_tokens for entry in entries)
+        self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
+        if (layer := entries[0].request.layer) is not None:
+            self._metrics.layer_batch(layer, len(entries), tokens, flops)
+        for entry, result in zip(entries, outcome.results, strict=True):
+            queue = max(0.0, begin - entry.arrival - entry.decode)
+            phases = Phases(entry.decode, queue, outcome.staging, outcome.compute, outcome.fetch)
+            self.reply(entry, Outcome(result, phases, len(entries)))
+
+    def reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
+        """Answers an entry."""
+        entry.answered = True
+        try:
+            entry.reply(entry, outcome)
+        except Exception:
+            logger.exception("a reply failed")
+            if isinstance(outcome, Outcome):
+                self.reply(entry, ComputationFailed("the reply could not be encoded"))

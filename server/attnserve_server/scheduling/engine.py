@@ -1,0 +1,325 @@
+"""The life of a request between its decoding and its reply: admit, queue, batch, run, complete.
+
+The engine lives on the event loop. A batch forms while the device is busy, and an idle device starts at once: there is
+no timer. The device itself is the worker's (`worker.py`). One that takes several batches at a time has the next beside
+the first, once that is worth no less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from attnserve_server.errors import (
+    DeviceFailed,
+    Draining,
+    Overloaded,
+    RequestError,
+    Starting,
+)
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.deadlines import Deadlines
+from attnserve_server.scheduling.delivery import Delivery
+from attnserve_server.scheduling.entry import Entry, Held
+from attnserve_server.scheduling.laps import Laps
+from attnserve_server.scheduling.waiting_room import WaitingRoom
+from attnserve_server.scheduling.worker import Part, Run, Worker
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+    from attnserve_server.observability.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests on a device."""
+
+    def __init__(
+        self,
+        device: Device,
+        queue: BatchQueue[Entry],
+        admission: Admission,
+        metrics: Metrics,
+        max_wait: float = 0.0,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._queue = queue
+        self._admission = admission
+        self._metrics = metrics
+        self._max_wait = max_wait
+        self._delivery = Delivery(metrics, tracing)
+        self._loop = asyncio.get_running_loop()
+        self._room = WaitingRoom(queue, admission, self._delivery, metrics)
+        self._deadlines = Deadlines(queue, admission.pace)
+        self._laps = Laps(admission.pace, self._deadlines)
+        self._drop_due: asyncio.Handle | None = None
+        self._next_step: asyncio.Handle | None = None
+        self._waits = False
+        self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.worker = Worker(device, self._complete, lambda: self.fail("a thread that computes is dead"))
+        """What computes."""
+        self.failure: str | None = None
+        """Why the device was given up, for good; None while it works."""
+        self.failed = asyncio.Event()
+        """Set when there is a failure."""
+
+    def check_open(self) -> None:
+        """Raises Starting, Draining or DeviceFailed if nothing is taken at the moment."""
+        if self._closed is None:
+            return
+        if self._closed is not Starting:
+            self._metrics.rejected("draining" if self._closed is Draining else "failed")
+        raise self._closed
+
+    def check(self, caller: Hashable, size: int) -> None:
+        """Raises what `check_open` does, or Overloaded, if a request of so many bytes would be refused, whatever it
+        asks for: refusing must cost less than reading.
+        """
+        self.check_open()
+        self._admission.check(caller, size)
+
+    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
+        """The same, but the Overloaded is returned: to raise and catch one takes as long as to find it."""
+        self.check_open()
+        return self._admission.refusal(caller, size)
+
+    def submit(self, entry: Entry) -> None:
+        """Admits and queues a request, which runs when the loop has handed over what it has received. Raises what
+        `check_open` does, Overloaded, InvalidRequest (too large for the server), or DeadlineUnreachable.
+
+        The caller of `submit` calls `release` when the reply has left.
+        """
+        self.take(entry)
+        self._schedule()
+
+    def take(self, entry: Entry) -> None:
+        """As `submit`, but for requests that come together: none runs before `hurry` is called."""
+        self.check_open()
+        if entry.deadline < inf:
+            self._deadlines.check(entry, self.worker.free_at)
+        self._room.enter(entry)
+        self._idle.clear()
+
+    def hurry(self) -> None:
+        """Has run what has been taken: without waiting for a turn of the loop, if it is little and all that is in
+        flight, for it would wait for company longer than it takes.
+        """
+        queued = self._queue.requests
+        if (
+            queued
+            and queued == self._admission.requests
+            and self._queue.cost <= self.worker.inline_flops
+            and self._max_wait == 0
+        ):
+            if self._next_step is not None:
+                self._next_step.cancel()
+            self._step()
+        else:
+            self._schedule()
+
+    def cancel(self, entries: Iterable[Entry]) -> None:
+        """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
+        run already: those go on.
+        """
+        if self._room.cancel(entries) and self._drop_due is None:
+            self._drop_due = self._loop.call_soon(self._drop_cancelled)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether what comes now has nothing before it, and needs no company: it can be computed at once."""
+        return not (self._closed or self._queue.requests or self.worker.runs or self._max_wait)
+
+    def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
+        """Whether a free engine would take so many requests of a caller's, of so many bytes together."""
+        return self._admission.has_room_for(caller, size, requests)
+
+    def computed_at_once(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
+        """Takes such requests, which have been computed meanwhile, in so many seconds. Nothing is learnt of these: in a
+        queue each takes more time than that. The caller of this calls `release` when they have been replied to.
+        """
+        self._admission.admit_computed(caller, size, requests)
+        self._idle.clear()
+        self.worker.computed_at_once(seconds)
+
+    def release(self, *held: Held) -> None:
+        """Says that the replies to admitted requests of one caller have left, or never will."""
+        if held:
+            requests, size = sum([each.requests for each in held]), sum([each.size for each in held])
+            self._admission.release(held[0].caller, size, requests)
+        if not self._admission.requests:
+            self._idle.set()
+
+    async def drain(self, grace: float) -> bool:
+        """Refuses new requests and waits until all replies have left, at most `grace` seconds; whether they have."""
+        if self.failure is None:
+            self._closed = Draining
+        if self._idle.is_set():
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace)
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def waiting_for_turns(self) -> int:
+        """How many admitted requests wait for what others need before them."""
+        return self._room.waiting_for_turns
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something is being computed, which nothing can interrupt."""
+        return bool(self.worker.runs)
+
+    def open(self) -> None:
+        """Lets requests in: the device is ready."""
+        if self._closed is Starting:
+            self._closed = None
+
+    def close(self) -> None:
+        """Ends the worker. What it computes is not waited for: see `stuck`."""
+        self.worker.close()
+
+    def fail(self, why: str) -> None:
+        """Gives up the device, for good. Everybody who waits for it is told to go elsewhere, whatever else is wrong."""
+        if self.failure is not None:
+            return
+        self.failure, self._closed = why, DeviceFailed
+        logger.critical("%s; requests are told to go elsewhere", why)
+        batches = [run.batch for run in self.worker.runs]
+        try:
+            while self._queue.requests:
+                batches.append(self._queue.pop(perf_counter()))
+        except Exception:  # those whom it holds learn it by the end of the process
+            logger.exception("the queue is broken")
+        waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
+        for entry in dict.fromkeys([*waiting, *self._room.all_at_turns()]):
+            if not entry.answered:
+                self._delivery.reply(entry, DeviceFailed())
+        self.failed.set()
+
+    def _schedule(self) -> None:
+        """Has the next batch run, if there is one and the device takes it."""
+        if (
+            not self._queue.requests
+            or (self.worker.runs and not self._has_room())
+            or (self._next_step is not None and not self._waits)
+        ):
+            return
+        wait = self._remaining_wait() if self._max_wait > 0 else 0.0
+        if self._next_step is not None:
+            if wait > 0:
+                return
+            self._next_step.cancel()
+        self._waits = wait > 0
+        # Not at once, but when the loop has handed over what it has already received: that is a batch.
+        self._next_step = self._loop.call_later(wait, self._step) if wait > 0 else self._loop.call_soon(self._step)
+
+    def _has_room(self) -> bool:
+        """Whether a device that computes takes what waits."""
+        worker = self.worker
+        return worker.depth > 1 and worker.has_room_beside(self._queue.cost, self._queue.is_full)
+
+    def _remaining_wait(self) -> float:
+        """How long the oldest entry still waits for company."""
+        oldest = None if self._queue.is_full else self._queue.oldest_arrival()
+        return 0.0 if oldest is None else oldest + self._max_wait - perf_counter()
+
+    def _step(self) -> None:
+        """Runs the next batch, if there is one."""
+        self._next_step = None
+        try:
+            self._run_next()
+        except Exception as bug:
+            self._fail_by(bug)
+
+    def _fail_by(self, bug: Exception) -> None:
+        """Gives up, so that a bug leaves nobody waiting whom it did not reach."""
+        logger.error("the engine failed", exc_info=bug)
+        self.fail("the engine failed")
+
+    def _run_next(self) -> None:
+        if self.failure is not None:
+            return
+        begin = perf_counter()
+        self._laps.learn(begin)
+        batch = self._queue.pop(begin)
+        run = self.worker.take(batch, begin)
+        self._room.begin(batch)
+        if not batch.entries:
+            self.worker.give_back(run)
+            self._schedule()
+            return
+        self.worker.run(run, self._admission.pace.least_seconds(batch.work))
+        if self.worker.depth > 1:  # there may be enough for another
+            self._schedule()
+
+    def _drop_cancelled(self) -> None:
+        """Replies to what has been cancelled and not run yet."""
+        self._drop_due = None
+        if self.failure is not None:  # everybody has been told
+            return
+        try:
+            self._room.drop_cancelled()
+        except Exception as bug:
+            self._fail_by(bug)
+        self._schedule()  # those whose turn has come
+
+    def _complete(self, run: Run, parts: list[Part]) -> None:
+        """Hands results to their callers, and has the next batch run."""
+        if self.failure is not None:  # everybody has been told
+            return
+        try:
+            self._hand_over(run, parts)
+        except Exception as bug:
+            if run not in self.worker.runs:  # who is in it is among those to be told
+                self.worker.take(run.batch, run.begin)
+            self._fail_by(bug)
+
+    def _hand_over(self, run: Run, parts: list[Part]) -> None:
+        if isinstance(parts[0][1], DeviceFailed):
+            self.fail("the device is lost")
+            return
+        batch, begin, now = run.batch, run.begin, perf_counter()
+        since = self.worker.free(run, now)
+        for entry in batch.entries:
+            self._admission.computed(entry.caller, entry.cost, entry.kind)
+        if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of what failed says nothing
+            # The next one has begun, or does not begin as soon as it can.
+            apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
+            self._laps.end(batch.work, since, now if apart else None)
+            if apart:
+                self._loop.call_soon(self._laps.learn)  # when replies are on their way
+        if batch.entries[0].request.needs:
+            for entries, outcome in parts:
+                failed = isinstance(outcome, RequestError)
+                again = () if isinstance(outcome, RequestError) else outcome.again
+                for place, entry in enumerate(entries):
+                    if place not in again:  # it has its turn until it is whole
+                        entry.request.end(failed)
+                        self._room.leave(entry)
+        whole = [self._whole(entries, outcome) for entries, outcome in parts]
+        self._schedule()
+        for entries, outcome in whole:
+            self._delivery.deliver(entries, begin, outcome)
+
+    def _whole(self, entries: list[Entry], outcome: BatchResult | RequestError) -> Part:
+        """What may be delivered. Queues again what is to run once more, as what that costs."""
+        if isinstance(outcome, RequestError) or not outcome.again:
+            return entries, outcome
+        for place, request in outcome.again.items():
+            self._room.enter_again(entries[place], request)
+        places = [place for place in range(len(entries)) if place not in outcome.again]
+        results = [outcome.results[place] for place in places]
+        return [entries[place] for place in places], replace(outcome, results=results, again={})

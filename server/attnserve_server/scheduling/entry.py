@@ -1,0 +1,94 @@
+"""A request in flight, with all that anyone later needs to know of it, and the way back to its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias
+
+from attnserve_server.errors import RequestError
+from attnserve_server.requests.work import Phases, RequestResult, Work
+
+if TYPE_CHECKING:
+    from attnserve_server.observability.tracing import Trace
+
+
+class Outcome(NamedTuple):
+    """What came of a request that ran: its result, its phases (encode still holds only the fetching), its batch."""
+
+    result: RequestResult
+    phases: Phases
+    batch_size: int
+
+
+class Held(Protocol):
+    """What admission holds for a caller until a reply has left: so many requests, of so many bytes together."""
+
+    @property
+    def caller(self) -> Hashable:
+        """Whose it is."""
+
+    @property
+    def requests(self) -> int:
+        """How many."""
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+
+
+Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
+
+    `caller` tells callers apart (`Caller.share`); `trace` is there if the request is recorded. Times are of
+    `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was cancelled before
+    it ran. If it fails with an outcome, it is called once more, with an error.
+    """
+
+    requests: ClassVar[int] = 1
+    """Where several are held together, it is one of them."""
+
+    request: Work
+    reply: Reply
+    arrival: float
+    deadline: float
+    decode: float
+    caller: Hashable = None
+    trace: Trace | None = None
+    cancelled: bool = field(default=False, init=False)
+    answered: bool = field(default=False, init=False)
+    kind: str = field(init=False)
+    """By what is learnt how long it takes."""
+    cost: int = field(init=False)
+    """What it costs to run, in FLOPs."""
+    size: int = field(init=False)
+    """The bytes that it may take until its reply has left."""
+
+    def __post_init__(self) -> None:
+        """Counts what the request takes."""
+        self.count()
+
+    def count(self) -> None:
+        """Counts what the request takes, as far as is known now."""
+        request = self.request
+        self.kind, self.cost = request.kind, request.cost
+        self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for entries that one batch can hold."""
+        return self.request.group
+
+    @property
+    def received_bytes(self) -> int:
+        """What it holds in memory."""
+        return self.request.received_bytes
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.request.priority

@@ -1,0 +1,135 @@
+"""Requests that have been admitted and do not run yet: who waits for a turn, who stands in the queue, who leaves.
+
+In: entries, as they come and as they are cancelled; batches out of the queue. Out: of a batch, the requests that can
+run; a reply to everyone who leaves without having run. On the event loop. When batches run is the engine's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnserve_server.errors import Cancelled, DeadlineExceeded, RequestError, error_for_caller
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.work import Work
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import Batch, BatchQueue
+from attnserve_server.scheduling.delivery import Delivery
+from attnserve_server.scheduling.entry import Entry
+from attnserve_server.scheduling.turns import Turns
+
+
+class WaitingRoom:
+    """The requests of one engine that wait, in a queue that others may look at."""
+
+    def __init__(self, queue: BatchQueue[Entry], admission: Admission, delivery: Delivery, metrics: Metrics) -> None:
+        self._queue = queue
+        self._admission = admission
+        self._delivery = delivery
+        self._metrics = metrics
+        self._turns: Turns[Entry] = Turns()
+        self._cancelled: list[Entry] = []
+
+    @property
+    def waiting_for_turns(self) -> int:
+        """How many wait for what others need before them."""
+        return self._turns.waiting
+
+    def enter(self, entry: Entry) -> None:
+        """Admits a request, which waits from now on. Raises Overloaded, InvalidRequest (too large for the server), and
+        what the request itself does.
+        """
+        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes, entry.kind)
+        if entry.request.needs:
+            try:
+                entry.request.enter()
+            except Exception:
+                self._admission.computed(entry.caller, entry.cost, entry.kind)
+                self._admission.release(entry.caller, entry.size)
+                raise
+            if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
+                return
+        self._queue.push(entry)
+
+    def enter_again(self, entry: Entry, request: Work) -> None:
+        """Has a request wait that has run, and is to once more, as another that costs something else. It is admitted
+        with its bytes, which it keeps, and has its turn.
+        """
+        entry.request = request
+        entry.kind, entry.cost = request.kind, request.cost
+        self._admission.again(entry.caller, entry.cost, entry.kind)
+        self._queue.push(entry)
+
+    def cancel(self, entries: Iterable[Entry]) -> bool:
+        """Says that nobody waits for some entries any longer; whether there were any. See `drop_cancelled`."""
+        some = False
+        for entry in entries:
+            some = entry.cancelled = True
+            if entry.request.needs:
+                self._cancelled.append(entry)
+        return some
+
+    def drop_cancelled(self) -> None:
+        """Replies to what has been cancelled and not run yet."""
+        cancelled, self._cancelled = self._cancelled, []
+        for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
+            self._drop(entries, "cancelled", Cancelled)
+
+    def begin(self, batch: Batch[Entry]) -> None:
+        """Has the requests of a batch do what they must at their turn, and replies to all that will not run: those that
+        nobody waits for, and those that cannot. They leave the batch.
+        """
+        self._drop(batch.cancelled, "cancelled", Cancelled)
+        self._drop(batch.expired, "deadline", DeadlineExceeded)
+        if not batch.entries or not batch.entries[0].request.needs:
+            return
+        able = []
+        for entry in batch.entries:
+            try:
+                entry.request.begin()
+                self._recount(batch, entry)
+            except Exception as error:
+                self._admission.computed(entry.caller, entry.cost, entry.kind)
+                batch.cost -= entry.cost
+                batch.work.remove(entry.kind, entry.cost)
+                self.leave(entry)
+                self._delivery.reply(entry, error_for_caller(error))
+            else:
+                able.append(entry)
+        batch.entries = able
+
+    def leave(self, entry: Entry) -> None:
+        """Gives up what a request needed, which has run or never will; who waited for it has its turn."""
+        if not entry.request.needs:
+            return
+        entry.request.leave()
+        for ready in self._turns.leave(entry):
+            self._queue.push(ready)
+
+    def all_at_turns(self) -> Iterable[Entry]:
+        """Everyone who waits for a turn or has one."""
+        return self._turns.everyone()
+
+    def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
+        """Replies to what will not run, because nobody waits for it."""
+        for entry in entries:
+            self._admission.computed(entry.caller, entry.cost, entry.kind)
+            self._metrics.cancelled(reason)
+            self.leave(entry)
+            self._delivery.reply(entry, error())
+
+    def _recount(self, batch: Batch[Entry], entry: Entry) -> None:
+        """Takes notice of what a request costs that has had its turn. Raises what `admit` does if there is no room."""
+        cost, size = entry.cost, entry.size
+        entry.count()
+        if entry.cost == cost and entry.size == size:
+            return
+        try:
+            reply_bytes = entry.request.reply_bytes
+            self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes, entry.kind)
+        except RequestError:
+            entry.cost, entry.size = cost, size
+            entry.request.end(failed=True)
+            raise
+        batch.cost += entry.cost - cost
+        batch.work.remove(entry.kind, cost)
+        batch.work.add(entry.kind, entry.cost)

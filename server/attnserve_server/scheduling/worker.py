@@ -1,0 +1,139 @@
+"""The device at work: on which batches, since when, until when by the measured rate, and for how much of all time.
+
+In: batches, as many at a time as the device takes (`Device.depth`): one computes, the next is staged meanwhile. Out:
+what came of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
+thread costs more than computing it; a larger one beside the loop, which meanwhile receives and decodes what comes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias
+
+from attnserve_server.errors import RequestError
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.batching import Batch
+from attnserve_server.scheduling.company import Company
+from attnserve_server.scheduling.computation import compute
+from attnserve_server.scheduling.entry import Entry
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+
+logger = logging.getLogger(__name__)
+
+Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
+"""What came of some entries of a batch."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A batch that the device has, from `take` to `free`: since when, and when it should be computed."""
+
+    batch: Batch[Entry]
+    begin: float
+    end: float
+
+
+class Worker:
+    """Computes batches on a device. Made on the event loop that it lives on.
+
+    `computed` is called with what the device had, and what came of it; `died` if a thread is dead that computes.
+    """
+
+    def __init__(self, device: Device, computed: Callable[[Run, list[Part]], None], died: Callable[[], None]) -> None:
+        self._device = device
+        self.inline_flops = device.inline_flops
+        """What a batch may cost to be computed on the loop, in FLOPs."""
+        self.depth = device.depth
+        """How many batches the device takes at a time."""
+        self._computed = computed
+        self._died = died
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(device.depth, "attnserve-device")
+        self._company = Company() if device.depth > 1 else None
+        self._counted = 0.0
+        self._busy_seconds = 0.0
+        self.runs: list[Run] = []
+        """What the device has, in the order in which it was given that."""
+
+    @property
+    def cost(self) -> int:
+        """What all of that costs, in FLOPs."""
+        return sum(run.batch.cost for run in self.runs)
+
+    @property
+    def free_at(self) -> float | None:
+        """When the device should have computed it; None if it has nothing."""
+        return self.runs[-1].end if self.runs else None
+
+    @property
+    def batch_seconds(self) -> float:
+        """How long the device has had the oldest batch that it has now; 0 if it has none."""
+        return perf_counter() - self.runs[0].begin if self.runs else 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """In how much time the device has had a batch, or several."""
+        return self._busy_seconds + (perf_counter() - self._counted if self.runs else 0.0)
+
+    def has_room_beside(self, waiting: int, is_full: bool) -> bool:
+        """Whether a device that computes should have one batch more, where so much waits (its cost, in FLOPs), and
+        whether that fills a batch.
+
+        Not if it is less than what the device was given last: what is staged early is a batch that no longer grows, and
+        two halves of what could have been one take longer than it, where kernels take their time however little they
+        do.
+        """
+        return len(self.runs) < self.depth and (is_full or waiting >= self.runs[-1].batch.cost)
+
+    def take(self, batch: Batch[Entry], begin: float) -> Run:
+        """Has one batch more, since `begin`, which may change until it runs."""
+        run = Run(batch, begin, begin)
+        if not self.runs:
+            self._counted = begin
+        self.runs.append(run)
+        return run
+
+    def run(self, run: Run, seconds: float) -> None:
+        """Computes what it has been given last, which should take so long by itself."""
+        run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
+        batch = run.batch
+        if batch.cost <= self.inline_flops:
+            self._computed(run, compute(self._device, batch.entries, self._company))
+        else:
+            future = self._loop.run_in_executor(self._threads, compute, self._device, batch.entries, self._company)
+            future.add_done_callback(partial(self._hand_over, run))
+
+    def free(self, run: Run, now: float) -> float:
+        """The device is done with a batch. Since when it was busy by that alone: no time counts for two batches."""
+        self.runs.remove(run)
+        since, self._counted = self._counted, now
+        self._busy_seconds += now - since
+        return since
+
+    def computed_at_once(self, seconds: float) -> None:
+        """The device, which had nothing, was busy for so long with what it was not given by `take`."""
+        self._busy_seconds += seconds
+
+    def give_back(self, run: Run) -> None:
+        """Nothing of a batch is left that was to be computed."""
+        self.runs.remove(run)
+
+    def close(self) -> None:
+        """Ends the threads. What they compute is not waited for, which nothing can interrupt."""
+        self._threads.shutdown(wait=not self.runs)
+
+    def _hand_over(self, run: Run, done: asyncio.Future[list[Part]]) -> None:
+        """Takes what a thread made of a batch, if it lives."""
+        if (error := done.exception()) is not None:
+            logger.critical("a batch ended the thread that computed it", exc_info=error)
+            self._died()
+        else:
+            self._computed(run, done.result())

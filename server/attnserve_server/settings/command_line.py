@@ -1,0 +1,93 @@
+"""The settings as the command line and the environment give them.
+
+In: flags and environment variables. Out: a `Config`. A field `http_listen` is the flag `--http-listen` and the variable
+`ATTNSERVE_HTTP_LISTEN`; a flag wins over the environment, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from attnserve_server import __version__
+from attnserve_server.settings import kinds
+from attnserve_server.settings.config import Config, Source, kind_of, settings
+from attnserve_server.start_errors import ConfigError, UsageError
+
+ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The configuration that a command line (without the program) and an environment make.
+
+    Raises UsageError, of which ConfigError is one; `--help` and `--version` print and raise SystemExit.
+    """
+    flags = vars(_parser().parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    given: dict[str, Source] = {}
+    for item in settings():
+        source: Source
+        if flags[item.name] is not None:
+            text, spelled, source = flags[item.name], flag(item.name), "flag"
+        elif variable(item.name) in environ:
+            text, spelled, source = environ[variable(item.name)], variable(item.name), "environment"
+        else:
+            continue
+        kind = kind_of(item)
+        try:
+            values[item.name] = kind.parse(text)
+        except ValueError:
+            raise ConfigError(spelled, kind.expected, text) from None
+        if not kind.valid(values[item.name]):
+            raise ConfigError(spelled, kind.expected, text)
+        given[item.name] = source
+    return Config(**values, _given=given)
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Variables that seem to be meant for a setting and are not its name, each with the one that is.
+
+    Only what is close to one: the SDK has variables of the same prefix, and Kubernetes makes some for each Service.
+    """
+    known = {item.name.upper() for item in settings()}
+    for name in sorted(environment):
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and rest not in known:
+            for meant in difflib.get_close_matches(rest, known, n=1, cutoff=0.85):
+                yield name, ENVIRONMENT_PREFIX + meant
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line, as for every other error of configuration, instead of the usage and a line.
+        raise UsageError(f"{message} (--help lists the flags)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="attnserve-server",
+        usage="%(prog)s [--FLAG VALUE ...] | token NAME | layers check FILE",
+        description="Serves attention over gRPC. The commands start nothing: `token` makes a caller's bearer token, "
+        "`layers check` says what a file of layers would load.",
+        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
+    for item in settings():
+        default = kind_of(item).show(item.default)
+        text = f"{item.metadata['help']} Default: {default}" if default else item.metadata["help"]
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if kind_of(item) is kinds.TRUTH else {}
+        parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)
+    return parser

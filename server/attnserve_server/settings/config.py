@@ -1,0 +1,320 @@
+"""What the server can be told, in one frozen dataclass.
+
+In: values (`command_line` reads them from flags and the environment). Out: a `Config`, validated, that knows where each
+of them came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.requests import durations
+from attnserve_server.settings import kinds, units
+from attnserve_server.start_errors import ConfigError
+
+MOST_CONNECTION_AGE: Final = 30 * 24 * 3600
+"""Seconds. gRPC counts milliseconds in a signed 32-bit number."""
+
+Source: TypeAlias = Literal["flag", "environment", "default", "code"]
+"""Where a value came from; `code` is whoever built the `Config` directly."""
+
+
+class Effective(NamedTuple):
+    """A setting, its value as it would be written, or None where that is not for callers, and where it came from."""
+
+    name: str
+    value: str | None
+    source: Source
+
+
+def _setting(kind: kinds.Kind, default: object, help: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
+
+    listen: str = _setting(
+        kinds.TCP_OR_UNIX,
+        "127.0.0.1:8001",
+        "Where gRPC is served: host:port or unix:/path. Port 0 is a free one. Of a name with several addresses, all "
+        "that this machine has are served, and each must be free.",
+    )
+    http_listen: str = _setting(
+        kinds.TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
+    )
+    tls_certificate: str = _setting(
+        kinds.TEXT,
+        "",
+        "The server's certificate chain, a PEM file, with which gRPC is served over TLS; read again when it changes.",
+    )
+    tls_key: str = _setting(kinds.TEXT, "", "The private key of that certificate, a PEM file.")
+    tls_client_ca: str = _setting(
+        kinds.TEXT,
+        "",
+        "The authorities whose certificates callers must have (mutual TLS), a PEM file. Default: they need none.",
+    )
+    callers: str = _setting(
+        kinds.TEXT,
+        "",
+        "The file that says who may do what (docs/security.md): hashes of tokens, names of certificates, roles; read "
+        "again when it changes. Default: who reaches the server may use it.",
+    )
+    insecure: bool = _setting(
+        kinds.TRUTH,
+        False,
+        "Whether gRPC may be served beyond this machine with neither `tls_certificate` nor `callers`: to anybody.",
+    )
+    http_tls: bool = _setting(
+        kinds.TRUTH,
+        False,
+        "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS.",
+    )
+    device: str = _setting(
+        kinds.DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
+    )
+    threads: int = _setting(
+        kinds.count(0, 1024),
+        0,
+        "Threads that compute, on a CPU. 0 is as many as the process has processors, by its affinity and its control "
+        "groups' quota.",
+    )
+    max_message_bytes: int = _setting(
+        # gRPC takes this bound as a signed 32-bit number.
+        kinds.size(1024, 2**31 - 1),
+        256 * 2**20,
+        "The longest message received, and the longest reply. One message of a stream may carry several requests.",
+    )
+    # The SDK puts at most 1024 calls into a message.
+    max_message_calls: int = _setting(kinds.count(1024), 4096, "The most calls in one message of a stream.")
+    max_requests: int = _setting(
+        kinds.count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
+    )
+    max_bytes: int = _setting(
+        kinds.size(),
+        2 * 2**30,
+        "The most bytes of requests, once they have arrived, and their replies. Memory in flight is up to three times "
+        "that where requests are tens of megabytes each.",
+    )
+    # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
+    # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
+    # into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach max_bytes
+    # long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so that this bounds long ones.
+    max_flops: int = _setting(
+        kinds.flops(),
+        2 * 10**13,
+        "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
+        "device's speed it is the longest wait: lower it where callers wait less. Here and in batches, requests that "
+        "take longer than their operations count for what they take: tiny ones, narrow heads, slow kernels.",
+    )
+    max_request_flops: int = _setting(
+        kinds.flops(0),
+        0,
+        "The most floating-point operations of one request. Those of slow kernels count for more: for softcaps, scores "
+        "to return and learned scores 8 times, for additive ones 80 times. 0: on a CPU 5e11 for each thread, some "
+        "10 s, and on CUDA as many as max_flops.",
+    )
+    max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
+    max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
+    max_sequences: int = _setting(
+        kinds.count(),
+        2**14,
+        "The most sequences of a request in which each has a length, an offset or a cache of its own: it costs "
+        "microseconds to look at one, in which nobody else is served.",
+    )
+    max_caller_streams: int = _setting(
+        kinds.count(),
+        1024,
+        "The most streams that one caller may have open. Callers without a name count by their connection.",
+    )
+    # Long enough for what a caller sends at once, and short enough for whoever waits for the reply.
+    max_queue_time: float = _setting(
+        kinds.DURATION,
+        1.0,
+        "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. While "
+        "requests must be refused, no caller adds to a queue of 16 requests and two batches. 0 is no bound.",
+    )
+    max_batch_flops: int = _setting(
+        kinds.flops(),
+        4 * 10**9,
+        "The floating-point operations of one batch. One request may have more, and then runs alone.",
+    )
+    max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
+    max_wait: float = _setting(
+        kinds.DURATION,
+        0.0,
+        "How long an idle device waits for company before it runs a batch. 0 is best nearly always: batches form "
+        "while the device is busy.",
+    )
+    inline_flops: int = _setting(
+        kinds.flops(0),
+        10**7,
+        "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
+        "thread costs more than they do. Messages of such requests are answered as they are read, unless this is 0.",
+    )
+    native_kernel: str = _setting(
+        kinds.words("auto", "off", "avx512", "avx2"),
+        "auto",
+        "On a CPU, which instructions the native kernel uses, if it was built: auto is the best that the processor "
+        "has. With off, torch's kernels compute alone.",
+    )
+    priority_aging: float = _setting(
+        kinds.DURATION,
+        0.1,
+        "One level of priority is worth this much of the device's time: a request that has waited for so much more "
+        "work runs first.",
+    )
+    stuck_after: float = _setting(
+        kinds.DURATION,
+        60.0,
+        "How long a batch may be computed, beyond 10 s for each 1e9 operations of it, before the device counts as "
+        "stuck and the server ends, so that it is started again. 0: for ever.",
+    )
+    drain_delay: float = _setting(
+        kinds.DURATION,
+        0.0,
+        "How long, when told to stop, the server is not ready yet accepts requests, so that load balancers see it.",
+    )
+    drain_grace: float = _setting(
+        kinds.DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
+    )
+    max_connection_age: float = _setting(
+        kinds.duration(MOST_CONNECTION_AGE),
+        0.0,
+        "When a caller is asked to connect again, so that it finds servers that are new; its calls go on. 0: never; "
+        "some minutes are right for several replicas.",
+    )
+    advertise_address: str = _setting(
+        kinds.ADVERTISED,
+        "",
+        "Where callers reach this very server, past all balancers, as host:port. It comes with each cache, which is "
+        "nowhere else.",
+    )
+    cache_bytes: int = _setting(
+        kinds.size(0, 2**60),
+        0,
+        "The pool of resident key/value caches, taken at the start: one page at least. 0: 512 MiB on a CPU, or a "
+        "quarter of the memory if that is less, and half the free memory on CUDA.",
+    )
+    cache_page_bytes: int = _setting(
+        kinds.size(4096, 2**30, CACHE_LINE),
+        512 * 2**10,
+        "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
+    )
+    cache_ttl: float = _setting(
+        kinds.duration(durations.MAX_SECONDS),
+        0.0,
+        "How long a cache lives after its last use, where its caller does not say. 0: until it is deleted, which a "
+        "caller that has died will not do.",
+    )
+    max_caches: int = _setting(kinds.count(), 10_000, "The most caches open.")
+    max_cache_layers: int = _setting(
+        kinds.count(), 256, "The most layers of a cache: each takes 250 bytes outside the pool, before it has a token."
+    )
+    max_layers: int = _setting(kinds.count(), 1024, "The most layers loaded.")
+    layers: str = _setting(
+        kinds.TEXT,
+        "",
+        "A file of layer definitions (docs/layers.md), whose layers are loaded before the server is ready.",
+    )
+    model_directory: str = _setting(
+        kinds.TEXT,
+        "",
+        "The directory of definitions and weights, which nothing that is loaded leaves. Default: that of `layers`; "
+        "without either, no layers can be loaded.",
+    )
+    layer_administration: bool = _setting(
+        kinds.TRUTH, True, "Whether layers can be loaded and unloaded by callers, while the server runs."
+    )
+    reflection: bool = _setting(kinds.TRUTH, True, "Whether gRPC reflection describes the service to tools.")
+    tracing_endpoint: str = _setting(
+        kinds.ENDPOINT,
+        "",
+        "Where spans are sent, over OTLP with gRPC: http://host:port or https://host:port. Default: where "
+        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else nothing is traced.",
+    )
+    tracing_sample: float = _setting(
+        kinds.RATIO,
+        0.01,
+        "The share of requests that are traced, from 0 to 1. Of requests with a trace of their caller's, those are "
+        "whose caller's is recorded.",
+    )
+    log_level: str = _setting(
+        kinds.words("debug", "info", "warning", "error"), "info", "The least severe log line written."
+    )
+    log_format: str = _setting(
+        kinds.words("text", "json"),
+        "text",
+        "Log lines, and what is said at the start, for people (text) or for machines (json).",
+    )
+    _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for item in settings():
+            kind, value = kind_of(item), getattr(self, item.name)
+            if not kind.valid(value):
+                raise ConfigError(item.name, kind.expected, value)
+        for low, high in (
+            ("max_message_bytes", "max_bytes"),
+            ("max_batch_flops", "max_flops"),
+            ("max_request_flops", "max_flops"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
+        if 0 < self.cache_bytes < self.cache_page_bytes:
+            page = self.show("cache_page_bytes")
+            raise ConfigError("cache_bytes", f"0, or at least cache_page_bytes ({page})", self.show("cache_bytes"))
+        for name, needed in (
+            ("tls_certificate", "tls_key"),
+            ("tls_key", "tls_certificate"),
+            ("tls_client_ca", "tls_certificate"),
+            ("http_tls", "tls_certificate"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigError(needed, f"a file, because {name} is given", "")
+        if not (self.is_local or self.tls_certificate or self.callers or self.insecure):
+            raise ConfigError(
+                "listen", "an address of this machine, or tls_certificate, or callers, or insecure", self.listen
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether gRPC is served to this machine alone."""
+        return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
+
+    def sources(self) -> dict[str, Source]:
+        """Where each setting's value came from."""
+        return {item.name: self._source(item) for item in settings()}
+
+    def _source(self, item: Field[Any]) -> Source:
+        return self._given.get(item.name, "default" if getattr(self, item.name) == item.default else "code")
+
+    def show(self, name: str) -> str:
+        """A setting's value as it would be written: `256MiB`, `100ms`."""
+        return next(kind_of(item).show(getattr(self, name)) for item in settings() if item.name == name)
+
+    def effective(self) -> Iterator[Effective]:
+        """Every setting, as the server may tell it to any caller."""
+        for item in settings():
+            value = None if kind_of(item).private and getattr(self, item.name) else self.show(item.name)
+            yield Effective(item.name, value, self._source(item))
+
+
+def settings() -> Iterator[Field[Any]]:
+    """The fields of `Config` that are settings, in their order."""
+    return (item for item in fields(Config) if "kind" in item.metadata)
+
+
+def _kind(item: Field[Any]) -> kinds.Kind:
+    kind: kinds.Kind = item.metadata["kind"]
+    return kind
+
+
+def kind_of(item: Field[Any]) -> kinds.Kind:
+    """What values a setting can have, and how they are written."""
+    kind: kinds.Kind = item.metadata["kind"]
+    return kind

@@ -1,0 +1,113 @@
+"""The kinds of values that settings have.
+
+In: bounds, words, patterns. Out: a `Kind`, which says whether something can be such a value, makes one of the text of a
+flag or an environment variable, and writes it as text that says the same.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from attnserve_server.settings import units
+
+
+class Kind(NamedTuple):
+    """What values of a setting look like: in words, as a check, from text and as text.
+
+    Private ones are not for callers: paths and addresses of the server's own surroundings.
+    """
+
+    expected: str
+    valid: Callable[[Any], bool]
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str]
+    private: bool = False
+
+
+def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int | None) -> Kind:
+    bounds = f"of at least {show(least)}" + (f" and at most {show(most)}" if most is not None else "")
+    return Kind(
+        f"{words} {bounds}",
+        lambda value: type(value) is int and least <= value and (most is None or value <= most),
+        parse,
+        show,
+    )
+
+
+def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
+    """Bytes, which may have to be a multiple of some."""
+    kind = _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
+    if multiple == 1:
+        return kind
+    return kind._replace(
+        expected=f"{kind.expected}, a multiple of {multiple}",
+        valid=lambda value: kind.valid(value) and value % multiple == 0,
+    )
+
+
+def count(least: int = 1, most: int | None = None) -> Kind:
+    """How many."""
+    return _whole("a number", units.parse_count, str, least, most)
+
+
+def flops(least: int = 1) -> Kind:
+    """How many floating-point operations."""
+    return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
+
+
+def duration(most: float | None = None) -> Kind:
+    """Seconds."""
+    bound = sys.float_info.max if most is None else most
+    return Kind(
+        "a duration (such as 200ms or 2s)" + (f" of at most {units.format_duration(most)}" if most is not None else ""),
+        lambda value: type(value) in (int, float) and 0 <= value <= bound,
+        units.parse_duration,
+        units.format_duration,
+    )
+
+
+def words(*choices: str) -> Kind:
+    """One of some words."""
+    return Kind(" or ".join(choices), lambda value: value in choices, str, str)
+
+
+def matches(expected: str, valid: Callable[[str], object], *, private: bool = False) -> Kind:
+    """Text for which `valid` returns something, and raises no ValueError."""
+
+    def check(value: object) -> bool:
+        try:
+            return isinstance(value, str) and valid(value) is not None
+        except ValueError:
+            return False
+
+    return Kind(expected, check, str, str, private)
+
+
+DURATION: Final = duration()
+TRUTH: Final = Kind(
+    "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
+)
+TCP: Final = matches("host:port (port 0 is a free one)", units.parse_address, private=True)
+TCP_OR_UNIX: Final = matches(
+    "host:port (port 0 is a free one) or unix:/path",
+    lambda text: re.fullmatch(r"unix:(//)?/[^\0]+", text) or units.parse_address(text),
+    private=True,
+)
+ADVERTISED: Final = matches(
+    "nothing, or host:port where others reach this server, with nothing in it that is still to be filled in",
+    lambda text: not text or units.parse_address(text).can_be_reached or None,
+)
+TEXT: Final = Kind("text", lambda value: isinstance(value, str), str, str, private=True)
+RATIO: Final = Kind(
+    "a number from 0 to 1",
+    lambda value: type(value) in (int, float) and 0 <= value <= 1,
+    float,
+    lambda value: f"{value:g}",
+)
+ENDPOINT: Final = matches(
+    "nothing, or http://host:port or https://host:port", re.compile(r"(https?://[^\s/@]+)?").fullmatch, private=True
+)
+DEVICE: Final = matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
