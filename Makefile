@@ -40,7 +40,7 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m pytest --quiet tests/test_architecture.py tests/test_documents.py tests/server/test_config.py \
+	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py tests/settings/test_config.py \
 	  -k 'architecture or document'
 
 format: $(VENV)/.dev ## rewrite the code in the one format

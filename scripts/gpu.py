@@ -96,7 +96,7 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
     """All steps on a device. `measured` are further arguments of the benchmark."""
     python, tests = sys.executable, "tests/gpu"
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
-    kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/server/test_cuda_fake.py")
+    kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/devices/test_cuda_fake.py")
     overlap = (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py")
     yield Step("look", (python, "-c", LOOK, device), 120, device=device)
     yield Step("kernels", kernels, 240, device=device)

@@ -14,10 +14,10 @@ from typing import Final, NoReturn
 import torch
 
 from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.devices.failures import Blame
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.observability import logs
-from attnserve_server.scheduling.computation import Blame
 from attnserve_server.serving import run
 from attnserve_server.settings import command_line
 

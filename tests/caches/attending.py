@@ -18,8 +18,8 @@ import strategies
 import torch
 from cases import DTYPES, Case, Plan
 from hypothesis import strategies as st
+from kernel_calls import array, call_of, tensor
 from resident import CPU, page_bytes_for, placement
-from test_kernels import array, call_of, tensor
 
 from attnserve_server.caches import attend as attend_module
 from attnserve_server.caches import query as query_module

@@ -10,7 +10,8 @@ import torch
 from cases import DTYPES, Case
 
 from attnserve_server.caches.layer import Placement, Write
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.host.cpus import CACHE_LINE
 
 CPU: Final = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def placement(pages: Sequence[int], per_page: int, start: int, tokens: int) -> P
 def page_bytes_for(shape: CacheShape, tokens: int) -> int:
     """The least page that holds so many tokens; rows that are short may leave room for more."""
     half = shape.num_kv_heads * max(shape.head_dim, shape.value_dim) * shape.item_bytes * tokens
-    return 2 * -(-half // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    return 2 * -(-half // CACHE_LINE) * CACHE_LINE
 
 
 def stored(case: Case, storage: str) -> Case:

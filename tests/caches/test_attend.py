@@ -33,8 +33,8 @@ from attending import (
 )
 from cases import Plan
 from hypothesis import given
+from kernel_calls import tensor
 from resident import stored
-from test_kernels import tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve_server.caches import step as step_module

@@ -36,8 +36,8 @@ from bits import assert_same_results
 from cases import Case, Plan
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_calls import tensor
 from resident import CPU, placement, stored
-from test_kernels import tensor
 
 from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.layer import Placement, Write

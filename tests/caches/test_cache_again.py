@@ -1,6 +1,6 @@
 """Attention to caches that comes upon NaN or infinities runs once more, apart, as what that costs, at the same turn.
 
-The engine is the real one, and so is the native kernel. As for requests without caches: `server/test_engine_again.py`.
+The engine is the real one, and so is the native kernel. Requests without caches: `scheduling/test_engine_again.py`.
 """
 
 from __future__ import annotations

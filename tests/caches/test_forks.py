@@ -13,8 +13,8 @@ import pytest
 import torch
 from attending import EVERY_STORAGE, arrays, fill, plan_of, pool_for, query_of, shape_of
 from bits import assert_same_results
+from kernel_calls import tensor
 from resident import CPU, placement, stored
-from test_kernels import tensor
 
 from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.pages import PagePool

@@ -11,7 +11,8 @@ from resident import CPU, page_bytes_for, placement
 
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import STORAGE, PagePool
-from attnserve_server.caches.shape import BLOCK_ALIGNMENT, CacheShape
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.host.cpus import CACHE_LINE
 
 SHAPES = [
     CacheShape(1, 1, 1, 1, "float32"),
@@ -32,7 +33,7 @@ def tokens(shape: CacheShape, count: int, dtype: torch.dtype | None = None) -> t
 
 def pool_of(shape: CacheShape, pages: int, per_page: int) -> PagePool:
     """A pool of so many pages of at least so many tokens, with garbage in every page."""
-    page_bytes = page_bytes_for(shape, per_page) + BLOCK_ALIGNMENT
+    page_bytes = page_bytes_for(shape, per_page) + CACHE_LINE
     pool = PagePool(pages * page_bytes, page_bytes, CPU)
     every = list(range(pages))
     count = pages * pool.tokens_per_page(shape)

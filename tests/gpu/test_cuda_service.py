@@ -19,9 +19,9 @@ import torch
 from bits import bits
 from cases import DTYPES, Case, Plan
 from conftest import Server
+from features import FEATURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_semantics import FEATURES
 
 from attnserve import Client
 

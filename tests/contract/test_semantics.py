@@ -11,67 +11,12 @@ import oracle
 import pytest
 import torch
 from cases import DTYPES, Case, Plan
+from features import FEATURES
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve import Client
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "grouped heads": {"key_heads": 2, "group": 3},
-    "one key head": {"key_heads": 1, "group": 4},
-    "narrow values": {"value_dim": 3},
-    "wide values": {"value_dim": 24},
-    "odd widths": {"head_dim": 13, "key_dim": 13, "value_dim": 5},
-    "one query": {"query_length": 1, "key_length": 50, "group": 2},
-    "one key": {"key_length": 1},
-    "one of everything": {"batch": 1, "key_heads": 1, "query_length": 1, "key_length": 1, "head_dim": 1, "key_dim": 1},
-    "longer than a block": {"query_length": 150, "key_length": 70},
-    "scale": {"scale": 0.3},
-    "no scale": {"scale": 0.0},
-    "negative scale": {"scale": -0.5},
-    "softcap": {"softcap": 1.5},
-    "causal": {"causal": True},
-    "causal, more queries than keys": {"causal": True, "query_length": 9},
-    "causal, no scale": {"causal": True, "scale": 0.0, "query_length": 7},
-    "causal, negative scale": {"causal": True, "scale": -0.5, "query_length": 7},
-    "bottom right": {"causal": "bottom_right"},
-    "bottom right, more queries than keys": {"causal": "bottom_right", "query_length": 9},
-    "bottom right of lengths": {"causal": "bottom_right", "kv_lengths": (3, 7)},
-    "query offset": {"causal": True, "query_offset": 2},
-    "negative query offset": {"causal": True, "query_offset": -2},
-    "query offsets": {"causal": "bottom_right", "query_offset": (-3, 4)},
-    "window": {"window": (2, 1)},
-    "window to the left": {"window": (1, -1)},
-    "window to the right": {"window": (-1, 1)},
-    "window of one": {"window": (0, 0)},
-    "window at an offset": {"window": (1, 1), "query_offset": (3, -1)},
-    "causal window": {"window": (2, 4), "causal": "bottom_right"},
-    "lengths": {"kv_lengths": (4, 7)},
-    "lengths of zero": {"kv_lengths": (0, 2)},
-    "mask": {"mask_shape": (2, 2, 5, 7)},
-    "mask of a key": {"mask_shape": (7,)},
-    "mask of a query": {"mask_shape": (5, 1)},
-    "mask of a batch": {"mask_shape": (2, 1, 1, 7)},
-    "mask of everything": {"mask_shape": ()},
-    "bias": {"bias_shape": (2, 2, 5, 7)},
-    "bias of a head": {"bias_shape": (2, 1, 1)},
-    "bias in half precision": {"bias_shape": (5, 7), "parameter_dtype": "bfloat16"},
-    "bias in double precision": {"bias_shape": (5, 7), "parameter_dtype": "float64"},
-    "alibi": {"alibi": True},
-    "alibi of grouped heads at an offset": {"alibi": True, "group": 2, "query_offset": (2, -4)},
-    "alibi and a mask": {"alibi": True, "mask_shape": (5, 7)},
-    "sinks": {"sinks": True},
-    "sinks without keys": {"sinks": True, "kv_lengths": (0, 1)},
-    "general": {"score": "general"},
-    "general, other width of keys": {"score": "general", "key_dim": 5, "group": 2},
-    "general, scaled": {"score": "general", "scale": -0.25},
-    "additive": {"score": "additive", "key_dim": 5, "group": 2},
-    "additive, scaled": {"score": "additive", "scale": 0.5},
-    "additive, bare": {"score": "additive", "additive_parts": (False, False)},
-    "excluded garbage": {"causal": True, "kv_lengths": (3, 6), "window": (2, 0), "poisoned": True},
-}
 
 
 @EVERY_DTYPE

@@ -16,8 +16,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
+from attnserve_server.rpc import fast_path
 from attnserve_server.rpc.fast_path import Answered, FastPath
-from attnserve_server.rpc.rpcs import fast_path
 
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")

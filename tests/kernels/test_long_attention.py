@@ -17,7 +17,7 @@ from bits import assert_same_results
 from cases import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import call_of, run
+from kernel_calls import call_of, run
 
 from attnserve_server.kernels import AttentionCall, attend, blocked_cpu, kernel_for, math
 from attnserve_server.kernels.band import Band

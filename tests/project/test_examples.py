@@ -14,7 +14,7 @@ from conftest import Server
 
 from attnserve import AsyncClient
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PATIENCE_S = 120.0
 USER = 7
 

@@ -15,7 +15,7 @@ from conftest import Models, Server
 
 from attnserve import Client
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:8001"
 """Where documents say that a server is."""
 

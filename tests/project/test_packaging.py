@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 import attnserve._version
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attnserve", "attnserve_server")
 LIBRARY = "attnserve_server/native/attention.so"
 needs_compiler = pytest.mark.skipif(

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PINNED = {
     canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
     for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers, anybody
 from attnserve_server.requests.work import Work
-from attnserve_server.rpc.rpcs import stream
+from attnserve_server.rpc import stream
 from attnserve_server.rpc.stream import CallStream
 
 __all__ = ["torch_threads"]

@@ -54,7 +54,7 @@ from benchmarks.waiting import waiting
 from benchmarks.workload import Shape, Workload
 from benchmarks.workloads import CUDA_WORKLOADS, MILLION, WORKLOADS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WAYS = [
     IN_PROCESS,
     *(f"transport, {name}" for name in TRANSPORT),

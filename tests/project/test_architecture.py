@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"attnserve": ROOT / "client", "attnserve_server": ROOT / "server"}
 OF_THE_SDK = {"attnserve._fields", "attnserve._wire", "attnserve._dtypes", "attnserve._version"}
 """What the server may import of it, beside the generated messages."""
