@@ -12,7 +12,7 @@ import numpy as np
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve import AsyncClient, Client
-from attnserve._operation import ATTEND
+from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.plain import Array, PlainAttention, exact_attention
 from benchmarks.workload import Batch, Outputs, Result, Shaped, device_tensor, finished, tensor

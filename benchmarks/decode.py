@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnserve import AsyncCache, AsyncClient, Cache, Client
-from attnserve._operation import ATTEND
+from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.plain import Array, PlainAttention, exact_attention

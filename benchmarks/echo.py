@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
-from attnserve._operation import OPERATIONS
+from attnserve._requests.operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.requests.reply import stream_reply
 from attnserve_server.rpc.calls import read_message

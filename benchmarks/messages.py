@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnserve import _fields
-from attnserve._operation import Operation
+from attnserve._requests.operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.meters import Refused
 

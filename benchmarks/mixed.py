@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from attnserve import AsyncClient, Client
-from attnserve._operation import ATTEND
+from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.peers import compute

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from attnserve import AsyncClient, Client
-from attnserve._operation import APPLY
+from attnserve._requests.operation import APPLY
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.plain import Array, PlainAttention, PlainLayer, exact_attention
 from benchmarks.workload import HEAD_DIM, HEADS, Batch, Result, Workload, tensor

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 from grpc import aio
 
-from attnserve._operation import ATTEND
+from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.messages import call
 from benchmarks.raw import CHANNEL_OPTIONS

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from attnserve import AsyncClient, AttentionResult, Client, LayerResult, _dtypes
-from attnserve._arrays import from_wire
-from attnserve._operation import Operation
+from attnserve._requests.arrays import from_wire
+from attnserve._requests.operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from benchmarks.plain import Array, Plain

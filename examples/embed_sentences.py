@@ -35,7 +35,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from attnserve import AttentionResult, AttnServeError, Client, Timings
-from attnserve._reading import Reading
+from attnserve._commands.reading import Reading
 from attnserve.integrations.transformers import register
 
 QUERY = "How do plants turn sunlight into food?"

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnserve import ServerInfo, Timings
-from attnserve._reading import Reading
+from attnserve._commands.reading import Reading
 
 TOLERANCE = 1e-5
 WIDTH = 88

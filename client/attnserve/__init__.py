@@ -14,13 +14,9 @@
 together attentions over disjoint keys, and every error is an `AttnServeError`. Everything public is here.
 """
 
-from attnserve._apply import ApplyOptions
 from attnserve._async_client import AsyncClient
-from attnserve._attend import AdditiveScore, AttendOptions, GeneralScore
-from attnserve._cache_requests import CacheInfo, CachePool
-from attnserve._caches import AsyncCache, AsyncCaches, Cache, Caches
+from attnserve._caching.caches import AsyncCache, AsyncCaches, Cache, Caches
 from attnserve._client import Client
-from attnserve._credentials import TLS, Token
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
@@ -38,7 +34,11 @@ from attnserve._errors import (
 from attnserve._info import Kernel, Limits, ServerInfo, Setting
 from attnserve._layers import AsyncLayers, Layer, Layers
 from attnserve._merge import MergedAttention, merge_attention
-from attnserve._result import AttentionResult, LayerResult, Timings
+from attnserve._requests.apply import ApplyOptions
+from attnserve._requests.attend import AdditiveScore, AttendOptions, GeneralScore
+from attnserve._requests.cache_requests import CacheInfo, CachePool
+from attnserve._requests.result import AttentionResult, LayerResult, Timings
+from attnserve._settings.credentials import TLS, Token
 from attnserve._version import __version__
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The client for asyncio: the surface of `Client`, awaited.
 
-In: the arguments of an operation. Out: its result, or a future of it. The parts: `_attend` and `_apply` encode,
-`_tasks` carries, `_reply` decodes.
+In: the arguments of an operation. Out: its result, or a future of it. The parts: `attend` and `apply` encode,
+`tasks` carries, `reply` decodes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
-from attnserve import _arguments, _cache_requests, _plans
-from attnserve._apply import ApplyOptions, encode_apply
-from attnserve._arguments import ArrayLike, ArrayT
-from attnserve._attend import AttendOptions, encode_attend
-from attnserve._caches import AsyncCache, AsyncCaches
-from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._credentials import TLS, Token, as_token
+from attnserve._caching import plans
+from attnserve._caching.caches import AsyncCache, AsyncCaches
+from attnserve._caching.creation import Making
+from attnserve._caching.plans import CacheState, CacheStates
 from attnserve._errors import UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
-from attnserve._making import Making
-from attnserve._plans import CacheState, CacheStates
-from attnserve._result import AttentionResult, LayerResult
-from attnserve._targets import Address
+from attnserve._requests import arguments, cache_requests
+from attnserve._requests.apply import ApplyOptions, encode_apply
+from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.attend import AttendOptions, encode_attend
+from attnserve._requests.result import AttentionResult, LayerResult
+from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._settings.credentials import TLS, Token, as_token
+from attnserve._settings.targets import Address
 from attnserve._task_calls import Calls
 from attnserve._tracing import tracing_of
 
@@ -82,7 +83,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it has the server told.
         """
-        _arguments.check_options("attend", options, AttendOptions)
+        arguments.check_options("attend", options, AttendOptions)
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
     def submit(
@@ -99,12 +100,12 @@ class AsyncClient:
 
         What is wrong with the arguments themselves is raised here; everything else is raised by the future.
         """
-        _arguments.check_options("submit", options, AttendOptions)
+        arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
         return self._calls.perform(
-            _plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
+            plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
     async def apply(
@@ -120,7 +121,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it has the server told.
         """
-        _arguments.check_options("apply", options, ApplyOptions)
+        arguments.check_options("apply", options, ApplyOptions)
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
     def submit_apply(
@@ -136,12 +137,12 @@ class AsyncClient:
 
         Arguments are those of `Client.apply`; the future is as that of `submit`.
         """
-        _arguments.check_options("submit_apply", options, ApplyOptions)
+        arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
-        chosen = _plans.one_or_many(cache, caches)
+        chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return self._calls.send(encode_apply(layer, input, default_timeout=timeout, **options))
-        return self._calls.perform(_plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
+        return self._calls.perform(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> AsyncLayers:
@@ -163,7 +164,7 @@ class AsyncClient:
 
         As a context manager it deletes the cache when the body ends: ``async with await client.create_cache(8, 64)``.
         """
-        rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
         left = await self._calls.servers.find_soon(checked_timeout(timeout))
         with Making(rpc, self._calls.tell) as making:
@@ -182,8 +183,8 @@ class AsyncClient:
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
         """A cache that was made elsewhere, by its name, as `Client.open_cache` finds it."""
         if address is not None:
-            address = _arguments.address("address", address)
-            return AsyncCache(self, await self._calls.ask(_cache_requests.get(name), timeout, address), address)
+            address = arguments.address("address", address)
+            return AsyncCache(self, await self._calls.ask(cache_requests.get(name), timeout, address), address)
         info, home = await self.caches.find(name, timeout)
         return AsyncCache(self, info, home or info.address)
 

@@ -1,7 +1,7 @@
 """The client for threads.
 
-In: the arguments of an operation. Out: its result, or a future of it. The parts: `_attend` and `_apply` encode,
-`_threads` carries, `_reply` decodes.
+In: the arguments of an operation. Out: its result, or a future of it. The parts: `attend` and `apply` encode,
+`threads` carries, `reply` decodes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
-from attnserve import _arguments, _cache_requests, _plans
-from attnserve._apply import ApplyOptions, encode_apply
-from attnserve._arguments import ArrayLike, ArrayT
-from attnserve._attend import AttendOptions, encode_attend
-from attnserve._caches import Cache, Caches
-from attnserve._config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
-from attnserve._credentials import TLS, Token, as_token
+from attnserve._caching import plans
+from attnserve._caching.caches import Cache, Caches
+from attnserve._caching.creation import Making
+from attnserve._caching.plans import CacheState, CacheStates
 from attnserve._errors import UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
-from attnserve._making import Making
-from attnserve._plans import CacheState, CacheStates
-from attnserve._result import AttentionResult, LayerResult
-from attnserve._targets import Address
+from attnserve._requests import arguments, cache_requests
+from attnserve._requests.apply import ApplyOptions, encode_apply
+from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.attend import AttendOptions, encode_attend
+from attnserve._requests.result import AttentionResult, LayerResult
+from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._settings.credentials import TLS, Token, as_token
+from attnserve._settings.targets import Address
 from attnserve._thread_calls import Calls, wait
 from attnserve._tracing import tracing_of
 
@@ -137,12 +138,12 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
         """
-        _arguments.check_options("attend", options, AttendOptions)
+        arguments.check_options("attend", options, AttendOptions)
         if caches is None:
             return wait(self.submit(query, key, value, **options))
         timeout = self._settings.timeout
         return self._calls.perform(
-            _plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
+            plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
     def submit(
@@ -162,12 +163,12 @@ class Client:
         raised here; everything else is raised by the future. Callbacks of the future run in a thread of the client's,
         one after the other: they must be quick, and must not wait for another call of this client, but may close it.
         """
-        _arguments.check_options("submit", options, AttendOptions)
+        arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
         return self._calls.carry_out(
-            _plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
+            plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
     def apply(
@@ -217,12 +218,12 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        _arguments.check_options("apply", options, ApplyOptions)
-        chosen = _plans.one_or_many(cache, caches)
+        arguments.check_options("apply", options, ApplyOptions)
+        chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return wait(self.submit_apply(layer, input, **options))
         timeout = self._settings.timeout
-        return self._calls.perform(_plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
+        return self._calls.perform(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     def submit_apply(
         self,
@@ -237,12 +238,12 @@ class Client:
 
         Arguments are those of `apply`; the future is as that of `submit`.
         """
-        _arguments.check_options("submit_apply", options, ApplyOptions)
+        arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
-        chosen = _plans.one_or_many(cache, caches)
+        chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return self._calls.send(encode_apply(layer, input, default_timeout=timeout, **options))
-        return self._calls.carry_out(_plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
+        return self._calls.carry_out(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> Layers:
@@ -274,7 +275,7 @@ class Client:
         was given up, or failed without an answer, is deleted as soon as its server hears of that; if it never does, the
         cache is there until its `ttl` ends, and `caches` lists it.
         """
-        rpc = _cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
         with Making(rpc, self._calls.tell) as making:
             for replica in self._calls.servers.each_once(checked_timeout(timeout)):
@@ -296,8 +297,8 @@ class Client:
         knows of.
         """
         if address is not None:
-            address = _arguments.address("address", address)
-            return Cache(self, self._calls.ask(_cache_requests.get(name), timeout, address), address)
+            address = arguments.address("address", address)
+            return Cache(self, self._calls.ask(cache_requests.get(name), timeout, address), address)
         info, home = self.caches.find(name, timeout)
         return Cache(self, info, home or info.address)
 

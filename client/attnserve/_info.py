@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from attnserve import _dtypes
-from attnserve._config import SERVICE
 from attnserve._rpc import Rpc
+from attnserve._settings.config import SERVICE
 from attnserve.v1 import attention_pb2 as pb
 
 

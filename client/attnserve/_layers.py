@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from attnserve import _arguments, _dtypes
-from attnserve._arguments import Names
+from attnserve import _dtypes
 from attnserve._errors import ProtocolError
+from attnserve._requests import arguments
+from attnserve._requests.arguments import Names
 from attnserve._rpc import Ask, AskLater, Rpc
 from attnserve.v1 import layers_pb2 as pb
 
@@ -120,19 +121,19 @@ def _listing() -> Rpc[pb.LayerServiceListResponse, tuple[Layer, ...]]:
 
 
 def _getting(name: str) -> Rpc[pb.LayerServiceGetResponse, Layer]:
-    request = pb.LayerServiceGetRequest(name=_arguments.text("name", name))
+    request = pb.LayerServiceGetRequest(name=arguments.text("name", name))
     return Rpc(_SERVICE + "Get", request, pb.LayerServiceGetResponse, _only_layer)
 
 
 def _loading(definitions: str, names: Names) -> Rpc[pb.LayerServiceLoadResponse, tuple[Layer, ...]]:
     request = pb.LayerServiceLoadRequest(
-        definitions=_arguments.text("definitions", definitions), names=_arguments.names("names", names)
+        definitions=arguments.text("definitions", definitions), names=arguments.names("names", names)
     )
     return Rpc(_SERVICE + "Load", request, pb.LayerServiceLoadResponse, _layers, repeatable=False)
 
 
 def _unloading(names: Names) -> Rpc[pb.LayerServiceUnloadResponse, None]:
-    request = pb.LayerServiceUnloadRequest(names=_arguments.names("names", names))
+    request = pb.LayerServiceUnloadRequest(names=arguments.names("names", names))
     return Rpc(_SERVICE + "Unload", request, pb.LayerServiceUnloadResponse, lambda response: None, repeatable=False)
 
 

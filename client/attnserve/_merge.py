@@ -13,10 +13,10 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from attnserve import _arrays
-from attnserve._arguments import ArrayT
-from attnserve._attend import Layout
-from attnserve._result import AttentionResult
+from attnserve._requests import arrays
+from attnserve._requests.arguments import ArrayT
+from attnserve._requests.attend import Layout
+from attnserve._requests.result import AttentionResult
 
 
 class MergedAttention(NamedTuple, Generic[ArrayT]):
@@ -60,7 +60,7 @@ def merge_attention(
     if tuple(lses[0].shape) != expected:
         raise ValueError(f"results: expected lse {expected} in layout {layout!r}, found {tuple(lses[0].shape)}")
 
-    is_torch = _arrays.torch_tensor(outputs[0]) is not None
+    is_torch = arrays.torch_tensor(outputs[0]) is not None
     xp: Any = sys.modules["torch"] if is_torch else np
     wide = xp.float64 if outputs[0].dtype == xp.float64 or lses[0].dtype == xp.float64 else xp.float32
 
@@ -90,6 +90,6 @@ def _pair(result: AttentionResult[Any] | tuple[Any, Any]) -> tuple[Any, Any]:
             raise ValueError("results: expected a result with its lse (return_lse=True), found one without")
         return result.output, result.lse
     output, lse = result
-    if _arrays.torch_tensor(output) is not None:
+    if arrays.torch_tensor(output) is not None:
         return output, lse
     return np.asarray(output), np.asarray(lse)

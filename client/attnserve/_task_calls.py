@@ -12,28 +12,28 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from attnserve._call import EncodedCall
-from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
-from attnserve._credentials import Bearer, Identity
+from attnserve._caching.plans import Plan, Request
+from attnserve._caching.transaction import Transaction
+from attnserve._caching.turns import Turns
 from attnserve._errors import (
     ClientClosedError,
     DeadlineExceededError,
     PermissionDeniedError,
     UnavailableError,
 )
-from attnserve._in_flight import Call
-from attnserve._plans import Plan, Request
 from attnserve._process import Process
-from attnserve._replicas import Replica
-from attnserve._reply import decode_response
+from attnserve._requests.call import EncodedCall
+from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
-from attnserve._task_connection import Connection
-from attnserve._task_servers import TaskServers
-from attnserve._tasks import CallFuture, StreamFuture, later
+from attnserve._servers.replicas import Replica
+from attnserve._servers.task_servers import TaskServers
+from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
+from attnserve._settings.credentials import Bearer, Identity
 from attnserve._tracing import Tracing
-from attnserve._transaction import Transaction
-from attnserve._turns import Turns
-from attnserve._unary_tasks import UnaryTransport
+from attnserve._transports.in_flight import Call
+from attnserve._transports.task_connection import Connection
+from attnserve._transports.tasks import CallFuture, StreamFuture, later
+from attnserve._transports.unary_tasks import UnaryTransport
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -14,30 +14,30 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from attnserve._call import EncodedCall
-from attnserve._config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
-from attnserve._credentials import Bearer, Identity
+from attnserve._caching.plans import Plan, Request
+from attnserve._caching.transaction import Transaction, perform
+from attnserve._caching.turns import Turns
 from attnserve._errors import (
     ClientClosedError,
     DeadlineExceededError,
     PermissionDeniedError,
     UnavailableError,
 )
-from attnserve._held import Held
-from attnserve._in_flight import Call
-from attnserve._plans import Plan, Request
 from attnserve._process import Process
-from attnserve._replicas import Replica
-from attnserve._reply import decode_response
+from attnserve._requests.call import EncodedCall
+from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
-from attnserve._servers import Servers
-from attnserve._thread_connection import Connection
-from attnserve._thread_future import CallFuture, later
-from attnserve._threads import StreamFuture
+from attnserve._servers.replicas import Replica
+from attnserve._servers.servers import Servers
+from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
+from attnserve._settings.credentials import Bearer, Identity
 from attnserve._tracing import Tracing
-from attnserve._transaction import Transaction, perform
-from attnserve._turns import Turns
-from attnserve._unary_threads import UnaryTransport
+from attnserve._transports.in_flight import Call
+from attnserve._transports.locks import Held
+from attnserve._transports.thread_connection import Connection
+from attnserve._transports.thread_future import CallFuture, later
+from attnserve._transports.threads import StreamFuture
+from attnserve._transports.unary_threads import UnaryTransport
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -19,8 +19,9 @@ from calls import until
 from cryptography import x509
 from loopback import loopback
 
-from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError, _replicas
-from attnserve._credentials import LOOK_INTERVAL_S
+from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
+from attnserve._servers import replicas
+from attnserve._settings.credentials import LOOK_INTERVAL_S
 from attnserve_server.access.tls import ServerTls, TlsError
 from attnserve_server.access.tokens import digest, format_hash, new_token
 from attnserve_server.settings.units import Address
@@ -290,7 +291,7 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
     """What it has made under the old name is another's under the new one. The old connection is closed, whether the
     client calls again or not.
     """
-    monkeypatch.setattr(_replicas, "FORGET_AFTER", 0.2)
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 0.2)
     files, successor = authority.issue("files", common_name="old"), authority.issue("successor", common_name="new")
     tls = TLS(authority.ca, files.certificate, files.key)
     with Client(mutual.address, tls=tls, transport=transport, retries=0) as client:
@@ -316,7 +317,7 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
 async def test_so_does_the_client_for_asyncio_show_its_new_one(
     mutual: Server, authority: certificates.Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_replicas, "FORGET_AFTER", 0.2)
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 0.2)
     files = authority.issue("files", common_name="old")
     async with AsyncClient(mutual.address, tls=TLS(authority.ca, files.certificate, files.key), retries=0) as client:
         await client.create_cache(2, 8)

@@ -37,10 +37,10 @@ from kernel_calls import tensor
 from resident import stored
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnserve_server.caches import step as step_module
 from attnserve_server.caches.attend import attend_cache, attend_tensors
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.kernels.table import CPU_PAGES
 from attnserve_server.native import library
 
 __all__ = ["device"]
@@ -82,7 +82,7 @@ def test_which_kernel_computes_few_queries(device: CpuDevice, length: int, optio
         assert (result.kernel == library.NAME) == (not rare)
         return
     rare |= "softcap" in options or options.get("value_dim") == 24
-    assert (result.kernel == step_module.NAME) == (not rare and bool(case.expected.attended.any()))
+    assert (result.kernel == CPU_PAGES) == (not rare and bool(case.expected.attended.any()))
 
 
 @EVERY_OPTION

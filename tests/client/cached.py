@@ -14,8 +14,8 @@ from cache_keeper import Keeper, attention
 from calls import PATIENCE_S
 
 from attnserve import AsyncCache, AsyncClient, Client
-from attnserve._caches import AsyncCaches
-from attnserve._retry import RetryPolicy
+from attnserve._caching.caches import AsyncCaches
+from attnserve._settings.retry import RetryPolicy
 
 Transport: TypeAlias = Literal["stream", "unary"]
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -93,7 +93,7 @@ def client(
     request: pytest.FixtureRequest, address: str, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """Either client. What is sent again is so after a tenth of the usual time, which matters to no cache."""
-    monkeypatch.setattr("attnserve._config.RetryPolicy", partial(RetryPolicy, first_delay=0.01))
+    monkeypatch.setattr("attnserve._settings.config.RetryPolicy", partial(RetryPolicy, first_delay=0.01))
     if request.param is Client:
         with Client(address, transport=transport, timeout=PATIENCE_S) as client:
             yield client

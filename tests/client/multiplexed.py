@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 from google.rpc.status_pb2 import Status
 
-from attnserve._in_flight import Call
-from attnserve._multiplexer import Multiplexer
-from attnserve._operation import ATTEND, Operation
-from attnserve._reply import Response
-from attnserve._retry import RetryPolicy
+from attnserve._requests.operation import ATTEND, Operation
+from attnserve._requests.reply import Response
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.in_flight import Call
+from attnserve._transports.multiplexer import Multiplexer
 from attnserve.v1 import attention_pb2 as pb
 
 POLICY = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 1.0)

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from conftest import Server
 
-from attnserve import AttentionResult, Client, Timings, _bench, _cli
+from attnserve import AttentionResult, Client, Timings
+from attnserve._commands import bench, cli
 
-FIELDS = {*_bench.Measured.__annotations__}
+FIELDS = {*bench.Measured.__annotations__}
 
 
 def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", server.address, "--seconds", "0.2", "--loads", "S,S1,D", "--json"]
-    assert _cli.main(arguments) == 0
+    assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     assert not err
     found = json.loads(out)
@@ -30,17 +31,17 @@ def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys:
         assert each["requests"] > 0
         assert each["p99"] >= each["p50"] > each["compute"] > 0
         assert each["batch_size"] >= 1
-        tokens = _bench.LOADS[each["load"]].queries
+        tokens = bench.LOADS[each["load"]].queries
         assert each["tokens_per_second"] == pytest.approx(tokens * each["requests_per_second"])
 
 
 def test_a_table_says_what_the_loads_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["bench", server.address, "--seconds", "0.1", "--loads", "M", "--no-open"]) == 0
+    assert cli.main(["bench", server.address, "--seconds", "0.1", "--loads", "M", "--no-open"]) == 0
     titles, row, empty, load, note = capsys.readouterr().out.splitlines()
     assert titles.split()[:3] == ["load", "loop", "req/s"]
     assert row.split()[:2] == ["M", "closed"]
     assert not empty
-    assert load == f"M: {_bench.LOADS['M'].description}"
+    assert load == f"M: {bench.LOADS['M'].description}"
     assert "µs" in note
 
 
@@ -50,14 +51,14 @@ def test_an_interrupt_ends_it_quietly(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_bench, "_closed", interrupted)
-    assert _cli.main(["bench", server.address, "--loads", "S1"]) == 130
+    monkeypatch.setattr(bench, "_closed", interrupted)
+    assert cli.main(["bench", server.address, "--loads", "S1"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
     before = {cache.name for cache in client.caches.list()}
-    assert _cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0
+    assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0
     assert {cache.name for cache in client.caches.list()} == before
 
 
@@ -73,14 +74,14 @@ def test_a_wrong_answer_is_not_timed(
         return future
 
     monkeypatch.setattr(Client, "submit", wrong)
-    assert _cli.main(["bench", server.address, "--seconds", "0.05", "--loads", load]) == 1
+    assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", load]) == 1
     out, err = capsys.readouterr()
     assert not out
     assert f"load {load}: the answer is off by 1.0e-03" in err
 
 
 def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["bench", "unix:/nowhere/at/all", "--timeout", "2"]) == 1
+    assert cli.main(["bench", "unix:/nowhere/at/all", "--timeout", "2"]) == 1
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("attnserve: unix:/nowhere/at/all: ")
@@ -89,7 +90,7 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        _cli.main(["bench", *arguments])
+        cli.main(["bench", *arguments])
     assert "usage: attnserve bench" in capsys.readouterr().err
 
 
@@ -113,7 +114,7 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
     gaps = np.random.default_rng(1).exponential(1 / 200, 1000)
     times = np.cumsum(gaps)
     due = int((times < 0.6).sum())
-    found = _bench._open("S", submit, 0.9, 200.0, 0.5)
+    found = bench._open("S", submit, 0.9, 200.0, 0.5)
     assert found.requests == int(((times >= 0.1) & (times < 0.6)).sum())
     assert found.p99 > 0.4
 
@@ -138,6 +139,6 @@ def test_arrays_of_answers_are_let_go() -> None:
         return answered
 
     while asked < 20:
-        _bench._closed("S", submit, 0.1)
-    assert _bench._open("S", submit, 0.9, 2000.0, 0.1).requests > 100
+        bench._closed("S", submit, 0.1)
+    assert bench._open("S", submit, 0.9, 2000.0, 0.1).requests > 100
     assert most <= 2

@@ -25,7 +25,7 @@ from attnserve import (
     NotFoundError,
     ProtocolError,
 )
-from attnserve._apply import encode_apply
+from attnserve._requests.apply import encode_apply
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 

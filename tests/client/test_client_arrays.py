@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import InvalidRequestError, ProtocolError, _arrays, _dtypes
+from attnserve import InvalidRequestError, ProtocolError, _dtypes
+from attnserve._requests import arrays
 from attnserve.v1 import tensor_pb2 as pb
 
 torch = pytest.importorskip("torch")
@@ -19,7 +20,7 @@ FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
 TORCH_FLOATS = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
 
 
-def elements(array: _arrays.Array) -> np.ndarray[Any, Any]:
+def elements(array: arrays.Array) -> np.ndarray[Any, Any]:
     """What a receiver makes of an array."""
     return np.frombuffer(b"".join([array.data]), _dtypes.NUMPY[array.dtype]).reshape(array.shape)
 
@@ -28,7 +29,7 @@ def elements(array: _arrays.Array) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4)])
 def test_floats_travel_as_they_are(dtype: Any, shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    sent = _arrays.floating("query", array)
+    sent = arrays.floating("query", array)
     assert (_dtypes.NUMPY[sent.dtype], sent.shape) == (array.dtype, shape)
     np.testing.assert_array_equal(elements(sent), array)
 
@@ -36,46 +37,46 @@ def test_floats_travel_as_they_are(dtype: Any, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_contiguous_arrays_are_not_copied(dtype: Any) -> None:
     array = np.ones((2, 3, 4), dtype)
-    assert np.shares_memory(np.frombuffer(_arrays.floating("query", array).data, np.uint8), array.view(np.uint8))
+    assert np.shares_memory(np.frombuffer(arrays.floating("query", array).data, np.uint8), array.view(np.uint8))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_strided_arrays_are_packed(dtype: Any) -> None:
     array = np.arange(48).reshape(2, 4, 6).astype(dtype)
     for strided in (array.transpose(2, 0, 1), array[:, ::2], array[..., ::-1], np.broadcast_to(array[:1], array.shape)):
-        np.testing.assert_array_equal(elements(_arrays.floating("query", strided)), strided)
+        np.testing.assert_array_equal(elements(arrays.floating("query", strided)), strided)
 
 
 @pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
 def test_big_endian_floats_are_converted(dtype: str) -> None:
     array = np.array([1.5, -2.25, 3e4], dtype)
-    np.testing.assert_array_equal(elements(_arrays.floating("query", array)), array)
+    np.testing.assert_array_equal(elements(arrays.floating("query", array)), array)
 
 
 def test_plain_numbers_become_float32() -> None:
     for value in (1, 0.5, [1, 2], [[0.5], [0.25]], (1.0, 2)):
-        sent = _arrays.floating("bias", value)
+        sent = arrays.floating("bias", value)
         assert sent.dtype == pb.DATA_TYPE_FLOAT32
         np.testing.assert_array_equal(elements(sent), np.array(value, np.float32))
 
 
 def test_numbers_of_numpys_keep_their_dtype() -> None:
     """Though float64's are Python's floats, too."""
-    assert _arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64
-    assert _arrays.floating("bias", np.float16(0.1)).dtype == pb.DATA_TYPE_FLOAT16
+    assert arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64
+    assert arrays.floating("bias", np.float16(0.1)).dtype == pb.DATA_TYPE_FLOAT16
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, np.uint8, "U3", object])
 def test_what_is_not_floating_is_refused(dtype: Any) -> None:
     with pytest.raises(InvalidRequestError, match="bias: expected float32") as caught:
-        _arrays.floating("bias", np.ones(3).astype(dtype))
+        arrays.floating("bias", np.ones(3).astype(dtype))
     assert caught.value.field == "bias"
 
 
 @pytest.mark.parametrize("value", [[[1.0], [1.0, 2.0]], [object()]])
 def test_what_is_no_array_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        _arrays.floating("key", value)
+        arrays.floating("key", value)
     assert caught.value.field == "key"
 
 
@@ -84,35 +85,35 @@ def test_what_is_no_array_is_refused(value: Any) -> None:
 )
 def test_what_is_left_out_or_masked_is_refused_as_such(value: Any, found: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"key: expected an array or a tensor, found {found}"):
-        _arrays.floating("key", value)
+        arrays.floating("key", value)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int64, np.uint64])
 def test_equal_masks_of_any_dtype_are_the_same_bytes(dtype: Any) -> None:
     mask = np.array([[1, 0, 1], [0, 0, 1]], dtype)
-    sent = _arrays.boolean("mask", mask)
+    sent = arrays.boolean("mask", mask)
     assert (sent.dtype, bytes(memoryview(sent.data).cast("B"))) == (pb.DATA_TYPE_BOOL, b"\1\0\1\0\0\1")
-    assert _arrays.boolean("mask", mask.tolist()) == sent
-    assert _arrays.boolean("mask", torch.tensor(mask.astype(np.int64))) == sent
-    assert _arrays.boolean("mask", torch.tensor(mask.astype(bool))) == sent
+    assert arrays.boolean("mask", mask.tolist()) == sent
+    assert arrays.boolean("mask", torch.tensor(mask.astype(np.int64))) == sent
+    assert arrays.boolean("mask", torch.tensor(mask.astype(bool))) == sent
 
 
 @pytest.mark.parametrize("value", [np.array([0, 2]), np.array([-1, 0])])
 def test_integer_masks_hold_0_and_1_only(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="only 0 and 1"):
-        _arrays.boolean("mask", value)
+        arrays.boolean("mask", value)
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, np.float32), [0.0, 1.0], torch.zeros(2), torch.zeros(2).bfloat16()])
 def test_a_float_mask_is_refused_and_bias_named(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="bias") as caught:
-        _arrays.boolean("mask", value)
+        arrays.boolean("mask", value)
     assert caught.value.field == "mask"
 
 
 @pytest.mark.parametrize("value", [[3, 4], np.array([3, 4], np.uint8), np.array([3, 4], ">i2"), torch.tensor([3, 4])])
 def test_integers_become_int64(value: Any) -> None:
-    sent = _arrays.integers("kv_lengths", value)
+    sent = arrays.integers("kv_lengths", value)
     assert sent.dtype == pb.DATA_TYPE_INT64
     np.testing.assert_array_equal(elements(sent), [3, 4])
 
@@ -120,7 +121,7 @@ def test_integers_become_int64(value: Any) -> None:
 @pytest.mark.parametrize("value", [[1.5], True, [True], np.array([2**63], np.uint64), "3", [2**70]])
 def test_what_is_not_int64_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        _arrays.integers("kv_lengths", value)
+        arrays.integers("kv_lengths", value)
     assert caught.value.field == "kv_lengths"
 
 
@@ -136,32 +137,32 @@ def test_what_is_not_int64_is_refused(value: Any) -> None:
     ],
 )
 def test_integers_where_either_may_be_are_ids(value: Any) -> None:
-    sent = _arrays.floating_or_ids("input", value)
+    sent = arrays.floating_or_ids("input", value)
     assert (sent.dtype, sent.shape) == (pb.DATA_TYPE_INT64, (2,))
     np.testing.assert_array_equal(elements(sent), [3, 4])
 
 
 def test_no_ids_are_still_ids() -> None:
-    assert _arrays.floating_or_ids("input", []).dtype == pb.DATA_TYPE_INT64
-    assert _arrays.floating_or_ids("input", np.zeros((0, 4), np.float16)).dtype == pb.DATA_TYPE_FLOAT16
+    assert arrays.floating_or_ids("input", []).dtype == pb.DATA_TYPE_INT64
+    assert arrays.floating_or_ids("input", np.zeros((0, 4), np.float16)).dtype == pb.DATA_TYPE_FLOAT16
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_floats_where_either_may_be_travel_as_they_are(dtype: Any) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
-    assert _arrays.floating_or_ids("input", array) == _arrays.floating("input", array)
+    assert arrays.floating_or_ids("input", array) == arrays.floating("input", array)
 
 
 def test_fractions_where_either_may_be_become_float32() -> None:
     for value in ([0.5, 2], [[1.0]], 0.25):
-        assert _arrays.floating_or_ids("input", value) == _arrays.floating("input", value)
-        assert _arrays.floating_or_ids("input", value).dtype == pb.DATA_TYPE_FLOAT32
+        assert arrays.floating_or_ids("input", value) == arrays.floating("input", value)
+        assert arrays.floating_or_ids("input", value).dtype == pb.DATA_TYPE_FLOAT32
 
 
 @pytest.mark.parametrize("value", [np.ones(2, bool), [True], "text", torch.ones(2, dtype=torch.complex64), [2**70]])
 def test_what_is_neither_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"input: expected .* or integers, found") as caught:
-        _arrays.floating_or_ids("input", value)
+        arrays.floating_or_ids("input", value)
     assert caught.value.field == "input"
 
 
@@ -170,9 +171,9 @@ def test_what_is_neither_is_refused(value: Any) -> None:
 def test_torch_there_and_back(dtype: Any, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
     with torch.no_grad():
-        sent = _arrays.floating("query", tensor)
-    array = _arrays.from_wire("output", sent.dtype, sent.shape, b"".join([sent.data]))
-    back = _arrays.to_torch(array, tensor.device)
+        sent = arrays.floating("query", tensor)
+    array = arrays.from_wire("output", sent.dtype, sent.shape, b"".join([sent.data]))
+    back = arrays.to_torch(array, tensor.device)
     assert back.dtype is dtype
     assert torch.equal(back, tensor.detach())
 
@@ -181,19 +182,19 @@ def test_gradients_are_not_lost_unnoticed() -> None:
     parameter = torch.ones(2, 3, requires_grad=True)
     for tensor in (parameter, 2 * parameter):
         with pytest.raises(InvalidRequestError, match=r"query: .* requires no gradient.*no_grad") as caught:
-            _arrays.floating("query", tensor)
+            arrays.floating("query", tensor)
         assert caught.value.field == "query"
-        _arrays.floating("query", tensor.detach())
+        arrays.floating("query", tensor.detach())
     with torch.inference_mode():
-        _arrays.floating("query", parameter)
+        arrays.floating("query", parameter)
 
 
 @pytest.mark.parametrize("dtype", TORCH_FLOATS)
 def test_torch_tensors_are_not_copied_where_contiguous(dtype: Any) -> None:
     tensor = torch.ones(2, 3, dtype=dtype)
-    data = np.frombuffer(_arrays.floating("query", tensor).data, np.uint8)
+    data = np.frombuffer(arrays.floating("query", tensor).data, np.uint8)
     assert data.ctypes.data == tensor.data_ptr()
-    np.testing.assert_array_equal(elements(_arrays.floating("query", tensor.T)), np.ones((3, 2)))
+    np.testing.assert_array_equal(elements(arrays.floating("query", tensor.T)), np.ones((3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_torch_tensors_are_not_copied_where_contiguous(dtype: Any) -> None:
 )
 def test_torch_tensors_that_cannot_travel_are_refused(tensor: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        _arrays.floating("query", tensor)
+        arrays.floating("query", tensor)
     assert caught.value.field == "query"
 
 
@@ -209,7 +210,7 @@ def test_torch_tensors_that_cannot_travel_are_refused(tensor: Any) -> None:
 def test_replies_become_arrays_of_their_own(offset: int, shape: tuple[int, ...], dtype: Any) -> None:
     expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     buffer = bytes(offset) + expected.tobytes()
-    array = _arrays.from_wire("output", _dtypes.WIRE[expected.dtype], shape, memoryview(buffer)[offset:])
+    array = arrays.from_wire("output", _dtypes.WIRE[expected.dtype], shape, memoryview(buffer)[offset:])
     np.testing.assert_array_equal(array, expected)
     assert array.flags.writeable
     assert array.flags.aligned
@@ -228,4 +229,4 @@ def test_replies_become_arrays_of_their_own(offset: int, shape: tuple[int, ...],
 )
 def test_replies_that_contradict_themselves_are_told(dtype: int, shape: tuple[int, ...], length: int) -> None:
     with pytest.raises(ProtocolError, match="output"):
-        _arrays.from_wire("output", dtype, shape, bytes(length))
+        arrays.from_wire("output", dtype, shape, bytes(length))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attnserve import AdditiveScore, AsyncClient, AttendOptions, Client, GeneralScore, InvalidRequestError
-from attnserve._attend import encode_attend
+from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 
 QUERY = np.random.default_rng(0).standard_normal((1, 2, 3, 4)).astype(np.float32)

@@ -19,11 +19,11 @@ from attnserve import (
     ProtocolError,
     UnavailableError,
 )
-from attnserve._in_flight import Call
-from attnserve._multiplexer import Multiplexer
-from attnserve._operation import APPLY, ATTEND
-from attnserve._reply import Reply, Response
-from attnserve._retry import RetryPolicy
+from attnserve._requests.operation import APPLY, ATTEND
+from attnserve._requests.reply import Reply, Response
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.in_flight import Call
+from attnserve._transports.multiplexer import Multiplexer
 from attnserve.v1 import attention_pb2 as pb
 
 

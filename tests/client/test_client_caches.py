@@ -30,8 +30,8 @@ from attnserve import (
     NotFoundError,
     ProtocolError,
     UnavailableError,
-    _cli,
 )
+from attnserve._commands import cli
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
@@ -284,18 +284,18 @@ def test_a_peer_without_caches() -> None:
 
 
 def test_the_command_lists_caches(address: str, keeper: Keeper, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["caches", address]) == 0
+    assert cli.main(["caches", address]) == 0
     assert capsys.readouterr().out == "no caches are open; 1,000 of 1,048,576 bytes are free\n"
     with Client(address) as client:
         client.create_cache(8, 64, value_dim=32, layers=4, dtype="bfloat16", ttl=600)
         client.create_cache(H, D).append(*part(0, 20))
-    assert _cli.main(["caches", address]) == 0
+    assert cli.main(["caches", address]) == 0
     title, first, second, room = capsys.readouterr().out.splitlines()
     assert title.split() == ["name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left"]
     assert first.split() == ["cache-0", "bfloat16", "8", "×", "64/32", "4", "0", "0", "0", "600", "s", "600", "s"]
     assert second.split() == ["cache-1", "float32", "2", "×", "3", "1", "20", "1,920", "0"]
     assert room == "1,000 of 1,048,576 bytes are free"
-    assert _cli.main(["caches", address, "--json"]) == 0
+    assert cli.main(["caches", address, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["bytes"], answer["free_bytes"]) == (1 << 20, 1000)
     fields = {field.name for field in dataclasses.fields(CacheInfo)}

@@ -11,8 +11,8 @@ import certificates
 import pytest
 
 from attnserve import TLS, AsyncClient, Client, Token
-from attnserve._cli import main
-from attnserve._credentials import Bearer, is_local
+from attnserve._commands.cli import main
+from attnserve._settings.credentials import Bearer, is_local
 from attnserve_server.access.tokens import digest, format_hash
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from peers import good, peer
 
 from attnserve import AsyncClient, Client
-from attnserve._retry import RetryPolicy
-from attnserve._tasks import CallFuture
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.tasks import CallFuture
 
 MOMENTS = range(1, 400)
 """How many objects are made before one is found that is not needed: a call makes fewer."""

@@ -12,7 +12,7 @@ import attnserve
 
 
 def test_neither_torch_nor_the_server_is_imported() -> None:
-    program = "import attnserve, attnserve._cli, json, sys; print(json.dumps(sorted(sys.modules)))"
+    program = "import attnserve, attnserve._commands.cli, json, sys; print(json.dumps(sorted(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     roots = {name.partition(".")[0] for name in json.loads(output.stdout)}
     assert "attnserve" in roots

@@ -24,8 +24,8 @@ from attnserve import (
     ProtocolError,
     ServerError,
     UnavailableError,
-    _cli,
 )
+from attnserve._commands import cli
 from attnserve.v1 import layers_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
@@ -248,7 +248,7 @@ def test_layers_keep_their_client(address: str) -> None:
 
 
 def test_the_command_lists_layers(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["layers", address]) == 0
+    assert cli.main(["layers", address]) == 0
     title, cross, encoder = capsys.readouterr().out.splitlines()
     columns = [
         "name",
@@ -273,21 +273,21 @@ def test_the_command_lists_layers(address: str, capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_prints_layers_as_json(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["layers", address, "--json"]) == 0
+    assert cli.main(["layers", address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [plain(CROSS), plain(ENCODER)]
 
 
 def test_the_command_without_layers(address: str, shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     shelf.layers.clear()
-    assert _cli.main(["layers", address]) == 0
+    assert cli.main(["layers", address]) == 0
     assert capsys.readouterr().out == "no layers are loaded\n"
-    assert _cli.main(["layers", address, "--json"]) == 0
+    assert cli.main(["layers", address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
 
 def test_the_command_says_why_it_is_refused(address: str, shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     shelf.refusal = grpc.StatusCode.PERMISSION_DENIED
-    assert _cli.main(["layers", address]) == 1
+    assert cli.main(["layers", address]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"attnserve: {address}: because\n"

@@ -18,9 +18,10 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from peers import good, peer
 
-from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError, _tasks
-from attnserve._thread_future import CallFuture
-from attnserve._threads import StreamTransport
+from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError
+from attnserve._transports import tasks
+from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.threads import StreamTransport
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]
@@ -90,7 +91,7 @@ def test_a_call_that_is_given_up_between_two_servers(silent: tuple[str, threadin
 async def test_a_call_that_is_given_up_between_two_servers_in_tasks(silent: tuple[str, threading.Event]) -> None:
     async with AsyncClient(silent[0]) as client:
         stream = client._calls.servers.connection().stream()
-        future: _tasks.CallFuture[Any, Any] = _tasks.CallFuture(lambda outcome: outcome)
+        future: tasks.CallFuture[Any, Any] = tasks.CallFuture(lambda outcome: outcome)
         assert future.cancel()
         stream.adopt(multiplexed.call(future))
         assert len(stream) == 0

@@ -13,9 +13,9 @@ from attnserve import (
     DeadlineExceededError,
     InvalidRequestError,
 )
-from attnserve._multiplexer import MESSAGE_CALLS, Multiplexer
-from attnserve._operation import APPLY
-from attnserve._reply import Reply, Response
+from attnserve._requests.operation import APPLY
+from attnserve._requests.reply import Reply, Response
+from attnserve._transports.multiplexer import MESSAGE_CALLS, Multiplexer
 from attnserve.v1 import attention_pb2 as pb
 
 

@@ -29,7 +29,7 @@ from attnserve import (
     ServerError,
     UnavailableError,
 )
-from attnserve._reply import Reply, decode_replies
+from attnserve._requests.reply import Reply, decode_replies
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]
@@ -221,7 +221,7 @@ def test_an_end_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     def refuse(message: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.INTERNAL, "no")
 
-    monkeypatch.setattr("attnserve._unary.status_from_rpc_error", fail)
+    monkeypatch.setattr("attnserve._transports.unary.status_from_rpc_error", fail)
     with peer(good, refuse) as address:
         (result,) = attend(address, [array(1)], timeout=None, transport="unary")
     assert isinstance(result, ProtocolError)

@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 from calls import PATIENCE_S
 
-from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError, _cache_requests
-from attnserve._cache_requests import CacheInfo
-from attnserve._plans import CacheState, Plan, Request, Steps
-from attnserve._thread_future import later
-from attnserve._transaction import Transaction, perform
-from attnserve._turns import Turns
+from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from attnserve._caching.plans import CacheState, Plan, Request, Steps
+from attnserve._caching.transaction import Transaction, perform
+from attnserve._caching.turns import Turns
+from attnserve._requests import cache_requests
+from attnserve._requests.cache_requests import CacheInfo
+from attnserve._transports.thread_future import later
 
-GET = _cache_requests.get("cache")
+OURS = ("attnserve._caching.transaction", "attnserve._caching.turns")
+GET = cache_requests.get("cache")
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ def test_one_thread_after_the_other(cache: CacheState) -> None:
 
 def test_steps_that_come_too_late_are_not_taken(cache: CacheState, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("attnserve._transaction.time.monotonic", lambda: now)
+    monkeypatch.setattr("attnserve._caching.transaction.time.monotonic", lambda: now)
 
     def steps() -> Steps[None]:
         yield GET
@@ -161,7 +163,10 @@ def _interrupted_after(functions: int) -> bool:
 
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left, interrupted
-        if frame.f_globals["__name__"] in ("attnserve._transaction", "attnserve._turns") and not interrupted:
+        if (
+            frame.f_globals["__name__"] in ("attnserve._caching.transaction", "attnserve._caching.turns")
+            and not interrupted
+        ):
             left -= 1
             if left < 0:
                 interrupted = True

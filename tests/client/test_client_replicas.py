@@ -12,14 +12,14 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from attnserve import TLS, Client, UnavailableError
-from attnserve._config import Settings
 from attnserve._errors import AttnServeError, OverloadedError
-from attnserve._in_flight import Call
-from attnserve._multiplexer import Multiplexer
-from attnserve._replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
-from attnserve._reply import Reply
-from attnserve._retry import RetryPolicy
-from attnserve._targets import look_up, target_of
+from attnserve._requests.reply import Reply
+from attnserve._servers.replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
+from attnserve._settings.config import Settings
+from attnserve._settings.retry import RetryPolicy
+from attnserve._settings.targets import look_up, target_of
+from attnserve._transports.in_flight import Call
+from attnserve._transports.multiplexer import Multiplexer
 
 UNAVAILABLE = Status(code=14, message="draining")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from attnserve import ProtocolError
-from attnserve._operation import ATTEND
-from attnserve._reply import Response, decode_replies, decode_response
+from attnserve._requests.operation import ATTEND
+from attnserve._requests.reply import Response, decode_replies, decode_response
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 

@@ -20,8 +20,8 @@ from grpc_status import rpc_status
 from peers import good, good_unary, peer, replies, response
 
 from attnserve import InvalidRequestError, OverloadedError, UnavailableError
-from attnserve._retry import BUDGET_ALWAYS
-from attnserve._unary import UnaryCall
+from attnserve._settings.retry import BUDGET_ALWAYS
+from attnserve._transports.unary import UnaryCall
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["attend", "transport"]

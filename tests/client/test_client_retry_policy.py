@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import AttnServeError, InvalidRequestError, OverloadedError, UnavailableError
-from attnserve._retry import (
+from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
     Again,

@@ -28,10 +28,10 @@ from attnserve import (
     NotFoundError,
     ServerInfo,
     Setting,
-    _cli,
     merge_attention,
 )
-from attnserve._multiplexer import MESSAGE_CALLS
+from attnserve._commands import cli
+from attnserve._transports.multiplexer import MESSAGE_CALLS
 
 torch = pytest.importorskip("torch")
 
@@ -299,17 +299,17 @@ async def test_a_server_without_layers(server: Any, client: Client, capsys: pyte
         for awaited in (in_tasks.layers.get, in_tasks.layers.unload):
             with pytest.raises(NotFoundError, match="no/such/layer"):
                 await awaited("no/such/layer")
-    assert _cli.main(["layers", server.address]) == 0
+    assert cli.main(["layers", server.address]) == 0
     assert capsys.readouterr().out == "no layers are loaded\n"
 
 
 def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     info = client.server_info()
-    assert _cli.main(["info", server.address]) == 0
+    assert cli.main(["info", server.address]) == 0
     text = capsys.readouterr().out
     assert info.version in text
     assert info.device in text
-    assert _cli.main(["info", server.address, "--json"]) == 0
+    assert cli.main(["info", server.address, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["limits"]["max_requests"] == info.limits.max_requests
     assert [kernel["name"] for kernel in printed["kernels"]] == [kernel.name for kernel in info.kernels]
@@ -322,14 +322,14 @@ def test_the_command_is_cut_short(server: Any) -> None:
     """By `head`, say, which closes its end."""
     nobody_reads, out = os.pipe()
     os.close(nobody_reads)
-    command = [sys.executable, "-m", "attnserve._cli", "info", server.address]
+    command = [sys.executable, "-m", "attnserve", "info", server.address]
     done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(out)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["info", "unix:/nowhere/at/all", "--timeout", "5"]) == 1
+    assert cli.main(["info", "unix:/nowhere/at/all", "--timeout", "5"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("attnserve: unix:/nowhere/at/all: ")
@@ -343,6 +343,6 @@ def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_the_command_refuses_what_makes_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        _cli.main(arguments)
+        cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: attnserve" in capsys.readouterr().err

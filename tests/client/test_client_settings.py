@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnserve import AsyncClient, Client, UnavailableError
-from attnserve._config import Settings
+from attnserve._settings.config import Settings
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])

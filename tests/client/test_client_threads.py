@@ -17,7 +17,7 @@ from calls import PATIENCE_S
 from peers import SERVICE, good, good_unary, peer, replies
 
 from attnserve import Client, ClientClosedError
-from attnserve._thread_future import CallFuture
+from attnserve._transports.thread_future import CallFuture
 
 STREAM, UNARY = "stream", "unary"
 

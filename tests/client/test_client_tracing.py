@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from peers import good, good_unary, peer
 
 from attnserve import AsyncClient, Client, InvalidRequestError, UnavailableError
-from attnserve._tasks import CallFuture
 from attnserve._tracing import Tracing
+from attnserve._transports.tasks import CallFuture
 from attnserve.v1 import attention_pb2 as pb
 
 ATTEND = "attnserve.v1.AttentionService/Attend"

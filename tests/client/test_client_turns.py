@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import _cache_requests
-from attnserve._cache_requests import CacheInfo
-from attnserve._plans import CacheState, Plan, Steps
-from attnserve._transaction import Transaction
-from attnserve._turns import Line, Turn, Turns
+from attnserve._caching.plans import CacheState, Plan, Steps
+from attnserve._caching.transaction import Transaction
+from attnserve._caching.turns import Line, Turn, Turns
+from attnserve._requests import cache_requests
+from attnserve._requests.cache_requests import CacheInfo
 
 
 class Clock:
@@ -139,7 +139,7 @@ def test_one_that_gives_up_waiting_lets_others_pass() -> None:
 def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """One timer watches them all, and none is left when nobody waits: it would keep the client alive."""
     now = 0.0
-    monkeypatch.setattr("attnserve._turns.time.monotonic", lambda: now)
+    monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
     clock, line = Clock(), Line()
     turns = Turns(clock.later)
     expired: list[float] = []
@@ -193,7 +193,7 @@ def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None
     cache = CacheState(info, Turns(Clock().later))
 
     def steps() -> Steps[int]:
-        found: int = yield _cache_requests.get("cache")
+        found: int = yield cache_requests.get("cache")
         return found
 
     outcomes: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnserve._reading import Reading
+from attnserve._commands.reading import Reading
 
 
 @pytest.fixture

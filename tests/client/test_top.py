@@ -25,11 +25,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from attnserve import TLS, Client, Token, _cli
-from attnserve._endpoint import Endpoint
-from attnserve._reading import Reading
-from attnserve._top_figures import Figures, Load, figures
-from attnserve._top_view import view
+from attnserve import TLS, Client, Token
+from attnserve._commands import cli
+from attnserve._commands.endpoint import Endpoint
+from attnserve._commands.reading import Reading
+from attnserve._commands.top_figures import Figures, Load, figures
+from attnserve._commands.top_view import view
 from attnserve_server.access.tokens import digest, format_hash, new_token
 
 NOBODY = "127.0.0.1:9"
@@ -152,7 +153,7 @@ def test_the_figures_of_a_real_server(server: Any) -> None:
 
 
 def test_once(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["top", server.http_address, "--once", "--interval", "0.1"]) == 0
+    assert cli.main(["top", server.http_address, "--once", "--interval", "0.1"]) == 0
     shown = capsys.readouterr().out
     assert server.http_address in shown
     assert "requests/s" in shown
@@ -160,7 +161,7 @@ def test_once(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["top", server.http_address, "--json", "--interval", "0.1"]) == 0
+    assert cli.main(["top", server.http_address, "--json", "--interval", "0.1"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert found["state"] == "serving"
     assert found["device"]["name"] == "cpu"
@@ -169,13 +170,13 @@ def test_json(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["top", NOBODY, "--once"]) == 1
+    assert cli.main(["top", NOBODY, "--once"]) == 1
     assert capsys.readouterr().err.startswith(f"attnserve: no metrics at http://{NOBODY}/metrics: ")
-    assert _cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
+    assert cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
     assert "404" in capsys.readouterr().err
-    assert _cli.main(["top", server.address, "--once"]) == 1  # the port of gRPC
+    assert cli.main(["top", server.address, "--once"]) == 1  # the port of gRPC
     assert capsys.readouterr().err.endswith("/metrics: what is there does not speak HTTP\n")
-    assert _cli.main(["top", server.http_address]) == 2
+    assert cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
 
 
@@ -203,7 +204,7 @@ def test_a_port_that_has_something_else(head: bytes, said: str, capsys: pytest.C
     with socket.create_server(("127.0.0.1", 0)) as listening:
         speaking = threading.Thread(target=speak, args=(listening,))
         speaking.start()
-        assert _cli.main(["top", "127.0.0.1:{1}".format(*listening.getsockname()), "--once", "--timeout", "1"]) == 1
+        assert cli.main(["top", "127.0.0.1:{1}".format(*listening.getsockname()), "--once", "--timeout", "1"]) == 1
         speaking.join()
     assert said in capsys.readouterr().err
 
@@ -232,7 +233,7 @@ def test_a_server_with_tls_tells_those_who_have_a_token(
     (tmp_path / "token").write_text(tokens["metrics"])
 
     def top(address: str, *flags: str) -> int:
-        return _cli.main(["top", address, "--once", "--interval", "0.1", *flags])
+        return cli.main(["top", address, "--once", "--interval", "0.1", *flags])
 
     trusted = ("--ca", str(authority.ca))
     assert top(server.http_address, *trusted, "--token-file", str(tmp_path / "token")) == 0
@@ -263,7 +264,7 @@ def test_a_token_does_not_travel_in_the_clear(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_TOKEN", "secret-token")
-    assert _cli.main(["top", "attnserve.example:8002", "--once"]) == 2
+    assert cli.main(["top", "attnserve.example:8002", "--once"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("attnserve: token: attnserve.example:8002 would get it unencrypted")
     assert "secret" not in said
@@ -271,13 +272,14 @@ def test_a_token_does_not_travel_in_the_clear(
 
 @pytest.mark.parametrize("address", ["", "ftp://host:1", "host:port", "http://"])
 def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["top", address, "--once"]) == 2
+    assert cli.main(["top", address, "--once"]) == 2
     assert capsys.readouterr().err.startswith("attnserve: ")
 
 
 @pytest.mark.parametrize("missing", ["rich", "prometheus_client"])
 def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; from attnserve._cli import main; sys.exit(main(['top']))"
+    command = "from attnserve._commands.cli import main; sys.exit(main(['top']))"
+    program = f"import sys; sys.modules[{missing!r}] = None; {command}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"attnserve: top needs {missing}")
@@ -290,7 +292,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-        command = [sys.executable, "-m", "attnserve._cli", "top", *arguments]
+        command = [sys.executable, "-m", "attnserve", "top", *arguments]
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         self.written = ""

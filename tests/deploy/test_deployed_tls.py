@@ -16,7 +16,8 @@ from conftest import Server
 from cryptography import x509
 from manifests import DEPLOY, Rendered, combine, needs_kubectl
 
-from attnserve import TLS, Client, UnavailableError, _cli
+from attnserve import TLS, Client, UnavailableError
+from attnserve._commands import cli
 from attnserve_server.settings.units import parse_address
 
 pytestmark = needs_kubectl
@@ -108,7 +109,7 @@ def test_operators_look_at_it_as_the_document_says(
     # Which Secret that is, and that cert-manager writes ca.crt into it, is held above.
     assert found == (f"{mount['mountPath']}/ca.crt", "attnserve.attnserve.svc")
     flags = ("--ca", str(authority.ca), "--server-name", found[1], "--once", "--interval", "0.1", "--timeout", "60")
-    assert _cli.main(["top", deployed.http_address, *flags]) == 0
+    assert cli.main(["top", deployed.http_address, *flags]) == 0
     assert "serving" in capsys.readouterr().out
     # Without an address it asks where the pods listen.
     assert parse_address(rendered.config.http_listen).port == 8002

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
 
-from attnserve._attend import encode_attend
+from attnserve._requests.attend import encode_attend
 from attnserve_server.devices.cuda import run_batch
 from attnserve_server.devices.warm import warm_calls, warm_ragged_call
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table

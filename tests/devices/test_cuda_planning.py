@@ -23,7 +23,7 @@ from cases import Case, Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve._attend import encode_attend
+from attnserve._requests.attend import encode_attend
 from attnserve_server.devices import packing
 from attnserve_server.devices.cuda import run_batch
 from attnserve_server.devices.packing import pack

@@ -16,7 +16,7 @@ import torch
 from cases import Case, Plan
 from cuda_device import device
 
-from attnserve._attend import encode_attend
+from attnserve._requests.attend import encode_attend
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS

@@ -17,7 +17,7 @@ from forward import attended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve._apply import encode_apply
+from attnserve._requests.apply import encode_apply
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers import direct

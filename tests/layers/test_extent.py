@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scores import WIDTH, X, write
 
-from attnserve._apply import encode_apply
+from attnserve._requests.apply import encode_apply
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import InvalidRequest

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scores import PATIENCE_S, X, write
 
-from attnserve._apply import encode_apply
+from attnserve._requests.apply import encode_apply
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers import registry as registries

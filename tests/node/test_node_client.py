@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import array
 
-from attnserve._attend import encode_attend
+from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.tokens import digest, format_hash, new_token
 from scripts import protos

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"attnserve": ROOT / "client", "attnserve_server": ROOT / "server"}
 OF_THE_SDK = {"attnserve._fields", "attnserve._wire", "attnserve._dtypes", "attnserve._version"}
@@ -57,10 +59,11 @@ def rows() -> Iterator[Row]:
             yield Row(str((ROOT / path).resolve().relative_to(ROOT)), torch)
 
 
-def rooms() -> list[str]:
-    """The folders of the server, in the order of the document: none imports one above it."""
+def rooms(package: str) -> list[str]:
+    """The folders of a package, in the order of the document: none imports one above it."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    table = text[text.index("| room |") :].split("\n\n")[0]
+    section = text[text.index(f"/{package}/`\n") :]
+    table = section[section.index("| room |") :].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
 
 
@@ -125,16 +128,27 @@ def test_no_module_imports_one_that_imports_it() -> None:
     assert left == {}
 
 
-def test_no_room_imports_one_above_it() -> None:
-    order = rooms()
-    assert sorted(order) == sorted(path.parent.name for path in (ROOT / "server").glob("*/*/__init__.py"))
+@pytest.mark.parametrize(("package", "elsewhere"), [("attnserve", {"integrations"}), ("attnserve_server", set())])
+def test_no_room_imports_one_above_it(package: str, elsewhere: set[str]) -> None:
+    order = rooms(package)
+    assert {*order, *elsewhere} == {
+        path.parent.name for path in (PACKAGES[package] / package).glob("*/__init__.py") if path.parent.name != "v1"
+    }
+    put_together = {
+        "server",
+        "serving",
+        "startup",
+        "__main__",
+        "_client",
+        "_async_client",
+        "_thread_calls",
+        "_task_calls",
+    }
     for name, path in modules().items():
-        parts = name.split(".")
-        if parts[0] != "attnserve_server" or len(parts) == 1:
-            continue
-        found = {other.split(".")[1] for other in imported(path) if other.startswith("attnserve_server.")}
-        if parts[1] in order:
-            above = {*order[: order.index(parts[1])], "server", "serving", "startup", "__main__"}
+        room = name.split(".")[1:2]
+        if name.split(".")[0] == package and room and room[0] in order:
+            found = {other.split(".")[1] for other in imported(path) if other.startswith(f"{package}.")}
+            above = set(order[: order.index(room[0])])
+            if room[0] != "_commands":
+                above |= put_together
             assert found & above == set(), name
-        elif parts[1] in ("errors", "start_errors"):
-            assert found == set(), name

@@ -125,7 +125,10 @@ def test_console_scripts_lead_somewhere(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         scripts = dict(re.findall(r"^(\S+) = (\S+)$", archive.read(name).decode(), re.MULTILINE))
-    assert scripts == {"attnserve": "attnserve._cli:main", "attnserve-server": "attnserve_server.__main__:main"}
+    assert scripts == {
+        "attnserve": "attnserve._commands.cli:main",
+        "attnserve-server": "attnserve_server.__main__:main",
+    }
     for target in scripts.values():
         module, _, function = target.partition(":")
         spec = find_spec(module)

@@ -14,7 +14,7 @@ from grpc._cython import cygrpc
 from loopback import loopback
 
 from attnserve import TLS, Client
-from attnserve._config import Settings
+from attnserve._settings.config import Settings
 from attnserve_server.rpc.port import bind, channel_options
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.settings.config import Config

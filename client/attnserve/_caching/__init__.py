@@ -1,0 +1,1 @@
+"""Resident caches: the operations on one, in order, each through all it takes."""

@@ -1,0 +1,302 @@
+"""Resident caches: keys and values on the server, per layer, for many queries to attend to.
+
+`Cache` and `AsyncCache` are one cache, as `create_cache` and `open_cache` give it; `Caches` and `AsyncCaches` are the
+`caches` of the two clients. In threads and in tasks they say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+
+from attnserve._caching import plans
+from attnserve._caching.creation import Making
+from attnserve._caching.plans import CacheState
+from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
+from attnserve._requests import arguments, cache_requests
+from attnserve._requests.arguments import ArrayLike, ArrayT, Names
+from attnserve._requests.attend import AttendOptions
+from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
+from attnserve._requests.result import AttentionResult
+from attnserve._rpc import Ask, AskLater
+from attnserve._servers.servers import Servers
+from attnserve._servers.task_servers import TaskServers
+
+if TYPE_CHECKING:
+    from attnserve._async_client import AsyncClient
+    from attnserve._client import Client
+
+_OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
+"""How a server fails that others need not wait for."""
+
+
+class Cache(CacheState):
+    """A cache on a server.
+
+        with client.create_cache(num_kv_heads=8, head_dim=64) as cache:
+            cache.append(keys, values)
+            result = cache.attend(query)                                # attention over a resident memory
+            result = cache.attend(query, key, value, causal=True)       # a step of a decoder
+
+    Leaving the `with` deletes it. It may be shared by any number of threads: operations take effect in the order in
+    which they are asked for, those that only read side by side.
+
+    Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError` or
+    `ServerError`, or is cancelled, may have been carried out all the same; the next one that appends or attends then
+    raises `FailedPreconditionError`, with the `actual_length`, and `refresh` takes notice of it. The same happens where
+    somebody else appends to the cache.
+
+    `timeout` is in seconds and covers the wait for other operations on the cache; None for no limit. Each method raises
+    an `AttnServeError`; beside those of every call, `NotFoundError` where the cache is gone, and `OverloadedError`
+    where there is no room, with `free_bytes`.
+    """
+
+    def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
+        super().__init__(info, client._calls.turns, home)
+        self._client = client
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that it holds, those that it shares with other caches included. Asks the server."""
+        return self.info().bytes
+
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        layer: int = 0,
+        layout: AppendLayout = "heads_first",
+        timeout: float | None = 60.0,
+    ) -> int:
+        """Appends the keys and values of T tokens to one layer, and returns its length.
+
+        - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, or with a batch of one before that; with the layout
+          ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
+        """
+        return self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
+
+    def attend(
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: int = 0,
+        **options: Unpack[AttendOptions],
+    ) -> AttentionResult[ArrayT]:
+        """Attends to one layer, having appended a key and a value to it first if they are given, in one call.
+
+        Arguments, result and errors are those of `Client.attend`; S is the length of the layer, after the append.
+        """
+        return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
+
+    def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
+        """Another cache with the same content, in constant time: what is there is shared, what either appends is its
+        own. `ttl` as in `Client.create_cache`, by default that of this cache.
+        """
+        calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
+        with Making(rpc, calls.tell) as making:
+            making.at(self.home)
+            cache = Cache(self._client, calls.perform(plans.fork(self, rpc, timeout)), self.home)
+            making.done()
+        return cache
+
+    def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
+        """Cuts off what is behind a length, as if it had never been appended. Layers that are shorter stay as they are;
+        `InvalidRequestError` if all are.
+        """
+        self._client._calls.perform(plans.truncate(self, length, timeout))
+
+    def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What the server says of the cache now."""
+        return self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
+
+    def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What the server says of the cache; its lengths are taken to be true from now on."""
+        return self._client._calls.perform(plans.refresh(self, timeout))
+
+    def delete(self, *, timeout: float | None = 60.0) -> None:
+        """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
+        self._client._calls.perform(plans.delete(self, timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        # An exception of the body says more than that the server, perhaps gone, does not delete.
+        with suppress(*() if kind is None else (AttnServeError,)):
+            self.delete()
+
+
+class AsyncCache(CacheState):
+    """A cache on a server, for asyncio: `Cache`, awaited. `info` says how many bytes it holds."""
+
+    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
+        super().__init__(info, client._calls.turns, home)
+        self._client = client
+
+    async def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        layer: int = 0,
+        layout: AppendLayout = "heads_first",
+        timeout: float | None = 60.0,
+    ) -> int:
+        """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
+        return await self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
+
+    async def attend(
+        self,
+        query: ArrayT,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        layer: int = 0,
+        **options: Unpack[AttendOptions],
+    ) -> AttentionResult[ArrayT]:
+        """Attends to one layer, having appended a key and a value to it first if they are given, in one call."""
+        return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
+
+    async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
+        """Another cache with the same content, in constant time, as `Cache.fork` makes it."""
+        calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
+        with Making(rpc, calls.tell) as making:
+            making.at(self.home)
+            cache = AsyncCache(self._client, await calls.perform(plans.fork(self, rpc, timeout)), self.home)
+            making.done()
+        return cache
+
+    async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
+        """Cuts off what is behind a length, as `Cache.truncate` does."""
+        await self._client._calls.perform(plans.truncate(self, length, timeout))
+
+    async def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What the server says of the cache now."""
+        return await self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
+
+    async def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What the server says of the cache; its lengths are taken to be true from now on."""
+        return await self._client._calls.perform(plans.refresh(self, timeout))
+
+    async def delete(self, *, timeout: float | None = 60.0) -> None:
+        """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
+        await self._client._calls.perform(plans.delete(self, timeout))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        with suppress(*() if kind is None else (AttnServeError,)):  # as in `Cache`
+            await self.delete()
+
+
+def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
+    """What to say where several servers were asked and none did it: that one is out of reach, if one is."""
+    return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])
+
+
+class Caches:
+    """The caller's caches, on all servers that the client knows of: `Client.caches`.
+
+    `timeout` is in seconds for each server, None for no limit. Each method raises an `AttnServeError`.
+    """
+
+    def __init__(self, ask: Ask, servers: Servers[Any]) -> None:
+        self._ask = ask
+        self._servers = servers
+
+    def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
+        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
+        return self.pool(timeout=timeout).caches
+
+    def pool(self, *, timeout: float | None = 60.0) -> CachePool:
+        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        rpc, homes = cache_requests.list_all(), self._servers.homes(timeout)
+        return CachePool.together([self._ask(rpc, timeout, home) for home in homes])
+
+    def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        another error if a server that might have it is out of reach.
+        """
+        return self.find(name, timeout)[0]
+
+    def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+        """What one cache is, and the address of its server, if the client knows several."""
+        failures: list[AttnServeError] = []
+        for home in self._servers.homes(timeout):
+            try:
+                return self._ask(cache_requests.get(name), timeout, home), home
+            except (NotFoundError, *_OUT_OF_REACH) as error:
+                failures.append(error)
+        raise _in_vain(failures)
+
+    def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
+        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
+        reach is an error, once all others have been asked.
+        """
+        names = arguments.names("names", names)
+        if not names:
+            return
+        rpc = cache_requests.delete(names)
+        failures: list[AttnServeError] = []
+        for home in self._servers.homes(timeout):
+            try:
+                self._ask(rpc, timeout, home)
+            except _OUT_OF_REACH as error:
+                failures.append(error)
+        if failures:
+            raise _in_vain(failures)
+
+
+class AsyncCaches:
+    """The caller's caches on all servers: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
+
+    def __init__(self, ask: AskLater, servers: TaskServers[Any]) -> None:
+        self._ask = ask
+        self._servers = servers
+
+    async def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
+        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
+        return (await self.pool(timeout=timeout)).caches
+
+    async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
+        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        rpc, homes = cache_requests.list_all(), await self._servers.homes_soon(timeout)
+        return CachePool.together([await self._ask(rpc, timeout, home) for home in homes])
+
+    async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
+        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        another error if a server that might have it is out of reach.
+        """
+        return (await self.find(name, timeout))[0]
+
+    async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+        """What one cache is, and the address of its server, as `Caches.find` says."""
+        failures: list[AttnServeError] = []
+        for home in await self._servers.homes_soon(timeout):
+            try:
+                return await self._ask(cache_requests.get(name), timeout, home), home
+            except (NotFoundError, *_OUT_OF_REACH) as error:
+                failures.append(error)
+        raise _in_vain(failures)
+
+    async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
+        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
+        reach is an error, once all others have been asked.
+        """
+        names = arguments.names("names", names)
+        if not names:
+            return
+        rpc = cache_requests.delete(names)
+        failures: list[AttnServeError] = []
+        for home in await self._servers.homes_soon(timeout):
+            try:
+                await self._ask(rpc, timeout, home)
+            except _OUT_OF_REACH as error:
+                failures.append(error)
+        if failures:
+            raise _in_vain(failures)

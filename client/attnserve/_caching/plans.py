@@ -1,0 +1,314 @@
+"""What an operation on caches sends, step by step, and what follows from the answers. No I/O: both clients carry out
+the same plans (`transaction`).
+
+In: caches, and arguments as the caller has them. Out: a `Plan`, whose steps are a generator: it yields requests, is
+sent their results or thrown their errors, and returns what the caller gets.
+
+**Nothing is appended twice, and nothing acknowledged is lost.** Every request says how many tokens the SDK believes a
+cache to have, and one that appends has an id. A request whose connection broke is sent again by the transports; if its
+first attempt was carried out, the second meets FAILED_PRECONDITION, and the server knows it by its id. Then
+
+- an append has succeeded,
+- an attention is asked for again without keys and values: the answer is the same, since causal is bottom right,
+- a layer, whose keys and values only it can make, is applied again to caches cut back to where they were.
+
+Everything else is the caller's to see: a length alone may be due to another writer, or to an operation that was given
+up and carried out all the same. What the SDK knows of lengths changes on success only: a caller who repeats what
+failed, but was done, is refused rather than doubled. A truncation has no id: one that is sent again has succeeded where
+the cache has the length that it was to have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
+
+from attnserve._caching.turns import Line, Turns
+from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
+from attnserve._requests import arguments, cache_requests
+from attnserve._requests.apply import ApplyCall, ApplyOptions, encode_apply
+from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.attend import AttendCall, AttendOptions, encode_attend
+from attnserve._requests.cache_requests import AppendLayout, CacheInfo
+from attnserve._requests.call import EncodedCall
+from attnserve._requests.result import AttentionResult, LayerResult
+from attnserve._rpc import Rpc
+from attnserve._settings.config import checked_timeout
+from attnserve.v1 import attention_pb2 as pb
+
+T = TypeVar("T")
+
+Request: TypeAlias = EncodedCall[Any] | Rpc[Any, Any]
+"""What a step sends."""
+
+Steps: TypeAlias = Generator[Request, Any, T]
+"""Requests out, their results in; returns the result of the whole."""
+
+
+class CacheState:
+    """What the SDK knows of a cache."""
+
+    def __init__(self, info: CacheInfo, turns: Turns, home: str | None = None) -> None:
+        self.name: Final = info.name
+        """Its name, which nobody can guess."""
+        self.num_kv_heads: Final = info.num_kv_heads
+        """The heads of its keys and values."""
+        self.head_dim: Final = info.head_dim
+        """The width of each key head."""
+        self.value_dim: Final = info.value_dim
+        """The width of each value head."""
+        self.layers: Final = info.layers
+        """How many layers it has."""
+        self.dtype: Final = info.dtype
+        """The dtype in which it is stored, such as ``float32``."""
+        self.ttl: Final = info.ttl
+        """How long it lives after its last use, in seconds; None: until it is deleted."""
+        self.home: Final = home
+        """The address of the server that it is asked for at; None for wherever the client's address leads."""
+        self.address: Final = info.address or home
+        """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
+        self.tokens: Final = list(info.lengths)
+        """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
+        self.append_ids: Final = itertools.count(secrets.randbits(63) + 1)
+        """By which the server knows appends again, unlike those of any other client."""
+        self.line: Final = Line()
+        """The operations on it."""
+        self.turns: Final = turns
+        """Those of its client."""
+
+    @property
+    def length(self) -> int:
+        """The tokens of layer 0, as of the last operation that succeeded."""
+        return self.tokens[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each layer, as of the last operation that succeeded."""
+        return tuple(self.tokens)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a cache cannot be pickled: have it opened by its name, with open_cache")
+
+
+CacheStates: TypeAlias = CacheState | Iterable[CacheState]
+"""One cache or several."""
+
+
+class Plan(NamedTuple, Generic[T]):
+    """An operation on caches."""
+
+    steps: Steps[T]
+    """What it does in its turn."""
+    caches: Sequence[CacheState]
+    """The caches, each once."""
+    alone: bool
+    """Whether it changes them or what is known of them, so that nothing else may use them meanwhile."""
+    timeout: float | None
+    """How long it may take, waiting for its turn included, in seconds; None for no limit."""
+
+    @property
+    def home(self) -> str | None:
+        """The address of the server that all its caches are at."""
+        return self.caches[0].home
+
+
+def append(
+    cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
+) -> Plan[int]:
+    """Appends to one layer. The result is its length."""
+    layer = _layer("layer", layer, (cache,))
+    tokens, fields = cache_requests.appended(key, value, layout)
+
+    def steps() -> Steps[int]:
+        before = cache.tokens[layer]
+        length = before + tokens
+        try:
+            length = yield cache_requests.append(cache.name, layer, before, next(cache.append_ids), fields)
+        except FailedPreconditionError as error:
+            if not error.appended:
+                raise
+        cache.tokens[layer] = length
+        return length
+
+    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+
+
+def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None]:
+    """Cuts all layers off at a length."""
+    length = arguments.count("length", length, 0, 63)
+
+    def steps() -> Steps[None]:
+        info = yield from _cut(cache.name, length, max(cache.tokens))
+        cache.tokens[:] = info.lengths
+
+    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+
+
+def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> Plan[CacheInfo]:
+    """Makes another cache with the same content, by a request to fork it."""
+    return Plan(_one(rpc), (cache,), False, checked_timeout(timeout))
+
+
+def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
+    """Deletes a cache, after all that was asked of it before."""
+    return Plan(_one(cache_requests.delete([cache.name])), (cache,), True, checked_timeout(timeout))
+
+
+def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
+    """Asks what a cache is, and believes its lengths from now on."""
+
+    def steps() -> Steps[CacheInfo]:
+        info: CacheInfo = yield cache_requests.get(cache.name)
+        cache.tokens[:] = info.lengths
+        return info
+
+    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+
+
+def attend(
+    turns: Turns,
+    caches: CacheStates,
+    layer: int,
+    query: ArrayT,
+    key: ArrayLike | None,
+    value: ArrayLike | None,
+    default_timeout: float | None,
+    options: AttendOptions,
+) -> Plan[AttentionResult[ArrayT]]:
+    """Attends to caches, having appended keys and values to them if there are any."""
+    states = _checked(turns, caches)
+    layer = _layer("cache_layer", layer, states)
+    call = encode_attend(query, key, value, True, default_timeout=default_timeout, **options)
+    without_keys = partial(encode_attend, query, None, None, True, **options)
+    steps = _attending(states, layer, call, without_keys)
+    return Plan(steps, states, key is not None, call.timeout)
+
+
+def _attending(
+    states: Sequence[CacheState], layer: int, call: AttendCall[T], without_keys: Callable[[], AttendCall[T]]
+) -> Steps[AttentionResult[T]]:
+    before = [state.tokens[layer] for state in states]
+    _refer(call, states, layer, before)
+    try:
+        result: AttentionResult[T] = yield call
+    except FailedPreconditionError as error:
+        if not error.appended:
+            raise
+        repeated = without_keys()
+        repeated.started = call.started
+        _refer(repeated, states, layer, _after(before, call.appends))
+        result = yield repeated
+    for state, length in zip(states, _lengths(result, states), strict=True):
+        state.tokens[layer] = length
+    return result
+
+
+def apply(
+    turns: Turns,
+    caches: CacheStates,
+    layer: str,
+    input: ArrayT,
+    default_timeout: float | None,
+    options: ApplyOptions,
+) -> Plan[LayerResult[ArrayT]]:
+    """Applies a layer whose blocks append their keys and values to the layers of the caches."""
+    states = _checked(turns, caches)
+    call = encode_apply(layer, input, True, default_timeout=default_timeout, **options)
+    return Plan(_applying(states, call), states, True, call.timeout)
+
+
+def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerResult[T]]:
+    before = [state.tokens[0] for state in states]
+    _refer(call, states, 0, before)
+    while True:  # each time that it is carried out, its reply may be lost
+        try:
+            result: LayerResult[T] = yield call
+            break
+        except FailedPreconditionError as error:
+            if not error.appended:
+                raise
+        for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
+            if found > length:
+                yield from _cut(state.name, length, found)
+    for state, length in zip(states, _lengths(result, states), strict=True):
+        state.tokens[:] = [length] * len(state.tokens)
+    return result
+
+
+def _one(rpc: Rpc[Any, T]) -> Steps[T]:
+    """The steps of what is one request."""
+    return cast(T, (yield rpc))
+
+
+def _cut(name: str, length: int, expected: int) -> Steps[CacheInfo]:
+    """Cuts a cache off at a length."""
+    try:
+        info: CacheInfo = yield cache_requests.truncate(name, length, expected)
+    except FailedPreconditionError as error:
+        if not (error.resent and error.actual_length == length):
+            raise
+        info = yield cache_requests.get(name)
+    return info
+
+
+def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
+    """The lengths after an append of so many tokens to each cache, or of one number of tokens to all."""
+    if len(appends) == 1:
+        appends = list(appends) * len(before)
+    if len(appends) != len(before):  # nothing that a server would have done
+        return list(before)
+    return [length + tokens for length, tokens in zip(before, appends, strict=True)]
+
+
+def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, lengths: Sequence[int]) -> None:
+    """Has a call refer to caches, which are expected to have some lengths. What it appends reaches all or none, and has
+    one id.
+    """
+    append_id = next(states[0].append_ids) if call.appends else 0
+    references = [
+        pb.CacheReference(name=state.name, layer=layer, expected_length=length, append_id=append_id)
+        for state, length in zip(states, lengths, strict=True)
+    ]
+    call.prepend(call.operation.request_type(caches=references).SerializeToString())
+
+
+def _lengths(result: AttentionResult[Any] | LayerResult[Any], states: Sequence[CacheState]) -> tuple[int, ...]:
+    found = len(result.cache_lengths)
+    if found != len(states):
+        raise ProtocolError(f"the server was asked about {len(states)} caches and replied with {found} lengths")
+    return result.cache_lengths
+
+
+def one_or_many(cache: CacheState | None, caches: CacheStates | None) -> CacheStates | None:
+    """What the arguments `cache` and `caches` name together; None for none."""
+    if cache is not None and caches is not None:
+        raise InvalidRequestError("caches: expected cache or caches, found both", field="caches")
+    return caches if cache is None else cache
+
+
+def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
+    """Caches of one client, each once, one at least."""
+    if isinstance(caches, CacheState) and caches.turns is turns:
+        return (caches,)
+    states = [caches] if isinstance(caches, CacheState) else list(caches)
+    if not states:
+        raise InvalidRequestError("caches: expected one at least, found none", field="caches")
+    for state in states:
+        if not isinstance(state, CacheState) or state.turns is not turns:
+            raise InvalidRequestError(f"caches: expected caches of this client, found {state!r}", field="caches")
+    if len({state.home for state in states}) > 1:
+        raise InvalidRequestError("caches: expected caches of one server, found several's", field="caches")
+    if len({state.name for state in states}) < len(states):
+        raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
+    return states
+
+
+def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
+    index = arguments.count(field, layer, 0, 32)
+    layers = min([state.layers for state in states])
+    if index >= layers:
+        raise InvalidRequestError(f"{field}: expected 0 to {layers - 1}, found {index}", field=field)
+    return index

@@ -1,0 +1,194 @@
+"""One operation on caches from its place in line to its result: it waits for its turn, then takes one step after the
+other.
+
+In: a `Plan`. Out: its result, or the error. A `Transaction` is for who has a future of the result: whatever brings an
+answer takes the next step. `perform` is for a thread that waits for the result, and takes the steps itself: no other
+has to be woken for them. What clients bring is a way to send a request and get a future of the answer, or the answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from functools import partial
+from math import inf
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from attnserve._caching.plans import Plan, Request
+from attnserve._caching.turns import Turn, Turns
+from attnserve._errors import no_reply
+
+T = TypeVar("T")
+
+
+class AnyFuture(Protocol):
+    """What the futures of threads and of asyncio have in common."""
+
+    def add_done_callback(self, function: Callable[[Any], object], /) -> object:
+        """Has a function called with the future when it is done."""
+
+    def cancel(self) -> bool:
+        """Gives it up."""
+
+
+class Transaction(Turn, Generic[T]):
+    """A plan that is being carried out. When it is over, nothing leads back to it: what it held is free at once."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        plan: Plan[T],
+        send: Callable[[Request, float | None], AnyFuture],
+        settle: Callable[[T | Exception], object],
+    ) -> None:
+        """`send` sends a request, which is answered within so many seconds; `settle` takes the outcome, once."""
+        super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
+        self._turns: Final = turns
+        self._steps: Final = plan.steps
+        self._timeout: Final = plan.timeout
+        self._send: Final = send
+        self._settle: Final = settle
+        self._lock: Final = threading.Lock()
+        self._answer: AnyFuture | None = None
+        self._begun = False
+        self._over = False
+
+    def begin(self) -> None:
+        """Gets in line."""
+        try:
+            self._turns.take(self)
+        except BaseException:  # an interrupt: nobody gets the future
+            self.cancel()
+            raise
+
+    def cancel(self) -> bool:
+        """Gives up the operation; the server is told. False if it has its outcome already."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.cancel()
+        self._turns.leave(self)
+        return True
+
+    def start(self) -> None:
+        """Takes the first step."""
+        if not self._begun:
+            self._take_step(partial(next, self._steps))
+            return
+        with self._lock:
+            if self._over or self._answer is not None:
+                return
+            self._over = True
+        self._end(CancelledError())  # an interrupt that was somebody else's has ended the first step
+
+    def expire(self) -> None:
+        """Ends it, unless it has begun."""
+        with self._lock:
+            if self._begun or self._over:
+                return
+            self._over = True
+        self._end(no_reply(self._timeout))
+
+    def _answered(self, answer: Any) -> None:
+        if answer.cancelled():  # `cancel` did it
+            return
+        error = answer.exception()
+        self._take_step(
+            partial(self._steps.send, answer.result()) if error is None else partial(self._steps.throw, error)
+        )
+
+    def _take_step(self, resume: Callable[[], Request]) -> None:
+        """Goes on with the plan, to its next request or to its end."""
+        answer: AnyFuture | None = None
+        outcome: Any = None
+        with self._lock:
+            if self._over:
+                return
+            self._begun = True
+            try:
+                request = resume()
+                answer = self._send(request, _remaining(self.deadline, self._timeout))
+            except StopIteration as end:
+                outcome = end.value
+            except Exception as error:
+                outcome = error.with_traceback(None)  # which leads here, and to all that this holds
+            self._answer = answer  # which knows whom to call back
+            self._over = answer is None
+        if answer is not None:  # without the lock: it may be there already
+            answer.add_done_callback(self._answered)
+        else:
+            self._end(outcome)
+
+    def _end(self, outcome: T | Exception) -> None:
+        self._turns.leave(self)
+        self._settle(outcome)
+
+
+class _Place(Turn):
+    """The turn of a thread."""
+
+    def __init__(self, plan: Plan[Any]) -> None:
+        super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
+        self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Has the thread begin."""
+        self._news.put(True)
+
+    def expire(self) -> None:
+        """Has the thread give up, unless it has begun."""
+        self._news.put(False)
+
+    def has_come(self) -> bool:
+        """Waits for the turn. Whether it has come in time."""
+        return self._news.get()
+
+
+def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], Any]) -> T:
+    """Carries out a plan. `ask` sends a request, waits for its answer, so many seconds, and returns it or raises its
+    error.
+    """
+    place = _Place(plan)
+    try:
+        turns.take(place)
+        if not place.has_come():
+            raise no_reply(plan.timeout)
+        resume: Callable[[], Request] = partial(next, plan.steps)
+        while True:
+            request = resume()
+            remaining = _remaining(place.deadline, plan.timeout)
+            try:
+                resume = partial(plan.steps.send, ask(request, remaining))
+            except Exception as error:
+                resume = partial(plan.steps.throw, error)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        resume = partial(next, plan.steps)  # not what leads to an error, which leads here
+        try:
+            turns.leave(place)
+        except BaseException:  # an interrupt, perhaps before it could begin; what is done already is not done again
+            turns.leave(place)
+            raise
+
+
+def _deadline(plan: Plan[Any]) -> float:
+    """Until when a plan that begins now may take, in seconds of `time.monotonic`."""
+    return inf if plan.timeout is None else time.monotonic() + plan.timeout
+
+
+def _remaining(deadline: float, timeout: float | None) -> float | None:
+    """How much of a timeout is left, in seconds; None for no limit. DeadlineExceededError if nothing is."""
+    if deadline == inf:
+        return None
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise no_reply(timeout)
+    return remaining

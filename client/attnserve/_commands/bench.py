@@ -1,0 +1,288 @@
+"""`attnserve bench`: how fast a running server answers, measured from here by the SDK alone.
+
+In: an address, how long, which loads. Out: a table or JSON. Each load runs in a closed loop, each reply followed by the
+next request, and then in open loops, at random times at shares of the rate that was reached, where latency counts from
+when a request was due: a stall is not hidden. The first answer to each load is compared with float64 NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import queue
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from attnserve._client import Client
+from attnserve._commands.table import table
+from attnserve._requests.result import AttentionResult, Timings
+
+Array: TypeAlias = np.ndarray[Any, Any]
+_Submit: TypeAlias = Callable[[], "Future[AttentionResult[Array]]"]
+
+HEADS: Final = 8
+HEAD_DIM: Final = 64
+CACHED: Final = 2048
+WARM_UP: Final = 0.2
+"""The share of a measurement's time, before it, that is not counted."""
+SHARES: Final = (0.5, 0.9)
+LEASE_S: Final = 600.0
+"""What is left behind when this process is killed goes by itself, later."""
+TOLERANCE: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked: so many queries of 8 heads of 64, float32, of themselves or of a cache, and so many in flight."""
+
+    description: str
+    in_flight: int
+    queries: int
+    cached: bool = False
+
+
+LOADS: Final = {
+    "S": Load("16 tokens, 16 in flight", 16, 16),
+    "S1": Load("16 tokens, 1 in flight", 1, 16),
+    "M": Load("128 tokens, 8 in flight", 8, 128),
+    "L": Load("1 024 tokens, 4 in flight", 4, 1024),
+    "D": Load("1 query to a cache of 2 048 tokens, 1 in flight", 1, 1, cached=True),
+}
+"""By name. All are causal, and the last appends nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of a load in one loop. Times are in seconds; `share` is that of the rate reached, None if closed.
+
+    Of the server's own time, as the replies say it: `queue` and `compute` are medians.
+    """
+
+    load: str
+    share: float | None
+    requests: int
+    requests_per_second: float
+    tokens_per_second: float
+    p50: float
+    p99: float
+    p999: float
+    queue: float
+    compute: float
+    batch_size: float
+    client_cpu: float
+    """Of this process, a request."""
+
+
+class WrongAnswerError(Exception):
+    """The server computes something else: nothing wrong is worth timing."""
+
+
+def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, timeout: float) -> tuple[Any, str]:
+    """Measures loads, by name, for so many seconds a loop, by open loops too if `opened`: as data, and as text.
+
+    `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError.
+    """
+    found: list[Measured] = []
+    for name in loads:
+        with ExitStack() as stack:
+            submit = _prepared(LOADS[name], name, client, stack, timeout)
+            _say(f"{name}: closed loop")
+            closed = _closed(name, submit, seconds)
+            found.append(closed)
+            for share in SHARES if opened else ():
+                _say(f"{name}: open loop, {share:.0%}")
+                found.append(_open(name, submit, share, share * closed.requests_per_second, seconds))
+    _say("")
+    return [dataclasses.asdict(each) for each in found], _text(found)
+
+
+def add_flags(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
+    """Gives the command its own flags."""
+    parser.add_argument("--loads", type=_loads, default=["S", "M", "D"], metavar="NAMES", help=_described())
+    parser.add_argument("--seconds", type=seconds, default=2.0, help="of each measurement (%(default)s)")
+    parser.add_argument(
+        "--open", action=argparse.BooleanOptionalAction, default=True, help="open loops at 50 %% and 90 %% too"
+    )
+
+
+def _loads(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in LOADS]:
+        raise argparse.ArgumentTypeError(f"no such loads: {', '.join(unknown)}; there are {', '.join(LOADS)}")
+    return names
+
+
+def _described() -> str:
+    each = "; ".join(f"{name}: {load.description}" for name, load in LOADS.items())
+    return f"which, by name (S,M,D). {each}. All of {HEADS} heads of {HEAD_DIM}, float32"
+
+
+def _say(what: str) -> None:
+    """Says what is done, on a terminal, in a line that the next overwrites."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+
+def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: float) -> _Submit:
+    """A function that sends the load's request; what it needs on the server lasts as long as the stack."""
+    random = np.random.default_rng(0)
+    tokens = CACHED if load.cached else load.queries
+    query = random.standard_normal((HEADS, load.queries, HEAD_DIM), dtype=np.float32)
+    key, value = (random.standard_normal((HEADS, tokens, HEAD_DIM), dtype=np.float32) for _ in range(2))
+    if load.cached:
+        cache = stack.enter_context(client.create_cache(HEADS, HEAD_DIM, ttl=LEASE_S, timeout=timeout))
+        cache.append(key, value, timeout=timeout)
+
+        def submit() -> Future[AttentionResult[Array]]:
+            return client.submit(query, caches=[cache])
+
+    else:
+
+        def submit() -> Future[AttentionResult[Array]]:
+            return client.submit(query, key, value, causal=True)
+
+    if not load.cached:
+        # The service may not be there at all: whoever waits is told soon.
+        client.attend(query, key, value, causal=True, timeout=timeout)
+    output = submit().result().output
+    error = float(np.abs(output[:, -1] - _last_row(query, key, value)).max())
+    if not error <= TOLERANCE:  # nor is NaN
+        raise WrongAnswerError(f"load {name}: the answer is off by {error:.1e}, where {TOLERANCE:.0e} is allowed")
+    return submit
+
+
+def _last_row(query: Array, key: Array, value: Array) -> Array:
+    """The attention of the last query, which attends every key, in float64: [H, D]."""
+    last, key, value = (array.astype(np.float64) for array in (query[:, -1], key, value))
+    scores = np.einsum("hd,hsd->hs", last, key) / np.sqrt(HEAD_DIM)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(np.einsum("hs,hsd->hd", weights / weights.sum(axis=-1, keepdims=True), value))
+
+
+class _Answer(NamedTuple):
+    """What is kept of an answer: not its arrays, which would soon be gigabytes."""
+
+    due: float
+    at: float
+    timings: Timings
+    batch_size: int
+
+    @property
+    def latency(self) -> float:
+        return self.at - self.due
+
+
+_Answers: TypeAlias = "queue.SimpleQueue[_Answer | BaseException]"
+"""Answers as they come, and errors."""
+
+
+def _send(submit: _Submit, due: float, answers: _Answers) -> None:
+    def take(future: Future[AttentionResult[Array]]) -> None:
+        at, error = time.perf_counter(), future.exception()
+        if error is not None:
+            answers.put(error)
+            return
+        result = future.result()
+        answers.put(_Answer(due, at, result.timings, result.batch_size))
+
+    submit().add_done_callback(take)
+
+
+def _next(answers: _Answers) -> _Answer:
+    """The next answer. Raises it if it is an error."""
+    answer = answers.get()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
+    """As many as the load says in flight, for so many seconds after a warm-up."""
+    answers: _Answers = queue.SimpleQueue()
+    for _ in range(LOADS[name].in_flight):
+        _send(submit, time.perf_counter(), answers)
+    begin, cpu = time.perf_counter() + WARM_UP * seconds, time.process_time()
+    counted: list[_Answer] = []
+    for in_flight in itertools.repeat(LOADS[name].in_flight):
+        answer = _next(answers)
+        if answer.at < begin:
+            cpu = time.process_time()
+        else:
+            counted.append(answer)
+        if answer.at >= begin + seconds:
+            used = time.process_time() - cpu
+            for _ in range(in_flight - 1):
+                _next(answers)
+            return _measured(name, None, counted, answer.at - begin, used)
+        _send(submit, time.perf_counter(), answers)
+    raise AssertionError("a loop without an end ended")
+
+
+def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float) -> Measured:
+    """Poisson arrivals at a rate a second, for so many seconds after a warm-up; all that are due are waited for."""
+    gaps = np.random.default_rng(1).exponential(1 / rate, int(rate * seconds * 2) + 100)
+    times = np.cumsum(gaps)
+    warm = WARM_UP * seconds
+    times = times[times < seconds + warm]
+    answers: _Answers = queue.SimpleQueue()
+    begin, cpu = time.perf_counter(), time.process_time()
+    for after in times.tolist():
+        due = begin + after
+        if (left := due - time.perf_counter()) > 0:
+            time.sleep(left)
+        _send(submit, due, answers)
+    done = [_next(answers) for _ in times]
+    used = (time.process_time() - cpu) * seconds / (seconds + warm)
+    counted = [answer for answer in done if answer.due >= begin + warm]
+    if not counted:
+        raise WrongAnswerError(f"load {name}: nothing was due within {seconds:g} s at {rate:.1f} a second")
+    last = max(answer.at for answer in done)
+    return _measured(name, share, counted, last - begin - warm, used)
+
+
+def _measured(name: str, share: float | None, counted: Sequence[_Answer], seconds: float, cpu: float) -> Measured:
+    p50, p99, p999 = np.percentile([answer.latency for answer in counted], (50, 99, 99.9)).tolist()
+    return Measured(
+        load=name,
+        share=share,
+        requests=len(counted),
+        requests_per_second=len(counted) / seconds,
+        tokens_per_second=len(counted) * LOADS[name].queries / seconds,
+        p50=p50,
+        p99=p99,
+        p999=p999,
+        queue=float(np.median([answer.timings.queue for answer in counted])),
+        compute=float(np.median([answer.timings.compute for answer in counted])),
+        batch_size=float(np.mean([answer.batch_size for answer in counted])),
+        client_cpu=cpu / len(counted),
+    )
+
+
+def _text(found: Sequence[Measured]) -> str:
+    """A table; times in microseconds."""
+    titles = ("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9", "queue", "compute", "client CPU", "batch")
+    rows: list[tuple[str, ...]] = [titles]
+    for each in found:
+        times = (each.p50, each.p99, each.p999, each.queue, each.compute, each.client_cpu)
+        rows.append(
+            (
+                each.load,
+                "closed" if each.share is None else f"open, {each.share:.0%}",
+                f"{each.requests_per_second:,.0f}",
+                f"{each.tokens_per_second:,.0f}",
+                *(f"{seconds * 1e6:,.0f}" for seconds in times),
+                f"{each.batch_size:.1f}",
+            )
+        )
+    loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
+    return "\n".join(
+        [table(rows, words=2), "", *loads, "Times are in µs; an open loop's count from when a request was due."]
+    )

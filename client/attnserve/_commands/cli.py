@@ -1,0 +1,290 @@
+"""The command `attnserve`: what a caller does from a shell.
+
+In: arguments. Out: text or JSON on standard output, one line on standard error where it fails, and an exit status: 0,
+1 if the service could not be asked or refuses, 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from grpc import StatusCode
+
+from attnserve._client import Client
+from attnserve._commands import bench as _bench
+from attnserve._commands.connection_flags import add_flags, tls_of, token_of
+from attnserve._commands.table import table
+from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
+from attnserve._info import ServerInfo, Setting
+from attnserve._layers import Layer
+from attnserve._requests.cache_requests import CacheInfo, CachePool
+from attnserve._settings.config import DEFAULT_ADDRESS
+from attnserve._version import __version__
+
+_METRICS_ADDRESS: Final = "127.0.0.1:8002"
+"""Where a server has its metrics unless it is told otherwise."""
+_INTERRUPTED: Final = 130
+"""What shells say of a command that ended by ctrl-c."""
+_LONGEST: Final = 1e9
+"""Seconds: thirty years, and what the clocks of all systems can wait for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails as it ends
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return status
+
+
+def _ask(parsed: argparse.Namespace) -> int:
+    """Asks the service, and prints what it says."""
+    try:
+        client = _client(parsed)
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        with client:
+            answer, text = parsed.ask(client, parsed.timeout)
+    except AttnServeError as error:
+        _complain(parsed, error)
+        return 1
+    print(json.dumps(answer, indent=2) if parsed.json else text)
+    return 0
+
+
+def _complain(parsed: argparse.Namespace, error: Exception) -> None:
+    print(f"attnserve: {parsed.address}: {error}{_hint(parsed, error)}", file=sys.stderr)
+
+
+def _hint(parsed: argparse.Namespace, error: Exception) -> str:
+    """The flags that the server may have missed. A connection that lacks TLS, or a certificate, is closed unsaid."""
+    if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
+        return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
+    if not isinstance(error, UnavailableError):
+        return ""
+    tls = tls_of(parsed, os.environ)
+    if tls is None:
+        return "; if it speaks TLS: --tls or --ca"
+    return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
+
+
+def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
+    """A client as the command line and the environment say. ValueError if they make no sense."""
+    tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
+    return Client(parsed.address, retries=retries, tls=tls, token=token)
+
+
+def _measure(parsed: argparse.Namespace) -> int:
+    """Measures the service, and prints what was found."""
+    parsed.ask = lambda client, timeout: _bench.run(client, parsed.loads, parsed.seconds, parsed.open, timeout)
+    try:
+        return _ask(parsed)
+    except _bench.WrongAnswerError as error:
+        _complain(parsed, error)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnserve", description="Talk to an attention service.")
+    parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument(
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
+    )
+    add_flags(common)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, ask, help_text in (
+        ("info", _info, "what a server is"),
+        ("layers", _layers, "the layers that a server holds"),
+        ("caches", _caches, "the caches that a server holds for the caller"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=help_text, description=f"Say {help_text}.")
+        command.set_defaults(run=_ask, ask=ask)
+    bench = commands.add_parser(
+        "bench", parents=[common], help="how fast a server answers", description="Measure how fast a server answers."
+    )
+    _bench.add_flags(bench, _seconds)
+    bench.set_defaults(run=_measure)
+    top = commands.add_parser(
+        "top", help="what a server does, live", description="Show what a server does, read from its metrics."
+    )
+    top.add_argument(
+        "address", nargs="?", default=_METRICS_ADDRESS, help="host:port, or URL, of its HTTP port (%(default)s)"
+    )
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from one reading to the next (%(default)s)"
+    )
+    top.add_argument("--once", action="store_true", help="show it once, and end")
+    top.add_argument("--json", action="store_true", help="print JSON, once")
+    top.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)")
+    add_flags(top)
+    top.set_defaults(run=_top)
+    health = commands.add_parser(
+        "health",
+        help="whether a server is ready",
+        description="Ask for a server's health (grpc.health.v1). The exit status is 0 if it is well, and 1 if not.",
+    )
+    health.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
+    health.add_argument("--live", action="store_true", help="ask whether it lives, ready or not")
+    health.add_argument(
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
+    )
+    add_flags(health)
+    health.set_defaults(run=_health)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most {_LONGEST:g}, found {text!r}")
+    return seconds
+
+
+def _health(parsed: argparse.Namespace) -> int:
+    """Asks whether the server is well."""
+    try:
+        client = _client(parsed, retries=0)
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        with client:
+            ask = client.is_alive if parsed.live else client.is_ready
+            well = ask(timeout=parsed.timeout)
+    except AttnServeError as error:
+        _complain(parsed, error)
+        return 1
+    print(("" if well else "not ") + ("alive" if parsed.live else "ready"))
+    return 0 if well else 1
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    try:
+        from attnserve._commands import top as top
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in ("rich", "prometheus_client"):
+            raise
+        print(f"attnserve: top needs {missing.name}: pip install 'attnserve[top]'", file=sys.stderr)
+        return 1
+    return top.run(parsed)
+
+
+def _info(client: Client, timeout: float) -> tuple[Any, str]:
+    info = client.server_info(timeout=timeout)
+    return dataclasses.asdict(info), _text(info)
+
+
+def _layers(client: Client, timeout: float) -> tuple[Any, str]:
+    layers = client.layers.list(timeout=timeout)
+    return [dataclasses.asdict(layer) for layer in layers], _layer_table(layers)
+
+
+def _caches(client: Client, timeout: float) -> tuple[Any, str]:
+    pool = client.caches.pool(timeout=timeout)
+    return dataclasses.asdict(pool), _pool_text(pool)
+
+
+def _text(info: ServerInfo) -> str:
+    """The information, one thing a line."""
+    rows = [
+        ("version", info.version),
+        ("device", f"{info.device} ({info.device_name})" if info.device_name else info.device),
+        ("python", info.python_version),
+        ("torch", info.torch_version),
+        ("grpc", info.grpc_version),
+        ("usable cpus", str(info.usable_cpus)),
+        ("threads", str(info.threads)),
+        ("cache pool", f"{info.cache_pool_bytes:,} bytes"),
+        ("dtypes", ", ".join(info.dtypes)),
+        ("features", ", ".join(info.features)),
+        *((name, f"{limit:,}") for name, limit in dataclasses.asdict(info.limits).items()),
+        *((f"kernel {kernel.name}", kernel.description) for kernel in info.kernels),
+        *((f"--{each.name.replace('_', '-')}", f"{_setting_value(each)} ({each.source})") for each in info.settings),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _setting_value(setting: Setting) -> str:
+    return "not told to callers" if setting.value is None else setting.value or "none"
+
+
+def _layer_table(layers: Sequence[Layer]) -> str:
+    """The layers, one a line, and nothing for what a layer lacks."""
+    if not layers:
+        return "no layers are loaded"
+    titles = (
+        "name",
+        "kind",
+        "dtype",
+        "parameters",
+        "bytes",
+        "version",
+        "input",
+        "context",
+        "output",
+        "heads",
+        "blocks",
+    )
+    return table([titles, *map(_layer_row, layers)], words=3)
+
+
+def _layer_row(layer: Layer) -> tuple[str, ...]:
+    heads = f"{layer.query_heads}" if layer.kv_heads == layer.query_heads else f"{layer.query_heads}/{layer.kv_heads}"
+    return (
+        layer.name,
+        f"{layer.kind}, causal" if layer.causal else layer.kind,
+        layer.dtype,
+        f"{layer.parameters:,}",
+        f"{layer.bytes:,}",
+        str(layer.version),
+        "token ids" if layer.vocabulary else str(layer.input_width),
+        str(layer.context_width or ""),
+        str(layer.output_width),
+        f"{heads} × {layer.head_dim}",
+        str(layer.blocks or ""),
+    )
+
+
+def _pool_text(pool: CachePool) -> str:
+    """The caches, one a line, and how full the pool is."""
+    room = f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
+    if not pool.caches:
+        return f"no caches are open; {room}"
+    titles = ("name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
+    return f"{table([titles, *map(_cache_row, pool.caches)], words=2)}\n{room}"
+
+
+def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
+    width = str(cache.head_dim) if cache.value_dim == cache.head_dim else f"{cache.head_dim}/{cache.value_dim}"
+    return (
+        cache.name,
+        cache.dtype,
+        f"{cache.num_kv_heads} × {width}",
+        str(cache.layers),
+        f"{max(cache.lengths, default=0):,}",
+        f"{cache.bytes:,}",
+        f"{cache.shared_bytes:,}",
+        "" if cache.ttl is None else f"{cache.ttl:,.0f} s",
+        "" if cache.remaining is None else f"{cache.remaining:,.0f} s",
+    )

@@ -1,0 +1,83 @@
+"""The flags and environment variables by which a command is told how to connect.
+
+In: an argument parser, what it has parsed, the environment. Out: the `tls` and `token` of a client. A flag wins over
+its variable. There is no flag for the token itself: every user of a machine sees the command lines of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Final, TypedDict
+
+from attnserve._settings.credentials import TLS, Token
+
+TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
+
+
+class Flag(TypedDict):
+    """A flag that names something, and its variable."""
+
+    variable: str
+    metavar: str
+    help: str
+
+
+FLAGS: Final[Mapping[str, Flag]] = {
+    "--ca": {
+        "variable": "ATTNSERVE_CA",
+        "metavar": "FILE",
+        "help": "connect over TLS, to a server whom these authorities vouch for",
+    },
+    "--certificate": {
+        "variable": "ATTNSERVE_CLIENT_CERTIFICATE",
+        "metavar": "FILE",
+        "help": "the certificate to show (mutual TLS)",
+    },
+    "--key": {"variable": "ATTNSERVE_CLIENT_KEY", "metavar": "FILE", "help": "its private key"},
+    "--server-name": {
+        "variable": "ATTNSERVE_SERVER_NAME",
+        "metavar": "NAME",
+        "help": "the name in the server's certificate, if it is not that of the address",
+    },
+    "--token-file": {
+        "variable": "ATTNSERVE_TOKEN_FILE",
+        "metavar": "FILE",
+        "help": f"a file with the bearer token; the variable {TOKEN_VARIABLE} holds a token itself",
+    },
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Gives a command the flags of a connection."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        "--tls", action="store_true", help="connect over TLS, to a server whom public authorities vouch for"
+    )
+    for name, flag in FLAGS.items():
+        group.add_argument(name, metavar=flag["metavar"], help=f"{flag['help']} [{flag['variable']}]")
+    group.add_argument("--plaintext-token", action="store_true", help="send the token without TLS, whoever may listen")
+
+
+def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None:
+    """The TLS that a command line and an environment ask for. ValueError if it is not complete."""
+    ca, certificate, key, name = (
+        _given(parsed, flag, environ) for flag in ("--ca", "--certificate", "--key", "--server-name")
+    )
+    if not (parsed.tls or ca or certificate or key or name):
+        return None
+    return TLS(ca, certificate, key, name)
+
+
+def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | None:
+    """The token that a command line and an environment give; a file wins over a variable that holds one."""
+    if file := _given(parsed, "--token-file", environ):
+        return Token(file=file, plaintext=parsed.plaintext_token)
+    if value := environ.get(TOKEN_VARIABLE):
+        return Token(value, plaintext=parsed.plaintext_token)
+    return None
+
+
+def _given(parsed: argparse.Namespace, flag: str, environ: Mapping[str, str]) -> str | None:
+    value: str | None = getattr(parsed, flag.removeprefix("--").replace("-", "_"))
+    return value or environ.get(FLAGS[flag]["variable"]) or None

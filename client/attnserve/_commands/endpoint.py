@@ -1,0 +1,102 @@
+"""Where a server has its metrics, and how they are fetched: over HTTP or HTTPS, with a token where one is needed.
+
+In: an address, TLS and a token as for a client. Out: the page of metrics.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+from contextlib import closing
+from time import monotonic
+from typing import Final
+from urllib.parse import urlsplit
+
+from attnserve._settings.credentials import TLS, Bearer, Token, is_local
+
+_SAID: Final = 200
+"""So many characters of a refusal are passed on."""
+_PIECE: Final = 64 * 1024
+_LARGEST: Final = 64 * 1024 * 1024
+"""More bytes than metrics have."""
+
+
+class Endpoint:
+    """The metrics at `host:port`, or below `http://host:port` or `https://host:port`.
+
+    Files are read at once, the token's again when it changes. `timeout` is in seconds. ValueError names what is wrong.
+    """
+
+    def __init__(
+        self, address: str, *, tls: TLS | None = None, token: Token | None = None, timeout: float = 10.0
+    ) -> None:
+        url = urlsplit(address if "://" in address else f"//{address}")
+        secure = tls is not None or url.scheme == "https"
+        if url.hostname is None or url.scheme not in ("", "http", "https"):
+            raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
+        self._host, self._port, self._timeout = url.hostname, url.port, timeout
+        self._path = f"{url.path.rstrip('/').removesuffix('/metrics')}/metrics"
+        if token is not None and not secure and not token.plaintext and not is_local(self._host):
+            raise ValueError(f"token: {address} would get it unencrypted; use TLS, or allow a plaintext token")
+        self._tls = (tls or TLS()) if secure else None
+        self._context = None if self._tls is None else _context(self._tls)
+        self._bearer = Bearer(token)
+        netloc = url.netloc.rpartition("@")[2]
+        self.url: Final = f"{'https' if secure else 'http'}://{netloc}{self._path}"
+
+    def fetch(self) -> str:
+        """The page. OSError if there is none."""
+        try:
+            with closing(self._connection()) as connection:
+                connection.request("GET", self._path, headers=dict(self._bearer.metadata))
+                answer = connection.getresponse()
+                text = self._read(answer).decode(errors="replace")
+        except OSError as error:
+            closed = self._tls is None and isinstance(error, ConnectionResetError)  # as by one that speaks TLS
+            raise OSError(f"no metrics at {self.url}: {error}{'; if it speaks TLS: https://' * closed}") from None
+        except http.client.HTTPException:  # its text is what has come, which need not be any
+            raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
+        if answer.status != http.HTTPStatus.OK:
+            said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
+            raise OSError(f"no metrics at {self.url}: {answer.status} {said}")
+        return text
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        """All that comes, within the timeout, which a socket has for each piece only. OSError if that is no page."""
+        page, until = bytearray(), monotonic() + self._timeout
+        while piece := answer.read1(_PIECE):
+            page += piece
+            if monotonic() > until or len(page) > _LARGEST:
+                raise OSError(f"the page has no end, after {len(page)} bytes")
+        if answer.length:
+            raise OSError(f"the page ends {answer.length} bytes too soon")
+        return bytes(page)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is None or self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        return _NamedConnection(self._tls.server_name, self._host, self._port, self._timeout, self._context)
+
+
+class _NamedConnection(http.client.HTTPSConnection):
+    """HTTPS to a server whose certificate may have another name than the address."""
+
+    def __init__(self, name: str | None, host: str, port: int | None, timeout: float, context: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._name, self._given = name or host, context
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._given.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _context(tls: TLS) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(os.fspath(path) for path in (tls.ca, tls.certificate, tls.key) if path is not None)
+        raise ValueError(f"tls: cannot use {files}: {error.strerror or error}") from None
+    return context

@@ -1,0 +1,85 @@
+"""`attnserve top`: what one server does, live in a terminal, read from its metrics.
+
+In: the address of its HTTP port. Out: a view that is drawn anew at each reading until it is interrupted; or, once, a
+view or JSON, for scripts. Needs the extra `top`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections import deque
+from typing import Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from attnserve._commands.connection_flags import tls_of, token_of
+from attnserve._commands.endpoint import Endpoint
+from attnserve._commands.reading import Reading
+from attnserve._commands.top_figures import Figures, figures, without_nan
+from attnserve._commands.top_view import view
+
+_HISTORY: Final = 40
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Runs the command as it was parsed; its exit status."""
+    try:
+        endpoint = Endpoint(
+            parsed.address,
+            tls=tls_of(parsed, os.environ),
+            token=token_of(parsed, os.environ),
+            timeout=parsed.timeout,
+        )
+    except ValueError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _once(parsed, endpoint) if parsed.once or parsed.json else _live(parsed, endpoint)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _once(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
+    try:
+        before = Reading.of(endpoint)
+        time.sleep(parsed.interval)
+        found = figures(before, Reading.of(endpoint))
+    except OSError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 1
+    if parsed.json:
+        print(json.dumps(without_nan(dataclasses.asdict(found)), indent=2))
+    else:
+        Console(highlight=False).print(view(found, parsed.address, time.time()))
+    return 0
+
+
+def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print("attnserve: top: this is no terminal; --once and --json are for scripts", file=sys.stderr)
+        return 2
+    before: Reading | None = None
+    last: Figures | None = None
+    history: deque[float] = deque(maxlen=_HISTORY)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            said = Text(f"every {parsed.interval:g} s, until ctrl-c", style="dim")
+            try:
+                after = Reading.of(endpoint)
+                if before is not None:
+                    last = figures(before, after)
+                    history.append(last.requests)
+                before = after
+            except OSError as error:  # it may come back: servers are replaced
+                said = Text(str(error), style="bold red")
+            shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history))]
+            live.update(Group(said, *shown), refresh=True)
+            time.sleep(parsed.interval)

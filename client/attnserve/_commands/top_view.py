@@ -1,0 +1,178 @@
+"""What `attnserve top` shows: a server's figures as a table for a terminal of 80 columns or more. Needs rich."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from attnserve._commands.top_figures import Figures, Rates
+
+_BAR: Final = 12
+_STEPS: Final = " ▁▂▃▄▅▆▇█"
+_NAMES: Final = 4
+"""So many callers, layers or kernels are named; the rest is counted."""
+
+
+def view(figures: Figures, address: str, now: float, history: Sequence[float] = ()) -> RenderableType:
+    """Everything, at a time in seconds since the epoch, with the requests a second of the last moments.
+
+    What matters most comes first: a terminal that is too small cuts the rest off.
+    """
+    head = Table.grid(expand=True)
+    head.add_column()
+    head.add_column(justify="right")
+    what = f"attnserve {figures.version} on {figures.device.name}, torch {figures.torch}"
+    state = Text(figures.state, style="bold green" if figures.state == "serving" else "bold red")
+    up = timedelta(seconds=round(max(0.0, now - figures.started_at)))
+    head.add_row(Text(address, style="bold"), Text.assemble(what, ", ", state, f", up {up}"))
+    return Group(head, Rule(style="dim"), _operations(figures), Rule(style="dim"), _summary(figures, history))
+
+
+def _summary(figures: Figures, history: Sequence[float]) -> Table:
+    load, batches, device, caches = figures.load, figures.batches, figures.device, figures.caches
+    bound, fullest = load.fullest
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, text in (
+        (
+            "throughput",
+            f"{_rate(figures.requests)} requests/s  {_sparkline(history)}".rstrip(),
+        ),
+        (
+            "",
+            f"{_rate(figures.query_tokens)} tokens/s, {_scaled(figures.flops)}FLOP/s, "
+            f"{_bytes(figures.received_bytes)}/s in, {_bytes(figures.sent_bytes)}/s out, {figures.streams:.0f} streams",
+        ),
+        (
+            "queue",
+            f"{load.queue_requests:,.0f} wait ({_bytes(load.queue_bytes)}), "
+            f"{load.in_flight.get('requests', 0.0):,.0f} in flight"
+            + (f", work of {_seconds(load.in_flight['seconds'])}" if load.in_flight.get("seconds") else ""),
+        ),
+        ("", f"{_bar(fullest)} {_percent(fullest)} of the bound on {bound}" if bound else ""),
+        (
+            "batches",
+            f"{_rate(batches.batches)}/s of {_number(batches.mean_requests)} requests "
+            f"(99 of 100: {_number(batches.p99_requests)}), {_percent(batches.padding)} padding",
+        ),
+        (
+            "device",
+            f"{_bar(device.use)} {_percent(device.use)} in use"
+            + (f", the same batch for {_seconds(device.batch_seconds)}" if device.batch_seconds > 1 else ""),
+        ),
+        (
+            "",
+            f"event loop {_percent(device.loop)} in use, {device.processors:.1f} processors, "
+            f"{_bytes(device.resident_bytes)} resident"
+            + "".join(f", {_bytes(size)} {state}" for state, size in device.memory.items()),
+        ),
+        ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items())),
+        ("refused", _by_name(figures.rejected, "/s")),
+        ("given up", _by_name(figures.cancelled, "/s")),
+        ("callers", _by_part(figures.callers)),
+        (
+            "caches",
+            f"{_bar(_part(caches.pool.get('used', 0.0), caches.pool_bytes))} "
+            f"{_bytes(caches.pool.get('used', 0.0))} of {_bytes(caches.pool_bytes)}",
+        ),
+        (
+            "",
+            f"{caches.open:,.0f} open, {caches.tokens:,.0f} tokens, {_rate(caches.appended_tokens)} appended/s, "
+            f"{_rate(caches.forks)} forks/s, {_rate(sum(caches.evictions.values()))} evicted/s",
+        ),
+        ("layers", _by_part(figures.layers)),
+        ("kernels", _by_name(batches.kernel_calls, "/s")),
+    ):
+        if text:
+            table.add_row(name, Text(text))
+    return table
+
+
+def _operations(figures: Figures) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("operation")
+    for title in ("requests/s", "p50", "p99", "failed/s"):
+        table.add_column(title, justify="right")
+    for name, operation in figures.operations.items():
+        failed = Text(_rate(operation.failed), style="bold red" if operation.failed else "")
+        table.add_row(Text(name), _rate(operation.requests), _seconds(operation.p50), _seconds(operation.p99), failed)
+    if not figures.operations:
+        table.add_row("nothing was asked yet")
+    return table
+
+
+def _by_name(rates: Rates, unit: str) -> str:
+    """The largest by name, with their rates."""
+    return _listed([f"{name} {_rate(rate)}{unit}" for name, rate in rates.items()])
+
+
+def _by_part(rates: Rates) -> str:
+    """The largest by name, with their parts of the whole."""
+    whole = sum(rates.values())
+    return _listed([f"{name} {_percent(rate / whole)}" for name, rate in rates.items()])
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _NAMES
+    return ", ".join([*texts[:_NAMES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _part(value: float, whole: float) -> float:
+    return value / whole if whole else math.nan
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def _percent(part: float) -> str:
+    return "-" if math.isnan(part) else f"{part:.0%}" if part >= 0.1 or part == 0 else f"{part:.1%}"
+
+
+def _seconds(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value * 1e6:.0f} µs" if value < 1e-3 else f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _bytes(value: float) -> str:
+    """In powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def _scaled(value: float) -> str:
+    """With a prefix of powers of 1000, and a space before it."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} P"
+
+
+def _bar(part: float) -> str:
+    """How much of something is taken."""
+    eighths = 0 if math.isnan(part) else round(min(max(part, 0.0), 1.0) * _BAR * 8)
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(_BAR, "·")
+
+
+def _sparkline(history: Sequence[float]) -> str:
+    """The last values, the largest of them as high as a line."""
+    most = max(history, default=0.0)
+    return "".join(_STEPS[round(value / most * (len(_STEPS) - 1))] if most else _STEPS[0] for value in history)

@@ -1,0 +1,170 @@
+"""One application of a resident layer to ask for: the arguments of `apply` as an encoded `ApplyRequest`.
+
+In: a layer's name, arrays, tensors and options, as the caller has them. Out: `ApplyCall`, the message in pieces and the
+way from its response to a `LayerResult`. The part of the message that does not depend on the arrays' contents is
+encoded once and remembered, so that asking again for the same layer, shapes and options is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, Final, Generic, TypedDict, cast
+
+import numpy as np
+
+from attnserve._requests import arguments
+from attnserve._requests import arrays as _arrays
+from attnserve._requests import call as _call
+from attnserve._requests.arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._requests.arrays import Array
+from attnserve._requests.call import EncodedCall, Tensors
+from attnserve._requests.operation import APPLY
+from attnserve._requests.reply import Response
+from attnserve._requests.result import LayerResult
+from attnserve._settings.config import checked_timeout
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+_ALIGNMENTS: Final[dict[Any, tuple[bool | None, pb.Alignment]]] = {
+    None: (None, pb.ALIGNMENT_UNSPECIFIED),
+    **arguments.ALIGNMENTS,
+}
+
+_RESIDENT_ALIGNMENTS: Final = {**_ALIGNMENTS, **arguments.RESIDENT_ALIGNMENTS}
+
+
+class ApplyOptions(TypedDict, total=False):
+    """The keyword arguments of `apply` and `submit_apply`; `Client.apply` says what they mean."""
+
+    context: ArrayLike | None
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    lengths: ArrayLike | None
+    context_lengths: ArrayLike | None
+    segments: ArrayLike | None
+    query_offset: ArrayLike | None
+    causal: Causal | None
+    window: tuple[int, int] | None
+    return_lse: bool
+    return_scores: Scores | None
+    average_scores: bool
+    priority: int
+    timeout: float | None
+
+
+class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
+    """An encoded `ApplyRequest`."""
+
+    __slots__ = ()
+
+    operation = APPLY
+
+    def result(self, response: Response) -> LayerResult[ArrayT]:
+        """The result of the call. ProtocolError if the response is not one to this call."""
+        parts = self.parts(response)
+        version = cast(pb.ApplyResponse, response.message).layer_version
+        return LayerResult(*parts[:-1], version, parts.cache_lengths)
+
+
+def encode_apply(
+    layer: str,
+    input: ArrayT,
+    resident: bool = False,
+    *,
+    context: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    context_lengths: ArrayLike | None = None,
+    segments: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    causal: Causal | None = None,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    return_scores: Scores | None = None,
+    average_scores: bool = False,
+    priority: int = 0,
+    timeout: float | EllipsisType | None = ...,
+    default_timeout: float | None = None,
+) -> ApplyCall[ArrayT]:
+    """The call that `Client.apply` describes; `resident` if there are caches.
+
+    InvalidRequestError names an argument that no server would take.
+    """
+    timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    arrays = [("input", _arrays.floating_or_ids("input", input))]
+    if context is not None:
+        arrays.append(("context", _arrays.floating("context", context)))
+    if mask is not None:
+        arrays.append(("mask", _arrays.boolean("mask", mask)))
+    if bias is not None:
+        arrays.append(("bias", _arrays.floating("bias", bias)))
+    if lengths is not None:
+        arrays.append(("lengths", arguments.lengths("lengths", lengths)))
+    if context_lengths is not None:
+        arrays.append(("context_lengths", arguments.lengths("context_lengths", context_lengths)))
+    for field, integers in (("query_offset", query_offset), ("segments", segments)):
+        if integers is not None:
+            arrays.append((field, _arrays.integers(field, integers)))
+
+    header = _header(
+        _call.tensors(arrays),
+        arguments.text("layer", layer),
+        arguments.choice("causal", _RESIDENT_ALIGNMENTS if resident else _ALIGNMENTS, causal),
+        arguments.window(window),
+        bool(return_lse),
+        arguments.choice("return_scores", arguments.STAGES, return_scores),
+        bool(average_scores),
+        priority if priority == 0 else arguments.integer("priority", priority, 32),
+    )
+    call: ApplyCall[ArrayT] = ApplyCall(
+        header,
+        arrays,
+        input,
+        returns_lse=bool(return_lse),
+        returns_scores=return_scores is not None,
+        timeout=timeout,
+    )
+    if resident:
+        call.appends = _lengths(arrays)
+    return call
+
+
+def _lengths(arrays: Sequence[tuple[str, Array]]) -> Sequence[int]:
+    """The lengths of the input's sequences, or the one that all have."""
+    for field, array in arrays:
+        if field == "lengths":
+            return [int(length) for length in np.frombuffer(array.data, np.int64)]
+    _, input = arrays[0]
+    axis = -1 if input.dtype == tensor_pb2.DATA_TYPE_INT64 else -2
+    return input.shape[axis:][:1]
+
+
+@lru_cache(maxsize=1024)
+def _header(
+    tensors: Tensors,
+    layer: str,
+    causal: tuple[bool | None, pb.Alignment],
+    window: tuple[int, int] | None,
+    return_lse: bool,
+    return_scores: pb.ScoreStage,
+    average_scores: bool,
+    priority: int,
+) -> bytes:
+    """The request with tickets for its tensors."""
+    request = pb.ApplyRequest(
+        layer=layer,
+        alignment=causal[1],
+        return_lse=return_lse,
+        return_scores=return_scores,
+        average_scores=average_scores,
+        priority=priority,
+    )
+    if causal[0] is not None:
+        request.causal = causal[0]
+    if window is not None:
+        request.window.SetInParent()
+        request.window.left, request.window.right = window
+    return _call.header(request, tensors)

@@ -1,0 +1,139 @@
+"""Arguments that operations have in common: their types, what the words among them mean, and their checks.
+
+In: what the caller gave. Out: what goes into a message, or an `InvalidRequestError` with the field's name. Checked is
+only what needs no knowledge of attention. The server is the authority on the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from attnserve._errors import InvalidRequestError
+from attnserve._requests import arrays
+from attnserve._requests.arrays import Array
+from attnserve._settings.targets import check_address
+from attnserve.v1 import attention_pb2 as pb
+
+ArrayT = TypeVar("ArrayT")
+"""The caller's kind of array: what the query or the input is, so is the result. NumPy arrays or torch tensors."""
+
+ArrayLike: TypeAlias = Any
+"""A NumPy array, a torch tensor, or numbers in lists."""
+
+Names: TypeAlias = str | Iterable[str]
+"""One name or several."""
+
+Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
+Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+ALIGNMENTS: Final[dict[Any, tuple[bool, pb.Alignment]]] = {
+    False: (False, pb.ALIGNMENT_UNSPECIFIED),
+    True: (True, pb.ALIGNMENT_TOP_LEFT),
+    "top_left": (True, pb.ALIGNMENT_TOP_LEFT),
+    "bottom_right": (True, pb.ALIGNMENT_BOTTOM_RIGHT),
+}
+"""What `causal` says: whether there is a causal mask, and where the first query stands."""
+
+RESIDENT_ALIGNMENTS: Final = {**ALIGNMENTS, True: (True, pb.ALIGNMENT_UNSPECIFIED)}
+"""What `causal` says of resident caches, where servers take what is not set to be the bottom right."""
+
+STAGES: Final[dict[Any, pb.ScoreStage]] = {
+    None: pb.SCORE_STAGE_UNSPECIFIED,
+    "raw": pb.SCORE_STAGE_RAW,
+    "capped": pb.SCORE_STAGE_CAPPED,
+    "masked": pb.SCORE_STAGE_MASKED,
+    "weights": pb.SCORE_STAGE_WEIGHTS,
+}
+"""What `return_scores` asks for."""
+
+
+def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]]) -> None:
+    """TypeError, as of the method that was called, if there is an option that it does not have."""
+    names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
+    if not options.keys() <= names:
+        unknown = min(options.keys() - names)
+        meant = difflib.get_close_matches(unknown, names, 1)
+        hint = f"; {meant[0]!r} is one" if meant else ""
+        raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint}")
+
+
+def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
+    """What a word among some choices means."""
+    try:
+        return choices[value]
+    except (KeyError, TypeError):
+        expected = ", ".join(map(repr, choices))
+        raise InvalidRequestError(f"{field}: expected one of {expected}, found {value!r}", field=field) from None
+
+
+def number(field: str, value: Any) -> float:
+    """A number of any type."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequestError(f"{field}: expected a number, found {value!r}", field=field) from None
+
+
+def integer(field: str, value: Any, bits: int) -> int:
+    """A signed integer of so many bits, of any type."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise InvalidRequestError(f"{field}: expected an integer, found {value!r}", field=field) from None
+    if not -(1 << bits - 1) <= index < 1 << bits - 1:
+        raise InvalidRequestError(f"{field}: expected an integer of {bits} bits, found {index}", field=field)
+    return index
+
+
+def count(field: str, value: Any, least: int, bits: int) -> int:
+    """An integer of any type, of at least so many and below 2 to the power of so many bits."""
+    index = integer(field, value, 64)
+    if not least <= index < 1 << bits:
+        raise InvalidRequestError(f"{field}: expected an integer of {least} or more, found {index}", field=field)
+    return index
+
+
+def window(value: Any) -> tuple[int, int] | None:
+    """A sliding window ``(left, right)``; None for none."""
+    if value is None:
+        return None
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        raise InvalidRequestError(f"window: expected (left, right), found {value!r}", field="window") from None
+    return integer("window.left", left, 64), integer("window.right", right, 64)
+
+
+def lengths(field: str, value: Any) -> Array:
+    """The lengths of sequences, ``[B]``; one integer is the length of one sequence."""
+    array = arrays.integers(field, value)
+    return array if array.shape else array._replace(shape=(1,))
+
+
+def text(field: str, value: Any) -> str:
+    """A name or a path, which is never empty."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{field}: expected what UTF-8 can say, found {value!r}", field=field) from None
+    return value
+
+
+def address(field: str, value: Any) -> str:
+    """Where one server is."""
+    try:
+        check_address(text(field, value))
+    except ValueError as error:
+        raise InvalidRequestError(str(error), field=field) from None
+    return str(value)
+
+
+def names(field: str, values: Names) -> list[str]:
+    """The names, none of which is empty."""
+    return [text(field, value) for value in ((values,) if isinstance(values, str) else values)]

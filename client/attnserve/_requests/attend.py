@@ -1,0 +1,213 @@
+"""One attention to ask for: the arguments of `attend` as an encoded `AttendRequest`.
+
+In: arrays, tensors and options, as the caller has them. Out: `AttendCall`, the message in pieces and the way from its
+response to an `AttentionResult`. The part of the message that does not depend on the arrays' contents is encoded once
+and remembered, so that asking again for the same shapes and options is cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, Final, Generic, Literal, TypeAlias, TypedDict
+
+from attnserve._errors import InvalidRequestError
+from attnserve._requests import arguments
+from attnserve._requests import arrays as _arrays
+from attnserve._requests import call as _call
+from attnserve._requests.arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._requests.arrays import Array
+from attnserve._requests.call import EncodedCall, Tensors
+from attnserve._requests.operation import ATTEND
+from attnserve._requests.reply import Response
+from attnserve._requests.result import AttentionResult
+from attnserve._settings.config import checked_timeout
+from attnserve.v1 import attention_pb2 as pb
+
+Layout: TypeAlias = Literal["heads_first", "length_first", "packed"]
+
+_LAYOUTS: Final[dict[Any, pb.Layout]] = {
+    "heads_first": pb.LAYOUT_HEADS_FIRST,
+    "length_first": pb.LAYOUT_LENGTH_FIRST,
+    "packed": pb.LAYOUT_PACKED,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneralScore:
+    """The general score `scale * q W k` of Luong, Pham and Manning (2015), equation 8. `scale` defaults to 1."""
+
+    weight: ArrayLike
+    """W, ``[D, Dk]``, floating."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdditiveScore:
+    """The additive score `scale * w tanh(Wq q + Wk k + b)` of Bahdanau, Cho and Bengio (2015), with U hidden units.
+
+    `scale` defaults to 1.
+    """
+
+    query_weight: ArrayLike
+    """Wq, ``[U, D]``, floating."""
+    key_weight: ArrayLike
+    """Wk, ``[U, Dk]``, floating."""
+    bias: ArrayLike | None = None
+    """b, ``[U]``, floating; None for 0."""
+    output_weight: ArrayLike | None = None
+    """w, ``[U]``, floating; None to sum the hidden units."""
+
+
+class AttendOptions(TypedDict, total=False):
+    """The keyword arguments of `attend` and `submit`; `Client.attend` says what they mean."""
+
+    causal: Causal
+    query_offset: ArrayLike | None
+    window: tuple[int, int] | None
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    kv_lengths: ArrayLike | None
+    query_lengths: ArrayLike | None
+    scale: float | None
+    softcap: float | None
+    score: Literal["dot"] | GeneralScore | AdditiveScore
+    layout: Layout
+    return_lse: bool
+    return_scores: Scores | None
+    priority: int
+    timeout: float | None
+
+
+class AttendCall(EncodedCall[AttentionResult[ArrayT]], Generic[ArrayT]):
+    """An encoded `AttendRequest`."""
+
+    __slots__ = ()
+
+    operation = ATTEND
+
+    def result(self, response: Response) -> AttentionResult[ArrayT]:
+        """The result of the call. ProtocolError if the response is not one to this call."""
+        return AttentionResult(*self.parts(response))
+
+
+def encode_attend(
+    query: ArrayT,
+    key: ArrayLike,
+    value: ArrayLike,
+    resident: bool = False,
+    *,
+    causal: Causal = False,
+    query_offset: ArrayLike | None = None,
+    window: tuple[int, int] | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    query_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score: Literal["dot"] | GeneralScore | AdditiveScore = "dot",
+    layout: Layout = "heads_first",
+    return_lse: bool = False,
+    return_scores: Scores | None = None,
+    priority: int = 0,
+    timeout: float | EllipsisType | None = ...,
+    default_timeout: float | None = None,
+) -> AttendCall[ArrayT]:
+    """The call that `Client.attend` describes; `resident` if there are caches, and then perhaps no key and value.
+
+    InvalidRequestError names an argument that no server would take.
+    """
+    timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    arrays = [("query", _arrays.floating("query", query))]
+    if not (resident and key is None and value is None):
+        arrays += (("key", _arrays.floating("key", key)), ("value", _arrays.floating("value", value)))
+    if mask is not None:
+        arrays.append(("mask", _arrays.boolean("mask", mask)))
+    for field, floats in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if floats is not None:
+            arrays.append((field, _arrays.floating(field, floats)))
+    for field, lengths in (("query_lengths", query_lengths), ("kv_lengths", kv_lengths)):
+        if lengths is not None:
+            arrays.append((field, arguments.lengths(field, lengths)))
+    if query_offset is not None:
+        arrays.append(("query_offset", _arrays.integers("query_offset", query_offset)))
+    if not (isinstance(score, str) and score == "dot"):
+        arrays += _score_arrays(score)
+
+    header = _header(
+        _call.tensors(arrays),
+        arguments.choice("causal", arguments.RESIDENT_ALIGNMENTS if resident else arguments.ALIGNMENTS, causal),
+        arguments.choice("layout", _LAYOUTS, layout),
+        arguments.window(window),
+        None if scale is None else arguments.number("scale", scale),
+        0.0 if softcap is None else arguments.number("softcap", softcap),
+        bool(return_lse),
+        arguments.choice("return_scores", arguments.STAGES, return_scores),
+        priority if priority == 0 else arguments.integer("priority", priority, 32),
+    )
+    call: AttendCall[ArrayT] = AttendCall(
+        header,
+        arrays,
+        query,
+        returns_lse=bool(return_lse),
+        returns_scores=return_scores is not None,
+        timeout=timeout,
+    )
+    if resident and key is not None:
+        shape = arrays[1][1].shape
+        axis = -3 if layout == "length_first" and len(shape) > 2 else -2
+        call.appends = shape[axis:][:1]
+    return call
+
+
+@lru_cache(maxsize=1024)
+def _header(
+    tensors: Tensors,
+    causal: tuple[bool, pb.Alignment],
+    layout: pb.Layout,
+    window: tuple[int, int] | None,
+    scale: float | None,
+    softcap: float,
+    return_lse: bool,
+    return_scores: pb.ScoreStage,
+    priority: int,
+) -> bytes:
+    """The request with tickets for its tensors."""
+    request = pb.AttendRequest(
+        layout=layout,
+        causal=causal[0],
+        alignment=causal[1],
+        softcap=softcap,
+        return_lse=return_lse,
+        return_scores=return_scores,
+        priority=priority,
+    )
+    if window is not None:
+        request.window.SetInParent()
+        request.window.left, request.window.right = window
+    if scale is not None:
+        request.scale = scale
+    return _call.header(request, tensors)
+
+
+def _score_arrays(score: Any) -> list[tuple[str, Array]]:
+    """The parameters of a score, by the path of their field in the request."""
+    if isinstance(score, GeneralScore):
+        parameters = {"general.weight": score.weight}
+    elif isinstance(score, AdditiveScore):
+        parameters = {
+            "additive.query_weight": score.query_weight,
+            "additive.key_weight": score.key_weight,
+            "additive.bias": score.bias,
+            "additive.output_weight": score.output_weight,
+        }
+    else:
+        raise InvalidRequestError(
+            f"score: expected 'dot', a GeneralScore or an AdditiveScore, found {score!r}", field="score"
+        )
+    return [(path, _arrays.floating(path, array)) for path, array in parameters.items() if array is not None]

@@ -1,0 +1,237 @@
+"""What a cache is, and the requests of `CacheService` as values.
+
+In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for either client to send, whose answer is a
+`CacheInfo`, a `CachePool`, a length or nothing.
+
+All may be sent again when nobody knows whether the server has taken it: an append and a truncation say what length they
+expect; an append, a create and a fork have an id by which the server knows them again, and it can be told that nobody
+waits for what the latter two make; the rest asks or deletes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from attnserve import _dtypes, _wire
+from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._fields import Buffer
+from attnserve._requests import arguments, call
+from attnserve._requests import arrays as _arrays
+from attnserve._requests.arguments import ArrayLike, Names
+from attnserve._requests.arrays import Array
+from attnserve._requests.call import Tensors
+from attnserve._rpc import Rpc
+from attnserve.v1 import caches_pb2 as pb
+from attnserve.v1 import tensor_pb2
+
+_SERVICE: Final = "/attnserve.v1.CacheService/"
+
+_LONGEST_TTL: Final = 315_576_000_000
+"""Seconds: ten thousand years, which is what a protobuf Duration holds."""
+
+_ID_BYTES: Final = 16
+"""Random bytes by which a server knows a request again."""
+
+_DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
+    "float32": tensor_pb2.DATA_TYPE_FLOAT32,
+    "float16": tensor_pb2.DATA_TYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16,
+}
+
+AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
+
+_LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
+"""Which axis of appended keys counts tokens, by layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What a server says of a cache."""
+
+    name: str
+    """Its name, which nobody can guess."""
+    num_kv_heads: int
+    """The heads of its keys and values."""
+    head_dim: int
+    """The width of each key head."""
+    value_dim: int
+    """The width of each value head."""
+    layers: int
+    """How many layers it has."""
+    dtype: str
+    """The dtype in which it is stored, such as ``float32``."""
+    lengths: tuple[int, ...]
+    """The tokens of each layer."""
+    bytes: int
+    """The bytes that it holds, those that it shares with other caches included."""
+    shared_bytes: int
+    """Of these, the bytes that it shares."""
+    ttl: float | None
+    """How long it lives after its last use, in seconds; None: until it is deleted."""
+    remaining: float | None
+    """How much of that is left, in seconds; None without a ttl."""
+    address: str | None = None
+    """Where the server that holds it can be reached; None if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePool:
+    """The caller's caches, and how full the server's pool is."""
+
+    caches: tuple[CacheInfo, ...]
+    """The caches, by the time of their creation."""
+    bytes: int
+    """The bytes of the pool."""
+    free_bytes: int
+    """Of these, the bytes that nothing holds."""
+
+    @classmethod
+    def together(cls, pools: Sequence[CachePool]) -> CachePool:
+        """The pools of several servers as one."""
+        caches = itertools.chain.from_iterable(pool.caches for pool in pools)
+        return cls(tuple(caches), sum(pool.bytes for pool in pools), sum(pool.free_bytes for pool in pools))
+
+
+def create(
+    num_kv_heads: int, head_dim: int, value_dim: int | None, layers: int, dtype: Any, ttl: float | None
+) -> Rpc[pb.CacheServiceCreateResponse, CacheInfo]:
+    """Creates a cache. The dtype may be a name, or NumPy's or torch's."""
+    request = pb.CacheServiceCreateRequest(
+        num_kv_heads=arguments.count("num_kv_heads", num_kv_heads, 1, 32),
+        head_dim=arguments.count("head_dim", head_dim, 1, 32),
+        value_dim=0 if value_dim is None else arguments.count("value_dim", value_dim, 1, 32),
+        layers=arguments.count("layers", layers, 1, 32),
+        dtype=arguments.choice("dtype", _DTYPES, _dtype_name(dtype)),
+        ttl=_duration(ttl),
+        request_id=secrets.token_bytes(_ID_BYTES),
+    )
+    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a dtype: of NumPy's classes too, such as ``numpy.float16``."""
+    return str(np.dtype(dtype) if isinstance(dtype, type) else dtype).removeprefix("torch.")
+
+
+def append(
+    name: str, layer: int, expected_length: int, append_id: int, fields: Sequence[Buffer]
+) -> Rpc[pb.CacheServiceAppendResponse, int]:
+    """Appends what `appended` has made of keys and values; the answer is the length of the layer."""
+    request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length, append_id=append_id)
+    return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
+
+
+def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[int, Sequence[Buffer]]:
+    """How many tokens keys and values are, and the fields of an append that hold them."""
+    axis: int = arguments.choice("layout", _LENGTH_AXES, layout)
+    arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]
+    header = _append_header(call.tensors(arrays), layout == "length_first")
+    fields, _ = _wire.join(pb.CacheServiceAppendRequest, header, [array.data for _, array in arrays])
+    return arrays[0][1].shape[axis], fields
+
+
+@lru_cache(maxsize=1024)
+def _append_header(tensors: Tensors, length_first: bool) -> bytes:
+    """What two appends of the same shapes have in common, with tickets for the tensors."""
+    return call.header(pb.CacheServiceAppendRequest(length_first=length_first), tensors)
+
+
+def _one_sequence(field: str, value: ArrayLike) -> Array:
+    """Floating, of rank 3; of rank 4 if that is a batch of one."""
+    array = _arrays.floating(field, value)
+    shape = array.shape
+    if len(shape) == 4 and shape[0] == 1:
+        return array._replace(shape=shape[1:])
+    if len(shape) != 3:
+        raise InvalidRequestError(
+            f"{field}: expected rank 3, or rank 4 with a batch of 1, found {list(shape)}", field=field
+        )
+    return array
+
+
+def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
+    """Makes another cache with the same content."""
+    request = pb.CacheServiceForkRequest(name=name, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
+    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache)
+
+
+def truncate(name: str, length: int, expected_length: int) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
+    """Cuts all layers off at a length; expected is the length of the longest."""
+    request = pb.CacheServiceTruncateRequest(name=name, length=length, expected_length=expected_length)
+    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, _only_cache)
+
+
+def get(name: str) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
+    """Asks what a cache is."""
+    request = pb.CacheServiceGetRequest(name=arguments.text("name", name))
+    return Rpc(_SERVICE + "Get", request, pb.CacheServiceGetResponse, _only_cache)
+
+
+def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
+    """Asks for all caches of the caller."""
+    return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse, _pool)
+
+
+def delete(names: Names) -> Rpc[pb.CacheServiceDeleteResponse, None]:
+    """Deletes caches."""
+    request = pb.CacheServiceDeleteRequest(names=arguments.names("names", names))
+    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+
+
+def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
+    """Deletes the cache that a creation or a fork has made, and has it make none if it arrives only now."""
+    request = pb.CacheServiceDeleteRequest(request_ids=[made.request.request_id])  # type: ignore[attr-defined]
+    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+
+
+def _duration(ttl: float | None) -> Duration | None:
+    if ttl is None:
+        return None
+    seconds = arguments.number("ttl", ttl)
+    if not 0 < seconds <= _LONGEST_TTL:
+        expected = f"seconds, more than 0 and at most {_LONGEST_TTL:g}, or None"
+        raise InvalidRequestError(f"ttl: expected {expected}, found {ttl!r}", field="ttl")
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9) or 1)
+    return duration
+
+
+def _pool(response: pb.CacheServiceListResponse) -> CachePool:
+    return CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
+
+
+def _only_cache(
+    response: pb.CacheServiceCreateResponse
+    | pb.CacheServiceForkResponse
+    | pb.CacheServiceTruncateResponse
+    | pb.CacheServiceGetResponse,
+) -> CacheInfo:
+    info = _cache(response.cache)
+    if not info.name or not info.lengths or len(info.lengths) != info.layers:
+        raise ProtocolError("the server was asked about a cache and replied with none, or with lengths of no layers")
+    return info
+
+
+def _cache(cache: pb.Cache) -> CacheInfo:
+    return CacheInfo(
+        name=cache.name,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        value_dim=cache.value_dim,
+        layers=cache.layers,
+        dtype=_dtypes.name(cache.dtype),
+        lengths=tuple(cache.lengths),
+        bytes=cache.bytes,
+        shared_bytes=cache.shared_bytes,
+        ttl=cache.ttl.ToNanoseconds() / 1e9 if cache.HasField("ttl") else None,
+        remaining=cache.remaining.ToNanoseconds() / 1e9 if cache.HasField("remaining") else None,
+        address=cache.address or None,
+    )

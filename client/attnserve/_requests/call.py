@@ -1,0 +1,155 @@
+"""A call of any operation, encoded, with what is needed to turn its response into a result.
+
+In: the checked arrays and the header that an operation's arguments make (`attend`, `apply`). Out: the pieces of the
+message, views of the caller's memory among them; later, from a `Response`, the arrays of the result, of the caller's
+kind and on the caller's device.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from attnserve import _dtypes, _wire
+from attnserve._errors import ProtocolError
+from attnserve._requests import arrays as _arrays
+from attnserve._requests.arrays import Array
+from attnserve._requests.operation import Operation
+from attnserve._requests.reply import Response
+from attnserve._requests.result import Timings
+from attnserve.v1 import tensor_pb2
+
+ResultT = TypeVar("ResultT")
+
+Tensors: TypeAlias = tuple[tuple[str, int, tuple[int, ...]], ...]
+"""The tensors of a request without their elements: the path of each one's field, its dtype and its shape."""
+
+_NANOSECOND: Final = 1e-9
+
+
+def tensors(arrays: Sequence[tuple[str, Array]]) -> Tensors:
+    """Arrays by the paths of their fields, without their elements."""
+    return tuple([(field, array.dtype, array.shape) for field, array in arrays])
+
+
+def header(request: Message, tensors: Tensors) -> bytes:
+    """A request, complete but for its tensors, with tickets for them in their order."""
+    for index, (field, dtype, shape) in enumerate(tensors):
+        tensor = operator.attrgetter(field)(request)
+        tensor.dtype = dtype
+        tensor.shape.extend(shape)
+        tensor.data = _wire.ticket(index, prod(shape) * _dtypes.NUMPY[dtype].itemsize)
+    return request.SerializeToString()
+
+
+class Parts(NamedTuple):
+    """What every result has; arrays are of the caller's kind."""
+
+    output: Any
+    lse: Any
+    scores: Any
+    timings: Timings
+    batch_size: int
+    cache_lengths: tuple[int, ...]
+
+
+class EncodedCall(ABC, Generic[ResultT]):
+    """An encoded request, and what is needed to turn its response into a result."""
+
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_returns_lse",
+        "_returns_scores",
+        "appends",
+        "pieces",
+        "size",
+        "started",
+        "timeout",
+    )
+
+    operation: ClassVar[Operation]
+    """What is asked for."""
+
+    def __init__(
+        self,
+        header: bytes,
+        arrays: Sequence[tuple[str, Array]],
+        like: Any,
+        *,
+        returns_lse: bool,
+        returns_scores: bool,
+        timeout: float | None,
+    ) -> None:
+        """Puts a request together from its header and its arrays, in the order of the header's tickets.
+
+        The first array is made from what the caller gave as `like`: the result has its kind and is on its device, and
+        the output has its dtype, or any floating one if it is of integers.
+        """
+        self.started = time.perf_counter()
+        """When the call was made, in seconds of `time.perf_counter`."""
+        self.pieces, self.size = _wire.join(self.operation.request_type, header, [array.data for _, array in arrays])
+        """The pieces that, concatenated, are the serialised request; and their length together, in bytes."""
+        self.timeout = timeout
+        """How long to wait for the reply, in seconds; None for no limit."""
+        self.appends: Sequence[int] = ()
+        """How many tokens it appends to each resident cache, or to all; empty if it appends none."""
+        dtype = arrays[0][1].dtype
+        self._dtype = dtype if dtype in _dtypes.FLOATING else None
+        tensor = _arrays.torch_tensor(like)
+        self._device = None if tensor is None else tensor.device
+        self._returns_lse = returns_lse
+        self._returns_scores = returns_scores
+
+    def prepend(self, fields: bytes) -> None:
+        """Puts serialised fields of the request before the others: those that change with every call, and would make
+        each header a new one.
+        """
+        self.pieces.insert(0, fields)
+        self.size += len(fields)
+
+    @abstractmethod
+    def result(self, response: Response) -> ResultT:
+        """The result of the call. ProtocolError if the response is not one to this call."""
+
+    def parts(self, response: Response) -> Parts:
+        """What every result has, from the response. ProtocolError if it is not one to this call."""
+        operation, message, _ = response
+        if operation is not self.operation:
+            raise ProtocolError(f"the server answered {self.operation.field} with the result of {operation.field}")
+        tensor = message.output
+        found = tensor.dtype
+        if found != self._dtype and not (self._dtype is None and found in _dtypes.FLOATING):
+            expected = "a floating dtype" if self._dtype is None else _dtypes.name(self._dtype)
+            name = _dtypes.name(found) if message.HasField("output") else "no output"
+            raise ProtocolError(f"output: expected {expected}, the server replied with {name}")
+        output = self._array("output", tensor, response)
+        lse = scores = None
+        if self._returns_lse:
+            if not message.HasField("lse"):
+                raise ProtocolError("lse: asked for, and the server replied without it")
+            lse = self._array("lse", message.lse, response)
+        if self._returns_scores:
+            if not message.HasField("scores"):
+                raise ProtocolError("scores: asked for, and the server replied without them")
+            scores = self._array("scores", message.scores, response)
+        phases = message.timings
+        timings = Timings(
+            phases.decode_ns * _NANOSECOND,
+            phases.queue_ns * _NANOSECOND,
+            phases.staging_ns * _NANOSECOND,
+            phases.compute_ns * _NANOSECOND,
+            phases.encode_ns * _NANOSECOND,
+            time.perf_counter() - self.started,
+        )
+        return Parts(output, lse, scores, timings, message.batch_size, tuple(message.cache_lengths[:]))
+
+    def _array(self, field: str, tensor: tensor_pb2.Tensor, response: Response) -> Any:
+        array = _arrays.from_wire(field, tensor.dtype, tuple(tensor.shape[:]), response.elements(tensor))
+        return array if self._device is None else _arrays.to_torch(array, self._device)

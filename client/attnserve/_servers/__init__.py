@@ -1,0 +1,1 @@
+"""Which servers there are, and which of them a call goes to."""

@@ -1,0 +1,210 @@
+"""The servers of one client: found, watched, and connected to as they are needed.
+
+In: what the client's address names, and how to connect to one address. Out: the connection for a call. Both clients use
+it; what they bring are connections, and a way to be told of new addresses where connections may be made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Final, Generic, TypeVar
+
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
+from attnserve._process import Process
+from attnserve._requests.cache_requests import CacheInfo
+from attnserve._servers import replicas
+from attnserve._servers.lookout import Lookout
+from attnserve._servers.replicas import Connection, Replica, Replicas
+from attnserve._settings.targets import Target
+
+C = TypeVar("C", bound=Connection)
+
+
+class Servers(Generic[C]):
+    """Where the calls of a client go."""
+
+    def __init__(
+        self,
+        process: Process,
+        target: Target,
+        refresh: float,
+        connect: Callable[[Replica], C],
+        dispose: Callable[[C], object],
+        run: Callable[[Callable[[], object]], object] = lambda function: function(),
+        outdated: Callable[[], bool] | None = None,
+    ) -> None:
+        """Where addresses are looked up, that is done again every `refresh` seconds; `run` then calls a function where
+        connections may be made. `outdated` says, once, that connections would now be made otherwise than they were.
+        """
+        self._process: Final = process
+        self._target: Final = target
+        self._refresh = refresh
+        self._run = run
+        self._outdated = outdated
+        self._replicas = Replicas(connect, dispose)
+        self._lock = threading.RLock()  # a call that is given up may close the client
+        self._lookout: Lookout | None = None
+        self._first_look: Future[Sequence[str]] | None = None
+        self._retiring: threading.Timer | None = None
+        self._closed = False
+        self.found = False
+        """Whether it is known which servers there are."""
+
+    def homes(self, timeout: float | None) -> Sequence[str | None]:
+        """The servers, to be asked one by one; None is whatever a single address leads to. Raises what `find` does."""
+        self.find(timeout)
+        return self._replicas.addresses if self._knows_each else [None]
+
+    @property
+    def _knows_each(self) -> bool:
+        return self._target.look_up is not None or len(self._target.fixed) > 1
+
+    @property
+    def must_look(self) -> bool:
+        """Whether `find` takes its time."""
+        return not self.found and self._target.look_up is not None
+
+    def home_of(self, replica: Replica, info: CacheInfo) -> str | None:
+        """Where a cache that a server has made is to be asked for: at that server, or where it says that it is; None
+        where it does not.
+        """
+        return replica.address if self._knows_each else info.address
+
+    def connection(self, home: str | None = None, timeout: float | None = None) -> C:
+        """The connection for a call, to the server `home` if it is not for any. Raises what `find` does."""
+        self._process.enter()
+        if self._outdated is not None and self._outdated() and not self._closed:
+            self._replicas.renew(time.monotonic())
+            self._retire_later()
+        if home is not None:
+            if self._closed:
+                raise ClientClosedError
+            return self._replicas.at(home, time.monotonic())
+        if (only := self._replicas.only) is not None:
+            return only
+        self.find(timeout)
+        return self._replicas.choose(time.monotonic())
+
+    def each_once(self, timeout: float | None) -> Iterator[Replica]:
+        """The servers for a call that any can answer, the best first, until there is none that has not been tried.
+        Raises what `find` does.
+        """
+        self.find(timeout)
+        tried: set[str] = set()
+        while (replica := self.connection().replica).address not in tried:
+            tried.add(replica.address)
+            yield replica
+
+    def others(self, connection: C) -> bool:
+        """Whether the calls of a connection could be made on another."""
+        return self._replicas.others(connection)
+
+    def find(self, timeout: float | None = None) -> float | None:
+        """Finds out which servers there are, if that is not known, and returns how much is left of so many seconds
+        (None for no limit). Raises what `look` does, and ClientClosedError where the client is another process's.
+        """
+        self._process.enter()
+        if self.found:
+            return timeout
+        begin = time.monotonic()
+        self.take(self._target.fixed or self.look(timeout))
+        if self._closed:
+            raise ClientClosedError
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+
+    def look(self, timeout: float | None) -> Sequence[str]:
+        """The addresses that there are now. UnavailableError if there are none, DeadlineExceededError if that is not
+        known after so many seconds, and ClientClosedError if the client is closed before.
+        """
+        try:
+            return self.looked_up().result(timeout)
+        except TimeoutError:
+            raise self.too_late() from None
+
+    def too_late(self) -> DeadlineExceededError:
+        """What is said where a look takes longer than a call may."""
+        return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
+
+    def looked_up(self) -> Future[Sequence[str]]:
+        """The addresses, to come from a thread of its own: nothing ends a look that takes too long. Only where a name
+        is looked up; whoever gives up waiting must not cancel it. It fails as `look` does.
+        """
+        self._process.enter()
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError
+            if self._first_look is None or self._first_look.done():
+                found: Future[Sequence[str]] = Future()
+                threading.Thread(target=self._look, args=(found,), name="attnserve-look", daemon=True).start()
+                self._first_look = found  # not before there is a thread that looks
+            return self._first_look
+
+    def _look(self, found: Future[Sequence[str]]) -> None:
+        addresses: Sequence[str] = ()
+        failure: Exception | None = None
+        try:
+            addresses = self._look_up()
+        except Exception as error:
+            failure = error
+        with self._lock:
+            if found.done():  # the client has been closed
+                return
+            if failure is None:
+                found.set_result(addresses)
+            else:
+                found.set_exception(failure)
+
+    def _look_up(self) -> Sequence[str]:
+        assert self._target.look_up is not None  # or they are known
+        try:
+            addresses = self._target.look_up()
+        except OSError as error:
+            raise UnavailableError(f"{self._target.name}: {error}") from error
+        if not addresses:
+            raise UnavailableError(f"{self._target.name}: there is no server")
+        return addresses
+
+    def take(self, addresses: Sequence[str]) -> None:
+        """Takes notice of which addresses there are."""
+        with self._lock:
+            if not self._closed:
+                self._take(addresses)
+
+    def _take(self, addresses: Sequence[str]) -> None:
+        self._replicas.update(addresses, time.monotonic())
+        self.found = True
+        if self._lookout is None and self._target.look_up is not None:
+            self._lookout = Lookout(self._target.look_up, self._refresh, self._deliver)
+            self._replicas.told = self._lookout.ask
+
+    def _deliver(self, addresses: Sequence[str]) -> None:
+        self._run(lambda: self.take(addresses))
+
+    def _retire_later(self) -> None:
+        """Has connections closed, in good time, that have been made anew."""
+        with self._lock:
+            if self._closed or self._retiring is not None:
+                return
+            self._retiring = threading.Timer(replicas.FORGET_AFTER, self._run, (self._retire,))
+            self._retiring.daemon = True
+            self._retiring.start()
+
+    def _retire(self) -> None:
+        self._retiring = None
+        if self._replicas.retire(time.monotonic()):
+            self._retire_later()
+
+    def close(self) -> Sequence[C]:
+        """Looks no more, tells those who wait for a look, and gives every connection to whoever closes it."""
+        with self._lock:
+            self._closed = True
+            if self._first_look is not None and not self._first_look.done():
+                self._first_look.set_exception(ClientClosedError())
+            if self._lookout is not None:
+                self._lookout.close()
+            if self._retiring is not None:
+                self._retiring.cancel()
+            return self._replicas.all()

@@ -1,0 +1,33 @@
+"""The servers of a client for asyncio: `Servers`, whose first look-up of a name the loop does not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from attnserve._servers.replicas import Connection
+from attnserve._servers.servers import Servers
+
+C = TypeVar("C", bound=Connection)
+
+
+class TaskServers(Servers[C]):
+    """Where the calls of a client go. Where a name has not been looked up, what is awaited here does that first."""
+
+    async def find_soon(self, timeout: float | None) -> float | None:
+        """What `find` does and returns."""
+        if not self.must_look:
+            return self.find(timeout)
+        begin = time.monotonic()
+        looked_up = asyncio.shield(asyncio.wrap_future(self.looked_up()))  # others wait for the same look
+        try:
+            self.take(await asyncio.wait_for(looked_up, timeout))
+        except TimeoutError:
+            raise self.too_late() from None
+        return self.find(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
+
+    async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
+        """What `homes` gives."""
+        return self.homes(await self.find_soon(timeout))

@@ -1,0 +1,145 @@
+"""How a client is set up: one value, checked when it is made, that both clients share.
+
+In: the constructor arguments of a client. Out: `Settings`, with the channel options that follow from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from attnserve._errors import InvalidRequestError
+from attnserve._settings.credentials import TLS, Token, is_local
+from attnserve._settings.retry import RetryPolicy
+from attnserve._settings.targets import Address, Target, is_looked_up, target_of
+
+Transport: TypeAlias = Literal["stream", "unary"]
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:8001"
+
+SERVICE: Final = "/attnserve.v1.AttentionService/"
+
+_CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Otherwise all clients of a process with the same options would share one connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A name that resolves to several servers (a headless Service) has its streams spread over them.
+    # A server that says that it takes no more calls gets none; one that says nothing does.
+    (
+        "grpc.service_config",
+        json.dumps(
+            {
+                "loadBalancingConfig": [{"round_robin": {}}],
+                "healthCheckConfig": {"serviceName": "acceptance"},
+            }
+        ),
+    ),
+    # gRPC's own retries buffer messages, and give up on those above 256 KiB. Ours need no buffer.
+    ("grpc.enable_retries", 0),
+    # The retries of a call take under a second unless told otherwise; reconnecting must keep up with them.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A connection that has gone silent is noticed within 30 s, and its calls are sent again, well before they time out.
+    # The service bears a ping every 10 s. Another server may not; gRPC then pings half as often.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # The same where bytes do come, and make no sense: the answer to a ping is not among them.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a client was told, checked. ValueError names the argument that is wrong."""
+
+    address: Address
+    """``host:port``, ``unix:/path``, ``dns:///name:port``, several addresses, or what says which there are."""
+    transport: Transport
+    """How calls travel: many on a stream, or each by itself."""
+    timeout: float | None
+    """How long a call waits unless it says otherwise, in seconds; None for no limit."""
+    retries: int
+    """How often a call is sent again when the server or its stream goes away."""
+    streams: int
+    """How many streams the calls are spread over."""
+    options: Sequence[tuple[str, Any]]
+    """gRPC channel options, which win over the SDK's own."""
+    tls: TLS | None = None
+    """How the server proves who it is, and the client too where the server asks; None for a connection in the clear."""
+    token: Token | None = None
+    """The bearer token of every call."""
+    refresh: float = 10.0
+    """How often it is looked up which servers there are, in seconds."""
+    target: Target = field(init=False)
+    """What the address names."""
+    policy: RetryPolicy = field(init=False)
+    """When a call is sent again."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", target_of(self.address))
+        if self.transport not in get_args(Transport):
+            raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
+        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
+        if not all(
+            isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in self.options
+        ):
+            raise ValueError(f"options: expected pairs of a name and a value, found {self.options!r}")
+        if self.retries < 0:
+            raise ValueError(f"retries: expected 0 or more, found {self.retries!r}")
+        object.__setattr__(self, "policy", RetryPolicy(self.retries))
+        if self.streams < 1:
+            raise ValueError(f"streams: expected 1 or more, found {self.streams!r}")
+        if self.tls is not None and not isinstance(self.tls, TLS):
+            raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
+        if not 0 < self.refresh < math.inf:
+            raise ValueError(f"refresh: expected seconds, more than 0, found {self.refresh!r}")
+        for address in self.target.fixed or ([self.address] if isinstance(self.address, str) else []):
+            self.check_secrecy(address)
+
+    def check_secrecy(self, address: str) -> None:
+        """ValueError if the token would travel to an address for everybody to read."""
+        if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(address):
+            raise ValueError(
+                f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
+            )
+
+    def channel_options(self, address: str) -> list[tuple[str, Any]]:
+        """The options of a channel to an address: the SDK's own, overridden by the caller's."""
+        own = dict(_CHANNEL_OPTIONS)
+        if self.tls is not None:
+            # What was looked up proves that it is who was meant, not that it is who has that address.
+            name = self.tls.server_name or (self.target.authority if is_looked_up(address) else None)
+            if name is not None:
+                own["grpc.ssl_target_name_override"] = name
+        return list({**own, **dict(self.options)}.items())
+
+
+MAX_TIMEOUT: Final = 1e9
+"""Seconds, some thirty years."""
+
+TELLING_SECONDS: Final = 30.0
+"""For how long it is tried to tell a server what nobody waits for."""
+
+LAST_WORDS_SECONDS: Final = 1.0
+"""How long closing a client waits for that."""
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError.
+
+    What is longer than gRPC can say is no timeout.
+    """
+    if timeout is None:
+        return None
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not (seconds >= 0 and math.isfinite(seconds)):
+        raise InvalidRequestError(f"timeout: expected seconds, 0 or more, or None, found {timeout!r}", field="timeout")
+    return seconds if seconds <= MAX_TIMEOUT else None

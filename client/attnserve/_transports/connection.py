@@ -1,0 +1,93 @@
+"""A connection to one server, all but its I/O: the streams on it, its unary methods, and how many calls are in flight.
+
+In: a server, and what the client knows of all servers. Out: what a call travels on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+
+import grpc
+
+from attnserve._servers.replicas import Replica
+from attnserve._settings.config import Settings
+from attnserve._settings.credentials import Bearer
+from attnserve._transports.in_flight import Call
+
+
+class Stream(Protocol):
+    """What a connection must know of a stream on it."""
+
+    def __len__(self) -> int:
+        """How many calls are in flight."""
+
+    def leave(self) -> None:
+        """Has the calls that have not been sent made elsewhere."""
+
+
+S = TypeVar("S", bound=Stream)
+
+
+class BaseConnection(ABC, Generic[S]):
+    """The channel to one server and the streams on it."""
+
+    library: ClassVar[Any]
+    """gRPC's module that makes the channel."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        credentials: grpc.ChannelCredentials | None,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[Self], bool],
+        move: Callable[[Call[Any]], object],
+    ) -> None:
+        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
+        self._options: Final = settings.channel_options(replica.address)
+        self._credentials: Final = credentials
+        self.replica: Final = replica
+        """The server."""
+        self.unary: Final[set[object]] = set()
+        """The calls by themselves that it has not answered."""
+        self._channel = self._new_channel()
+        self._methods: dict[str, Any] = {}
+        others_than_it = partial(others, self)
+        self._streams: Sequence[S] = [
+            self._new_stream(settings.policy, bearer, replica, others_than_it, move)
+            for _ in range(settings.streams if settings.transport == "stream" else 0)
+        ]
+
+    @abstractmethod
+    def _new_stream(self, *arguments: Any) -> S:
+        """A stream on the channel; nothing is sent yet. Arguments are what streams of either client are made of."""
+
+    def _new_channel(self) -> Any:
+        address, options = self.replica.address, self._options
+        if self._credentials is None:
+            return self.library.insecure_channel(address, options=options)
+        return self.library.secure_channel(address, self._credentials, options=options)
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls the server has not answered."""
+        return sum(map(len, self._streams)) + len(self.unary)
+
+    def stream(self) -> S:
+        """What a call travels on."""
+        return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
+
+    def method(self, path: str) -> Any:
+        """A unary method."""
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self._channel.unary_unary(path, None, None)
+        return method
+
+    def leave(self) -> None:
+        """Has calls on streams made elsewhere, as far as they have not been sent."""
+        for stream in self._streams:
+            stream.leave()

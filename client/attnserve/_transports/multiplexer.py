@@ -1,0 +1,334 @@
+"""Many calls on one stream: ids, what is in flight, what the next message holds, what happens when a stream breaks.
+
+No I/O, no clock, no locks: the clients bring messages, the time and the ends of streams; they take messages to send
+and outcomes to deliver. All times are seconds of one monotonic clock.
+
+    add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
+                    ▲                        │ broken(), or a reply UNAVAILABLE
+                    └──tick()── waiting ◀────┘ (retries: see retry.py)
+
+A stream that is broken is followed by a new one. A stream with a reply UNAVAILABLE comes from a server that goes away:
+nothing more is sent on it, what it still owes is awaited, and a new stream takes the further calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from math import inf
+from typing import Final, Generic, TypeVar
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from attnserve._errors import (
+    ClientClosedError,
+    OverloadedError,
+    ProtocolError,
+    error_from_status,
+    no_reply,
+)
+from attnserve._fields import Buffer, field_prefix, varint
+from attnserve._requests.reply import Reply
+from attnserve._servers.replicas import Replica
+from attnserve._settings import retry
+from attnserve._transports.in_flight import Call, Outcome
+
+T = TypeVar("T")
+
+MESSAGE_BYTES: Final = 1 << 20
+"""What a message holds at most, unless a single call is larger: beyond it, joining calls saves nothing more."""
+
+MESSAGE_CALLS: Final = 1024
+"""How many calls a message holds at most, and how many cancelled ones; servers say in `Limits` what they take."""
+
+# The fields of AttendStreamRequest and AttendStreamCall.
+_CANCEL: Final = 1
+_CALLS: Final = 2
+_ID: Final = varint(1 << 3)
+_TIMEOUT: Final = 2
+
+_UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
+_RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+class Multiplexer(Generic[T]):
+    """The calls of one stream, and of its successors when it breaks."""
+
+    def __init__(
+        self, policy: retry.RetryPolicy, replica: Replica | None = None, *, message_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        """`replica` is told how the server behaves."""
+        self._policy = policy
+        self._replica = replica or Replica("")
+        self._message_bytes = message_bytes
+        self._calls: dict[int, Call[T]] = {}
+        self._ready: deque[Call[T]] = deque()
+        self._waiting: list[tuple[float, Call[T]]] = []
+        self._cancelled: list[int] = []
+        self._last_id = 0
+        self._last_stream = 0
+        self._stream = 0
+        self._leaving: list[Call[T]] = []
+        self.wakeup = inf
+        """When `tick` is due; it only ever comes nearer between ticks."""
+
+    def __len__(self) -> int:
+        """How many calls have no outcome yet."""
+        return len(self._calls)
+
+    @property
+    def opened_so_far(self) -> int:
+        """How many streams there have been."""
+        return self._last_stream
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether there is something to send and no stream to send it on."""
+        return not self._stream and bool(self._ready)
+
+    @property
+    def wants_writer(self) -> bool:
+        """Whether there is something to do for who waits to write: more to send, or a sending side to be closed."""
+        return bool(self._ready or self._cancelled) or not self._stream
+
+    def opened(self) -> int:
+        """Takes notice that a stream was opened. Returns its number, which names it from now on."""
+        self._last_stream += 1
+        self._stream = self._last_stream
+        return self._stream
+
+    def unopened(self, stream: int, error: BaseException, now: float) -> list[Outcome[T]]:
+        """Takes notice that a stream could not be opened after all, and why. What was ready for it is sent again, as
+        after one that broke: nobody else would open another.
+        """
+        return self.broken(stream, Status(code=_UNAVAILABLE, message=f"no stream could be opened: {error!r}"), now)
+
+    def writes(self, stream: int) -> bool:
+        """Whether more may be sent on a stream; if not, its sending side is to be closed."""
+        return stream == self._stream
+
+    def add(self, call: Call[T]) -> None:
+        """Takes a call; it travels with the next message."""
+        self._last_id += 1
+        call.id = self._last_id
+        self._calls[call.id] = call
+        self._ready.append(call)
+        if call.deadline < self.wakeup:
+            self.wakeup = call.deadline
+
+    def cancel(self, call: Call[T]) -> bool:
+        """Forgets a call for which nobody waits. False if it already has its outcome, or is made elsewhere by now: what
+        has its id here may then be another call.
+        """
+        if self._calls.get(call.id) is not call:
+            return False
+        del self._calls[call.id]
+        self._retract(call)
+        return True
+
+    def _retract(self, call: Call[T]) -> None:
+        """Has the server told that a call is no longer waited for, if it knows the call."""
+        if call.stream and call.stream == self._stream:
+            self._cancelled.append(call.id)
+
+    def next_message(self, stream: int, now: float) -> list[Buffer] | None:
+        """The pieces of the next message for a stream: all that is ready, up to a bound on their size and on their
+        number. None if there is nothing.
+        """
+        if stream != self._stream or not (self._ready or self._cancelled):
+            return None
+        message: list[Buffer] = []
+        calls: list[Call[T]] = []
+        size = 0
+        if self._cancelled:
+            ids = b"".join(map(varint, self._cancelled[:MESSAGE_CALLS]))
+            message += (field_prefix(_CANCEL, len(ids)), ids)
+            del self._cancelled[:MESSAGE_CALLS]
+        while self._ready and len(calls) < MESSAGE_CALLS:
+            call = self._ready[0]
+            if call.id in self._calls and call.deadline > now:  # one that is too late is left to `tick`
+                if calls and size + call.size > self._message_bytes:
+                    break
+                envelope = _ID + varint(call.id)
+                if call.deadline != inf:
+                    timeout = _duration(call.deadline - now)
+                    envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
+                if call.trace:
+                    envelope += call.trace
+                envelope += field_prefix(call.field, call.size)
+                message.append(field_prefix(_CALLS, len(envelope) + call.size) + envelope)
+                message += call.pieces
+                size += call.size
+                call.stream = stream
+                calls.append(call)
+            self._ready.popleft()
+        for call in calls:
+            call.message_size = size
+        return message or None
+
+    def resolve(self, stream: int, replies: Iterable[Reply], now: float) -> list[Outcome[T]]:
+        """Takes the replies of a message. Replies to calls that are not in flight on the stream are dropped: their
+        callers have gone.
+        """
+        outcomes: list[Outcome[T]] = []
+        answered = 0
+        for reply in replies:
+            call = self._calls.get(reply.id)
+            if call is None or call.stream != stream:
+                continue
+            result = reply.result
+            if isinstance(result, Status):
+                if result.code == _UNAVAILABLE:
+                    if stream == self._stream:
+                        self._leave_stream()
+                    self._replica.failed(now)
+                    self._try_again(call, result, now, outcomes)
+                    continue
+                result = error_from_status(result, resent=call.resent)
+                pause = self._policy.after_overload(result, call.attempts + 1, now, call.deadline)
+                if pause is not None:
+                    assert isinstance(result, OverloadedError)
+                    self._wait(call, now + pause, result)
+                    continue
+            else:
+                answered += 1
+            outcomes.append((self._calls.pop(reply.id), result))
+            self._replica.worked(now)
+        self._policy.budget.answered(answered, now)
+        return outcomes
+
+    def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
+        """The server wants a stream to be closed; what it owes, it still answers. With `others`, what has not been sent
+        is for them.
+        """
+        if stream == self._stream:
+            self._leave_stream()
+            self._replica.asks_to_leave(now)
+            if others:
+                self._part_with(list(self._ready))
+
+    def leave(self) -> None:
+        """Has everything made elsewhere that has not been sent; what has been is awaited. A call that a server had no
+        room for waits on, as it was told to: `tick` has it made elsewhere then, if there is budget for it.
+        """
+        self._leave_stream()
+        self._part_with([*self._ready, *(call for _, call in self._waiting if call.refusal is None)])
+
+    def take_leaving(self) -> list[Call[T]]:
+        """The calls that are to be made elsewhere from now on."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def _part_with(self, calls: Iterable[Call[T]]) -> None:
+        """Hands over calls that have not been sent, but those that only this server can answer."""
+        for call in calls:
+            if not call.pinned and self._calls.pop(call.id, None) is not None:
+                self._leaving.append(call)
+        # They get other ids elsewhere, which mean other calls here.
+        self._ready = deque(call for call in self._ready if call.id in self._calls)
+        self._waiting = [(due, call) for due, call in self._waiting if call.id in self._calls]
+
+    def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
+        """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
+
+        A stream that gRPC ends with RESOURCE_EXHAUSTED, and no details, has met a message that is too long, so its
+        longest one was. If that was one call, it fails and the others are sent again; if it was several, messages are
+        shorter from now on. Either leads on, so that this needs no bound on retries.
+        """
+        affected = [call for call in self._calls.values() if call.stream == stream]
+        for call in affected:
+            call.resent = True
+        outcomes: list[Outcome[T]] = []
+        if status.code == _RESOURCE_EXHAUSTED and not status.details and affected:
+            longest = max(affected, key=lambda call: call.message_size)
+            if longest.size < longest.message_size:
+                self._message_bytes = longest.message_size // 2
+            else:
+                outcomes.append((self._calls.pop(longest.id), error_from_status(status)))
+                affected.remove(longest)
+            for call in affected:
+                call.stream = 0
+            self._ready.extendleft(reversed(affected))
+        else:
+            if stream == self._stream:  # what was about to be sent on it shares its fate, or nothing would bound that
+                affected += [call for call in self._ready if call.id in self._calls]
+                self._ready.clear()
+            for call in affected:
+                if retry.breaks_only_the_stream(status.code):
+                    self._try_again(call, status, now, outcomes)
+                else:
+                    outcomes.append((self._calls.pop(call.id), error_from_status(status)))
+            if affected or stream == self._stream:
+                (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
+        if stream == self._stream:
+            self._leave_stream()
+        return outcomes
+
+    def distrusted(self, stream: int, message: str) -> list[Outcome[T]]:
+        """Gives up a stream whose peer talks nonsense, and the calls on it: the next answer would be no better."""
+        if stream == self._stream:
+            self._leave_stream()
+        affected = [call for call in self._calls.values() if call.stream == stream]
+        return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
+
+    def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
+        """Does what is due: calls that waited for a retry become ready, here or with `others` elsewhere, unless there
+        are too many; calls beyond their deadline fail.
+        """
+        outcomes: list[Outcome[T]] = []
+        for call in [call for call in self._calls.values() if call.deadline <= now]:
+            del self._calls[call.id]
+            self._retract(call)
+            outcomes.append((call, no_reply(call.timeout, self._replica.address)))
+        due_again: list[Call[T]] = []
+        for call in [call for due, call in self._waiting if due <= now and call.id in self._calls]:
+            if call.refusal is None or self._policy.budget.take(now):
+                due_again.append(call)
+            else:
+                outcomes.append((self._calls.pop(call.id), call.refusal))
+        self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
+        if others:
+            self._part_with(due_again)
+            due_again = [call for call in due_again if call.pinned]
+        self._ready.extend(due_again)
+        self.wakeup = min(
+            min((due for due, _ in self._waiting), default=inf),
+            min((call.deadline for call in self._calls.values()), default=inf),
+        )
+        return outcomes
+
+    def close(self) -> list[Outcome[T]]:
+        """Gives up all calls."""
+        outcomes: list[Outcome[T]] = [(call, ClientClosedError()) for call in self._calls.values()]
+        self._calls.clear()
+        self._ready.clear()
+        self._waiting.clear()
+        self._leave_stream()
+        return outcomes
+
+    def _leave_stream(self) -> None:
+        self._stream = 0
+        self._cancelled.clear()
+
+    def _try_again(self, call: Call[T], status: Status, now: float, outcomes: list[Outcome[T]]) -> None:
+        delay = self._policy.delay(call.attempts + 1, now, call.deadline)
+        if delay is None:
+            del self._calls[call.id]
+            outcomes.append((call, retry.given_up(status, call.attempts + 1)))
+            return
+        self._wait(call, now + delay)
+
+    def _wait(self, call: Call[T], until: float, refusal: OverloadedError | None = None) -> None:
+        """Has a call sent again, then; if it had no room, unless too many are."""
+        call.stream = 0
+        call.refusal = refusal
+        call.attempts += 1
+        self._waiting.append((until, call))
+        self.wakeup = min(self.wakeup, until)
+
+
+def _duration(seconds: float) -> bytes:
+    """A serialised `google.protobuf.Duration` of some seconds, more than 0."""
+    whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
+    return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")

@@ -1,0 +1,44 @@
+"""The connection of a client for asyncio to one server: gRPC's channel, and the streams on it. See `connection`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+from weakref import WeakSet
+
+import grpc.aio
+
+from attnserve._errors import ClientClosedError
+from attnserve._process import inherited
+from attnserve._transports.connection import BaseConnection
+from attnserve._transports.tasks import StreamTransport
+
+_FORKED: Final = "an AsyncClient was there as the process was forked, and gRPC knows no other asyncio; spawn processes"
+
+
+class Connection(BaseConnection[StreamTransport]):
+    """The channel to one server and the streams on it."""
+
+    library: ClassVar = grpc.aio
+
+    def __init__(self, *arguments: Any) -> None:
+        """Arguments are those of `BaseConnection`. ClientClosedError where gRPC would wait for a thread that is another
+        process's: it has one for all that is asyncio's, as long as there is any of it.
+        """
+        if _inherited:
+            raise ClientClosedError(_FORKED)
+        super().__init__(*arguments)
+        _connections.add(self)
+
+    def _new_stream(self, *arguments: Any) -> StreamTransport:
+        return StreamTransport(self._channel, *arguments)
+
+    async def close(self) -> None:
+        """Gives up the calls on its streams and ends the connection."""
+        for stream in self._streams:
+            await stream.close()
+        await self._channel.close()
+
+
+_connections: Final[WeakSet[Connection]] = WeakSet()
+
+_inherited: Final = inherited(lambda: tuple(_connections))

@@ -1,0 +1,284 @@
+"""How calls travel from a client for asyncio: gRPC's asyncio channel, and the tasks around it.
+
+In: encoded calls, all from one event loop. Out: settled futures. An open stream has two tasks: one writes what is ready
+as soon as the last write is done, one reads replies. Either may be cancelled, by whoever cancels all tasks of a loop;
+the stream is then over, and its calls are sent again. Deadlines and retries are a timer of the loop. Nothing is decided
+here; see `multiplexer` and `retry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from functools import partial
+from math import inf
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.rpc.status_pb2 import Status
+
+from attnserve._errors import ClientClosedError, UnavailableError, unreadable
+from attnserve._requests.call import EncodedCall
+from attnserve._requests.reply import Response, decode_replies
+from attnserve._servers.replicas import Replica
+from attnserve._settings.config import SERVICE
+from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import RetryPolicy
+from attnserve._tracing import CallSpan
+from attnserve._transports.ending import Ending
+from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.multiplexer import Multiplexer
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class CallFuture(asyncio.Future[T], Generic[R, T]):
+    """The result of a call, to come. Cancelling it has the server told; a finalizer may do it."""
+
+    def __init__(self, finish: Callable[[R], T]) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self._finish = finish
+        self.withdraw: Callable[[], object] = bool
+        """Has the transport forget the call."""
+        self.span: CallSpan | None = None
+        """The call's span, if it is traced."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Gives up the call. False if it is too late."""
+        if not super().cancel(msg):
+            return False
+        withdraw, self.withdraw = self.withdraw, bool
+        try:
+            # Not here, which may be in the middle of anything, and in any thread: a finalizer may cancel.
+            self.get_loop().call_soon_threadsafe(self._give_up, withdraw)
+        except RuntimeError:  # the loop is closed, and nothing is left to withdraw
+            self._give_up(bool)
+        return True
+
+    def _give_up(self, withdraw: Callable[[], object]) -> None:
+        if self.span is not None:
+            self.span.end(CancelledError())
+        withdraw()
+
+    def settle(self, outcome: R | Exception) -> None:
+        """Gives the future its result, or the error instead."""
+        self.withdraw = bool  # which holds what the call holds
+        if self.done():
+            return
+        error: Exception | None = None
+        if isinstance(outcome, Exception):
+            error = outcome
+        else:
+            try:
+                result = self._finish(outcome)
+            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
+                error = raised
+        if self.span is not None and not self.done():
+            self.span.end(error)
+        try:
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
+        except asyncio.InvalidStateError:  # a finalizer has cancelled it meanwhile
+            return
+
+    def left_by(self, task: asyncio.Task[None]) -> None:
+        """The task that was to settle it is over. Whoever cancels all tasks of a loop has cancelled that, too."""
+        if task.cancelled():
+            self.settle(UnavailableError("the task that carried the call was cancelled"))
+
+
+StreamFuture: TypeAlias = CallFuture[Response, Any]
+
+
+class StreamTransport:
+    """Calls over one stream at a time, any number in flight."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        policy: RetryPolicy,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
+        self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
+        self._bearer = bearer
+        self._loop = asyncio.get_running_loop()
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._others = others
+        self._move = move
+        self._writable = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._watched = inf
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many calls are in flight."""
+        return len(self._multiplexer)
+
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
+        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
+        there.
+        """
+        call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
+        if future.span is not None:
+            call.trace = future.span.fields
+        call.pinned = pinned
+        self.adopt(call)
+
+    def adopt(self, call: Call[StreamFuture]) -> None:
+        """Sends a call that has perhaps been tried elsewhere, unless it has been given up since: what had it then had
+        nothing to withdraw. ClientClosedError if it is too late for that.
+        """
+        if self._closed:
+            raise ClientClosedError
+        if call.owner.done():
+            return
+        call.owner.withdraw = partial(self._withdraw, call)
+        self._multiplexer.add(call)
+        self._advance()
+
+    def leave(self) -> None:
+        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        self._multiplexer.leave()
+        self._part_with(self._multiplexer.take_leaving())
+        self._advance()
+
+    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
+        """Has calls made at other servers."""
+        for call in calls:
+            self._move(call)
+
+    async def close(self) -> None:
+        """Gives up all calls and ends the streams."""
+        self._closed = True
+        _settle(self._multiplexer.close())
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _withdraw(self, call: Call[StreamFuture]) -> None:
+        self._multiplexer.cancel(call)
+        self._writable.set()
+
+    def _advance(self) -> None:
+        """Has everything done that has become possible."""
+        if self._closed:
+            return
+        if self._multiplexer.wants_stream:
+            self._open()
+        if self._multiplexer.wants_writer:
+            self._writable.set()
+        if self._multiplexer.wakeup < self._watched:
+            self._watched = self._multiplexer.wakeup
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(max(0.0, self._watched - time.monotonic()), self._tick)
+
+    def _open(self) -> None:
+        """Opens a stream. Where it cannot be opened, what was ready for it is sent again, or fails."""
+        stream = self._multiplexer.opened()
+        try:
+            rpc = self._attend_stream(metadata=self._bearer.metadata)
+            ending = Ending(rpc)
+        except Exception as error:  # the channel is closed, or there is no memory: who has sent the calls has left
+            _settle(self._multiplexer.unopened(stream, error, time.monotonic()))
+            return
+        writing = self._loop.create_task(self._write(stream, rpc))
+        reading = self._loop.create_task(self._read(stream, rpc, ending))
+        self._tasks.update((writing, reading))
+        writing.add_done_callback(partial(self._written, rpc))
+        reading.add_done_callback(partial(self._ended, stream, rpc, writing))
+
+    async def _write(self, stream: int, rpc: Any) -> None:
+        """Sends the messages of a stream, as long as it is used."""
+        try:
+            while self._multiplexer.writes(stream):
+                message = self._multiplexer.next_message(stream, time.monotonic())
+                if message is None:
+                    self._writable.clear()
+                    await self._writable.wait()
+                else:
+                    await rpc.write(b"".join(message))
+            await rpc.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the stream has ended, and the reading task says why
+        except Exception as error:
+            self._distrust(stream, rpc, error)
+
+    def _written(self, rpc: Any, writing: asyncio.Task[None]) -> None:
+        """Nothing more is sent on a stream."""
+        self._tasks.discard(writing)
+        if writing.cancelled():  # there may be more to send, and nobody else would send it
+            rpc.cancel()
+
+    async def _read(self, stream: int, rpc: Any, ending: Ending) -> Status:
+        """Takes replies until the stream ends, and returns its end."""
+        try:
+            while (data := await rpc.read()) is not grpc.aio.EOF:
+                replies, closing = decode_replies(data)
+                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                try:
+                    if closing:
+                        self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                        self._part_with(self._multiplexer.take_leaving())
+                    self._advance()
+                finally:
+                    _settle(outcomes)
+                del data, outcomes, replies  # nothing of it is to be kept while the next is awaited
+        except grpc.RpcError as error:
+            return ending.status(error)
+        return Status()
+
+    def _ended(self, stream: int, rpc: Any, writing: asyncio.Task[None], reading: asyncio.Task[Status]) -> None:
+        """Takes the end of a stream, or of its reading: that of a task that was cancelled before it began, too."""
+        self._tasks.discard(reading)
+        writing.cancel()
+        status = Status()
+        if reading.cancelled():  # or the stream was, by the one that writes
+            rpc.cancel()
+        elif (error := reading.exception()) is not None:  # nonsense, or whatever else keeps replies from being read
+            self._distrust(stream, rpc, error)
+        else:
+            status = reading.result()
+        outcomes = self._multiplexer.broken(stream, status, time.monotonic())
+        self._advance()
+        _settle(outcomes)
+
+    def _distrust(self, stream: int, rpc: Any, error: BaseException) -> None:
+        """Gives up a stream that cannot be read or written, and the calls on it."""
+        _settle(self._multiplexer.distrusted(stream, unreadable(error)))
+        rpc.cancel()
+
+    def _tick(self) -> None:
+        """Does what is due, whatever the streams do."""
+        outcomes = self._multiplexer.tick(time.monotonic(), self._others())
+        self._watched = inf
+        self._timer = None
+        try:
+            self._part_with(self._multiplexer.take_leaving())
+            self._advance()
+        finally:
+            _settle(outcomes)
+
+
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)
+
+
+def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:
+    """Calls a function after some seconds, in the running loop."""
+    return asyncio.get_running_loop().call_later(delay, function)

@@ -1,0 +1,85 @@
+"""The connection of a client for threads to one server: gRPC's channel, and the streams on it. See `connection`."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Any, ClassVar, Final
+from weakref import WeakSet
+
+import grpc
+
+from attnserve._process import inherited
+from attnserve._transports.connection import BaseConnection
+from attnserve._transports.threads import StreamTransport
+
+
+class Connection(BaseConnection[StreamTransport]):
+    """The channel to one server and the streams on it."""
+
+    library: ClassVar = grpc
+
+    def __init__(self, *arguments: Any) -> None:
+        """Arguments are those of `BaseConnection`."""
+        super().__init__(*arguments)
+        self._is_lost = False
+        self._lost: list[grpc.Channel] = []
+        _connections.add(self)
+
+    def _new_stream(self, *arguments: Any) -> StreamTransport:
+        return StreamTransport(self.channel, self.lose_channel, *arguments)
+
+    def channel(self) -> grpc.Channel:
+        """What the next call is to travel on. RuntimeError if there is no thread for another than the one that is lost:
+        each that is lost costs memory and a file descriptor until the process ends.
+        """
+        if self._is_lost:
+            _find_threads(_THREADS)
+            self._lost.append(self._channel)
+            self._channel = self._new_channel()
+            self._methods.clear()
+            self._is_lost = False
+        channel: grpc.Channel = self._channel
+        return channel
+
+    def lose_channel(self) -> None:
+        """Has the next call travel on another channel. gRPC had no thread for this one: no reply is ever read there any
+        more, and who closes it, or lets go of it, waits for that thread.
+        """
+        self._is_lost = True
+
+    def method(self, path: str) -> Any:
+        """A unary method. RuntimeError if there is no thread for it."""
+        self.channel()
+        return super().method(path)
+
+    def close(self) -> None:
+        """Gives up the calls on its streams and ends the connection."""
+        for stream in self._streams:
+            stream.close()
+        if self._is_lost:
+            self._lost.append(self._channel)
+        else:
+            self._channel.close()
+        for channel in self._lost:
+            with suppress(RuntimeError):  # there is no thread for that, either
+                threading.Thread(target=channel.close, name="attnserve-lost", daemon=True).start()
+
+
+_THREADS: Final = 3
+"""So many a stream needs: its own, that of its channel, and the one that takes its messages."""
+
+
+def _find_threads(number: int) -> None:
+    """RuntimeError if there are not so many threads to be had."""
+    found = threading.Event()
+    try:
+        for _ in range(number):
+            threading.Thread(target=found.wait, name="attnserve-found", daemon=True).start()
+    finally:
+        found.set()
+
+
+_connections: Final[WeakSet[Connection]] = WeakSet()
+
+_inherited: Final = inherited(lambda: tuple(_connections))

@@ -1,0 +1,285 @@
+"""How calls travel from a client for threads: gRPC's synchronous channel, and the threads around it.
+
+In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An open stream has two threads: gRPC's own,
+which takes messages from us as fast as the connection does, and one that asks for replies. They arrive in a thread of
+the channel's, which settles at once what somebody waits for: each thread that must be woken takes longer than a small
+call is computed in. What calls back, or goes on at other servers, is left to the stream's thread. One more watches
+deadlines and retries, from the first call. All are daemons. Where there is no thread for a stream, its calls are sent
+again a little later. Nothing is decided here; see `multiplexer` and `retry`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from functools import partial
+from math import inf
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from attnserve._errors import (
+    ClientClosedError,
+    status_from_rpc_error,
+    unreadable,
+)
+from attnserve._requests.call import EncodedCall
+from attnserve._requests.reply import Response, decode_replies
+from attnserve._servers.replicas import Replica
+from attnserve._settings.config import SERVICE
+from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.locks import at_once
+from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.thread_future import CallFuture
+
+_PROMPT_BYTES: Final = 1 << 20
+"""The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
+
+
+StreamFuture: TypeAlias = CallFuture[Response, Any]
+
+
+class _Arrived(NamedTuple):
+    """What a message of replies leaves to do."""
+
+    outcomes: list[Outcome[StreamFuture]]
+    """To be delivered."""
+    leaving: list[Call[StreamFuture]]
+    """To be made at other servers."""
+
+
+class StreamTransport:
+    """Calls over one stream at a time, any number in flight."""
+
+    def __init__(
+        self,
+        channel: Callable[[], grpc.Channel],
+        lose_channel: Callable[[], object],
+        policy: RetryPolicy,
+        bearer: Bearer,
+        replica: Replica,
+        others: Callable[[], bool],
+        move: Callable[[Call[StreamFuture]], object],
+    ) -> None:
+        """`channel` gives that on which the next stream is opened, or raises RuntimeError if there is no thread for it;
+        `lose_channel` is told that gRPC had none for the one that it gave. `others` says whether other servers could
+        answer, and `move` makes a call at one of them.
+        """
+        self._channel = channel
+        self._lose_channel = lose_channel
+        self._bearer = bearer
+        self._lock = threading.Lock()
+        self._writable = threading.Condition(self._lock)
+        self._timer = threading.Condition(self._lock)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._others = others
+        self._move = move
+        self._rpcs: dict[int, Any] = {}
+        self._watcher: threading.Thread | None = None
+        self._watched = inf
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many calls are in flight."""
+        return len(self._multiplexer)
+
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
+        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
+        there.
+        """
+        call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
+        if future.span is not None:
+            call.trace = future.span.fields
+        call.pinned = pinned
+        self.adopt(call)
+
+    def adopt(self, call: Call[StreamFuture]) -> None:
+        """Sends a call that has perhaps been tried elsewhere, unless it was given up where no transport had it.
+        ClientClosedError if it is too late for that, and RuntimeError if there is no thread to watch it.
+        """
+        call.owner.withdraw = partial(self._withdraw, call)
+        outcomes: list[Outcome[StreamFuture]] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ClientClosedError()
+                if not (given_up := call.owner.cancelled()):  # from here on, who gives it up finds it here
+                    self._add(call, outcomes)
+        finally:
+            _settle(outcomes)
+        if given_up:
+            call.owner.settle(CancelledError())  # for who waits for several futures
+
+    def _add(self, call: Call[StreamFuture], outcomes: list[Outcome[StreamFuture]]) -> None:
+        """Takes a call, and adds the outcomes to be delivered. With the lock held."""
+        self._multiplexer.add(call)
+        try:
+            if self._watcher is None:
+                self._watcher = self._begin_to_watch()
+            self._advance(outcomes)
+        except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
+            self._multiplexer.cancel(call)
+            raise
+
+    def leave(self) -> None:
+        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        outcomes: list[Outcome[StreamFuture]] = []
+        with self._lock:
+            self._multiplexer.leave()
+            leaving = self._multiplexer.take_leaving()
+            self._advance(outcomes)
+        self._part_with(leaving)
+        _settle(outcomes)
+
+    def close(self) -> None:
+        """Gives up all calls and ends the streams."""
+        with self._lock:
+            self._closed = True
+            outcomes = self._multiplexer.close()
+            rpcs = list(self._rpcs.values())
+            self._writable.notify_all()
+            self._timer.notify_all()
+        for rpc in rpcs:
+            rpc.cancel()
+        _settle(outcomes)
+
+    def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
+        with self._lock if waits else at_once(self._lock):
+            withdrawn = self._multiplexer.cancel(call)
+            self._writable.notify_all()
+        return withdrawn
+
+    def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
+        """Has everything done that has become possible, and adds the outcomes to be delivered. With the lock held."""
+        if self._multiplexer.wants_stream and not self._closed:
+            stream = self._multiplexer.opened()
+            try:
+                self._open(stream)
+            except BaseException as error:
+                outcomes += self._multiplexer.unopened(stream, error, time.monotonic())
+                if (rpc := self._rpcs.pop(stream, None)) is not None:
+                    rpc.cancel()
+                if not isinstance(error, Exception):  # an interrupt
+                    raise
+        if self._multiplexer.wants_writer:
+            self._writable.notify_all()
+        if self._multiplexer.wakeup < self._watched:
+            self._watched = self._multiplexer.wakeup
+            self._timer.notify()
+
+    def _open(self, stream: int) -> None:
+        """Opens a stream. Raises RuntimeError if there is no thread for it. That is found out first, as far as it can
+        be: a channel is of no use any more once gRPC has had none for it.
+        """
+        opened: SimpleQueue[Any] = SimpleQueue()
+        rpc = None
+        try:
+            threading.Thread(target=self._read, args=(stream, opened), name="attnserve-replies", daemon=True).start()
+            arrived = partial(self._arrived, stream)
+            attend_stream: Any = self._channel().stream_stream(SERVICE + "AttendStream", None, arrived)
+            try:
+                rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+            except RuntimeError:
+                self._lose_channel()
+                raise
+        finally:
+            opened.put(rpc)
+
+    def _begin_to_watch(self) -> threading.Thread:
+        watcher = threading.Thread(target=self._watch, name="attnserve-deadlines", daemon=True)
+        watcher.start()
+        return watcher
+
+    def _messages(self, stream: int) -> Iterator[bytes]:
+        """The messages of a stream, as long as it is used. gRPC asks for the next when it has sent the last."""
+        while True:
+            with self._lock:
+                while (message := self._multiplexer.next_message(stream, time.monotonic())) is None:
+                    if not self._multiplexer.writes(stream):
+                        return
+                    self._writable.wait()
+            yield b"".join(message)
+
+    def _read(self, stream: int, opened: SimpleQueue[Any]) -> None:
+        """Takes replies until the stream ends, and then its end; nothing if it was not opened."""
+        if (rpc := opened.get()) is None:
+            return
+        status = Status()
+        try:
+            for arrived in rpc:
+                if isinstance(arrived, Exception):
+                    raise arrived
+                try:
+                    self._part_with(arrived.leaving)
+                finally:
+                    _settle(arrived.outcomes)
+                del arrived  # nothing of it is to be kept while the next is awaited
+        except grpc.RpcError as error:
+            status = status_from_rpc_error(error)
+        except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
+            self._distrust(stream, rpc, error)
+        with self._lock:
+            outcomes = self._multiplexer.broken(stream, status, time.monotonic())
+            self._rpcs.pop(stream, None)  # not there if an interrupt ended the opening
+            self._advance(outcomes)
+        _settle(outcomes)
+
+    def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
+        """Gives up a stream whose replies cannot be read, and the calls on it."""
+        with self._lock:
+            outcomes = self._multiplexer.distrusted(stream, unreadable(error))
+        rpc.cancel()
+        _settle(outcomes)
+
+    def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
+        """Takes a message of replies, where gRPC would have it deserialized: in the thread that it arrives in. Returns
+        what is left to do, or what went wrong.
+        """
+        try:
+            replies, closing = decode_replies(data)
+            leaving: list[Call[StreamFuture]] = []
+            with self._lock:
+                outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
+                if closing:
+                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                    leaving = self._multiplexer.take_leaving()
+                self._advance(outcomes)
+            if len(data) <= _PROMPT_BYTES:
+                outcomes = [each for each in outcomes if not each[0].owner.settle_silently(each[1])]
+            return _Arrived(outcomes, leaving)
+        except Exception as error:  # of which gRPC would only log that there was one
+            return error
+
+    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
+        """Has calls made at other servers. Without the lock: they have locks of their own."""
+        for call in calls:
+            self._move(call)
+
+    def _watch(self) -> None:
+        """Does what is due when it is due, whatever the streams do."""
+        while True:
+            with self._lock:
+                while not self._closed and (pause := self._multiplexer.wakeup - time.monotonic()) > 0:
+                    self._watched = self._multiplexer.wakeup
+                    self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
+                if self._closed:
+                    return
+                outcomes = self._multiplexer.tick(time.monotonic(), self._others())
+                leaving = self._multiplexer.take_leaving()
+                self._watched = self._multiplexer.wakeup
+                self._advance(outcomes)
+            self._part_with(leaving)
+            _settle(outcomes)
+            del outcomes, leaving
+
+
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    """Delivers outcomes. Without a lock: whoever waits may do anything next."""
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)

@@ -1,0 +1,90 @@
+"""A call that travels by itself, through all its attempts, but for its I/O: where the next one goes and how long it may
+take, and what follows one that has failed.
+
+In: the pieces of a request, and what gives the connection for an attempt. Out: what to send where, or the error with
+which the call ends. Both clients use it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+
+from attnserve._errors import AttnServeError, DeadlineExceededError, status_from_rpc_error
+from attnserve._fields import Buffer
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import BaseConnection
+
+C = TypeVar("C", bound=BaseConnection[Any])
+F = TypeVar("F")
+
+
+class UnaryCall(Generic[F, C]):
+    """One call of a method, whose outcome `future` gets. Each attempt finds its server anew."""
+
+    def __init__(
+        self,
+        future: F,
+        path: str,
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+        policy: RetryPolicy,
+        route: Callable[[float | None], C],
+    ) -> None:
+        """`route` gives the connection for an attempt, within so many seconds."""
+        self.future: Final = future
+        self.path: Final = path
+        self._pieces: Final = pieces
+        self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
+        self._policy: Final = policy
+        self._route: Final = route
+        self._attempts = 0
+        self._resent = False
+        """Whether an attempt may have been carried out: no server has said that it was not."""
+        self._refusal: AttnServeError | None = None
+        """What the last attempt was refused with, if a server had no room."""
+
+    @property
+    def message(self) -> bytes:
+        """The request, joined anew for each attempt: most need one."""
+        return b"".join(self._pieces)
+
+    def connect(self) -> tuple[C, float | None]:
+        """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
+        none, no time left, or if it had no room and too many are sent again.
+        """
+        if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
+            raise self._refusal
+        connection = self._route(self.left())
+        left = self.left()
+        if left is not None and left <= 0:
+            raise DeadlineExceededError("no reply within the timeout")
+        return connection, left
+
+    def failed(self, connection: C, error: grpc.RpcError) -> float:
+        """How many seconds to wait after an attempt that has failed. Raises an AttnServeError if it was the last."""
+        now = time.monotonic()
+        self._attempts += 1
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            connection.replica.failed(now)
+        status = status_from_rpc_error(error)
+        verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
+        self._resent = self._resent or not status.details
+        if isinstance(verdict, AttnServeError):
+            raise verdict from None  # it says all that gRPC's own error does
+        self._refusal = verdict.refusal
+        return verdict.pause
+
+    def answered(self, connection: C) -> None:
+        """Takes notice of an attempt that has been answered."""
+        now = time.monotonic()
+        connection.replica.worked(now)
+        self._policy.budget.answered(1, now)
+
+    def left(self) -> float | None:
+        """The seconds until the deadline; None if there is none."""
+        return None if self._deadline == inf else self._deadline - time.monotonic()

@@ -1,0 +1,158 @@
+"""Calls that each travel by themselves, for a client for threads.
+
+In: the pieces of a request, and what gives the connection for an attempt. Out: a settled `CallFuture`. gRPC's threads
+bring the answers, and settle what somebody waits for; what calls back is left to a thread of our own, since whoever is
+called may close the client, or wait for another answer. A timer waits before another attempt. Nothing is decided here;
+see `unary`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
+from attnserve._fields import Buffer
+from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import NO_RETRIES, RetryPolicy
+from attnserve._transports.callbacks import Callbacks
+from attnserve._transports.locks import Held, at_once
+from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.unary import UnaryCall
+
+if TYPE_CHECKING:
+    from attnserve._transports.thread_connection import Connection
+
+
+class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
+    """A call, and what is under way of it."""
+
+    connection: Connection | None = None
+    rpc: Any = None
+    timer: threading.Timer | None = None
+
+
+class UnaryTransport:
+    """Calls that each travel by themselves, and find their server anew with every attempt."""
+
+    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
+        self._bearer = bearer
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._calls: set[_Call] = set()
+        self._callbacks = Callbacks()
+        self._closed = False
+
+    def submit(
+        self,
+        future: CallFuture[bytes, Any],
+        path: str,
+        pieces: list[Buffer],
+        timeout: float | None,
+        route: Callable[[float | None], Connection],
+        *,
+        repeatable: bool = True,
+    ) -> None:
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
+
+        `route` gives the connection for an attempt, within so many seconds.
+        """
+        call = _Call(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError()
+            future.withdraw = partial(self._withdraw, call)
+            self._calls.add(call)
+        self._send(call)
+
+    def close(self) -> None:
+        """Gives up all calls."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            self._finish(call, ClientClosedError())
+
+    def _send(self, call: _Call) -> None:
+        call.timer = None  # which leads here, once it is over, too
+        try:
+            self._begin(call)
+        except AttnServeError as error:
+            self._finish(call, error.with_traceback(None))  # which leads here, and to all that the call holds
+        except Exception as error:  # in the thread of a timer nobody else would hear of it
+            self._finish(call, ProtocolError(unreadable(error)))
+
+    def _begin(self, call: _Call) -> None:
+        connection, timeout = call.connect()
+        message = call.message
+        span = call.future.span
+        metadata = self._bearer.metadata + (() if span is None else span.metadata)
+        with self._lock:
+            if call not in self._calls:
+                return
+            connection.unary.add(call)
+            call.connection = connection
+            try:
+                call.rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
+            except RuntimeError as error:
+                connection.lose_channel()
+                raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
+        call.rpc.add_done_callback(partial(self._done, call))
+
+    def _done(self, call: _Call, rpc: Any) -> None:
+        try:
+            self._take(call, rpc)
+        except AttnServeError as error:
+            self._answer(call, error.with_traceback(None))
+        except Exception as error:  # which gRPC would only log
+            self._answer(call, ProtocolError(unreadable(error)))
+
+    def _take(self, call: _Call, rpc: Any) -> None:
+        connection = call.connection
+        assert connection is not None  # it made the attempt
+        connection.unary.discard(call)
+        if rpc.code() is grpc.StatusCode.OK:
+            call.answered(connection)
+            self._answer(call, rpc.result())
+            return
+        pause = call.failed(connection, rpc)
+        with self._lock:
+            if call in self._calls:
+                call.timer = threading.Timer(pause, self._send, (call,))
+                call.timer.daemon = True
+                try:
+                    call.timer.start()
+                except RuntimeError as error:
+                    raise UnavailableError(f"there is no thread for another attempt: {error}") from None
+
+    def _withdraw(self, call: _Call, *, waits: bool = True) -> bool:
+        with self._lock if waits else at_once(self._lock):
+            if call not in self._calls:
+                return False
+            if call.timer is not None and not waits:  # which has a lock, too
+                raise Held
+            self._calls.remove(call)
+        self._stop(call)
+        return True
+
+    def _finish(self, call: _Call, outcome: bytes | AttnServeError) -> None:
+        if self._withdraw(call):
+            call.future.settle(outcome)
+
+    def _answer(self, call: _Call, outcome: bytes | AttnServeError) -> None:
+        """Finishes a call, in a thread of gRPC's."""
+        if self._withdraw(call) and not call.future.settle_silently(outcome):
+            self._callbacks.settle(call.future, outcome)
+
+    def _stop(self, call: _Call) -> None:
+        timer, call.timer = call.timer, None
+        if timer is not None:
+            timer.cancel()
+        if call.rpc is not None:
+            call.rpc.cancel()
+        if call.connection is not None:
+            call.connection.unary.discard(call)
