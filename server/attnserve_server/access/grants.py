@@ -25,7 +25,7 @@ from typing import Any, Final, get_args
 
 from attnserve_server.access.callers import MAX_NAME, Caller, Role
 from attnserve_server.access.tokens import digest, parse_hash
-from attnserve_server.host.watched import WatchedFiles
+from attnserve_server.access.watched import WatchedFiles
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)

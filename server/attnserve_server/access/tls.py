@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from attnserve_server.host.watched import WatchedFiles
+from attnserve_server.access.watched import WatchedFiles
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
