@@ -40,8 +40,8 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py tests/settings/test_config.py \
-	  -k 'architecture or document'
+	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py \
+	  tests/settings/test_config.py -k 'architecture or document'
 
 format: $(VENV)/.dev ## rewrite the code in the one format
 	$(BIN)/ruff format .

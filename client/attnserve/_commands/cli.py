@@ -180,7 +180,7 @@ def _health(parsed: argparse.Namespace) -> int:
 
 def _top(parsed: argparse.Namespace) -> int:
     try:
-        from attnserve._commands import top as top
+        from attnserve._commands import top
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] not in ("rich", "prometheus_client"):
             raise

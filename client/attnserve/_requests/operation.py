@@ -1,7 +1,6 @@
 """What can be asked of a server on a stream, as data: where the calls and replies of each operation lie in messages.
 
-Whatever carries calls (`multiplexer`, `threads`, `tasks`) knows no operation by name; one more in the protocol is
-one more value here.
+Whatever carries calls (`_transports`) knows no operation by name; one more in the protocol is one more value here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """When a call is sent again, and after how long. The one place that decides it, for every transport.
 
 The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
-comes with an id and the length that the cache is expected to have, so that a second attempt is recognised (`plans`).
-It is, up to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE,
-or what gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's,
-or when the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would
-come again, and a call that changes the server. Of what full servers refused, no more is sent again than is answered, or
-those who suffer from an overload would make it last.
+comes with an id and the length that the cache is expected to have, so that a second attempt is recognised
+(`_caching.plans`). It is, up to `retries` times and within its deadline, when the server is unavailable (a reply or a
+status UNAVAILABLE, or what gRPC says of connections that fail), when the stream that carried it breaks for a reason
+that is not the call's, or when the server has no room for it now, and then no sooner than it says. Nothing else is
+retried: an error that would come again, and a call that changes the server. Of what full servers refused, no more is
+sent again than is answered, or those who suffer from an overload would make it last.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and outcomes to deliver. All times are seconds of one monotonic clock.
 
     add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
                     ▲                        │ broken(), or a reply UNAVAILABLE
-                    └──tick()── waiting ◀────┘ (retries: see retry.py)
+                    └──tick()── waiting ◀────┘ (retries: see `_settings.retry`)
 
 A stream that is broken is followed by a new one. A stream with a reply UNAVAILABLE comes from a server that goes away:
 nothing more is sent on it, what it still owes is awaited, and a new stream takes the further calls.

@@ -3,7 +3,7 @@
 In: encoded calls, all from one event loop. Out: settled futures. An open stream has two tasks: one writes what is ready
 as soon as the last write is done, one reads replies. Either may be cancelled, by whoever cancels all tasks of a loop;
 the stream is then over, and its calls are sent again. Deadlines and retries are a timer of the loop. Nothing is decided
-here; see `multiplexer` and `retry`.
+here; see `multiplexer` and `_settings.retry`.
 """
 
 from __future__ import annotations

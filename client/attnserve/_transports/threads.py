@@ -5,7 +5,7 @@ which takes messages from us as fast as the connection does, and one that asks f
 the channel's, which settles at once what somebody waits for: each thread that must be woken takes longer than a small
 call is computed in. What calls back, or goes on at other servers, is left to the stream's thread. One more watches
 deadlines and retries, from the first call. All are daemons. Where there is no thread for a stream, its calls are sent
-again a little later. Nothing is decided here; see `multiplexer` and `retry`.
+again a little later. Nothing is decided here; see `multiplexer` and `_settings.retry`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def soften(record: logging.LogRecord) -> bool:
 
 class Throttle(logging.Filter):
     """Lets pass, of what one place in the code warns of, a few lines a second. Lines of less weight all pass, and those
-    of `refusals`, which has a rule of its own.
+    of `rpc.refusals`, which has a rule of its own.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

@@ -1,7 +1,7 @@
 """What one request may be, whatever the load: bounds of the server that readers hold requests to.
 
 In: what a header states. Out: nothing, or InvalidRequest with the limit, before anything is allocated. The bounds of
-all requests together are `admission`'s.
+all requests together are `scheduling.admission`'s.
 """
 
 from __future__ import annotations
