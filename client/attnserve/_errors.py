@@ -96,7 +96,15 @@ class FailedPreconditionError(AttnServeError):
     @property
     def appended(self) -> bool:
         """Whether that is because the request had been carried out already, and is what the cache got last."""
-        return self._info is not None and self._info.metadata.get("appended") == "true"
+        return self._says("appended")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the request cut the cache off when it was sent before, whatever the cache got since."""
+        return self._says("truncated")
+
+    def _says(self, what: str) -> bool:
+        return self._info is not None and self._info.metadata.get(what) == "true"
 
 
 class PermissionDeniedError(AttnServeError, PermissionError):

@@ -47,6 +47,8 @@ class Kept:
         self.layers = layers
         self.append_ids = [0] * len(layers)
         """Those of the appends that changed the layers last."""
+        self.truncations: set[int] = set()
+        """The ids of all truncations."""
 
     def describe(self) -> caches_pb2.Cache:
         info = caches_pb2.Cache()
@@ -202,12 +204,16 @@ class Keeper:
         kept = self._find(request.name)
         longest = max(kept.describe().lengths)
         assert request.HasField("expected_length")
+        assert request.truncation_id
+        if request.truncation_id in kept.truncations:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest), truncated="true")
         if longest != request.expected_length:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest))
         if longest < request.length:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
         kept.layers = [(key[:, : request.length], value[:, : request.length]) for key, value in kept.layers]
         kept.append_ids = [0] * len(kept.layers)
+        kept.truncations.add(request.truncation_id)
         return caches_pb2.CacheServiceTruncateResponse(cache=kept.describe())
 
     def _get(self, request: caches_pb2.CacheServiceGetRequest) -> Message:

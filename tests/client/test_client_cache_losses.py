@@ -107,6 +107,42 @@ def test_a_truncation_whose_reply_is_lost(client: Any, keeper: Keeper, losses: i
     assert cache.append(*part(4, 5), layer=1) == 5
 
 
+def test_a_truncation_that_is_sent_again_cuts_off_nothing_of_others(client: Any, keeper: Keeper) -> None:
+    """Ours was carried out and its reply lost; then somebody else appended as much as we had cut off."""
+    cache = client.create_cache(H, D)
+    cache.append(*part(0, 4))
+    theirs = KEYS[0, :, 5:7]
+
+    def somebody_else(request: Any) -> None:
+        if keeper.methods().count("Truncate"):
+            keeper.caches[cache.name].append(0, theirs, theirs)
+
+    keeper.before["Truncate"] = somebody_else
+    keeper.lose = ["Truncate"]
+    cache.truncate(2)
+    assert cache.length == 2, "as it was then"
+    np.testing.assert_array_equal(keeper.caches[cache.name].layers[0][0][:, 2:], theirs)
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.append(*part(2, 3))
+    assert (caught.value.actual_length, caught.value.truncated) == (4, False)
+
+
+def test_another_ones_truncation_is_not_taken_for_ours(client: Any, keeper: Keeper) -> None:
+    """Ours was lost before it was carried out, and the cache is as long as ours would leave it."""
+    cache = client.create_cache(H, D)
+    cache.append(*part(0, 4))
+
+    def somebody_else(request: Any) -> None:
+        kept = keeper.caches[cache.name]
+        kept.layers = [(key[:, :2], value[:, :2]) for key, value in kept.layers]
+
+    keeper.before["Truncate"] = somebody_else
+    keeper.lose = ["Truncate"]
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.truncate(2)
+    assert (caught.value.actual_length, caught.value.truncated) == (2, False)
+
+
 @pytest.mark.parametrize("theirs", [2, 3])
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
 def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper, method: str, theirs: int) -> None:

@@ -183,7 +183,7 @@ def twice_in_tasks(address: str) -> tuple[BaseException | None, Any]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("module", ["_threads", "_tasks"])
+@pytest.mark.parametrize("module", ["threads", "tasks"])
 def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,20 +200,20 @@ def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
         streams.append(context)
         yield from good(messages, context)
 
-    monkeypatch.setattr(f"attnserve.{module}.decode_replies", decode)
+    monkeypatch.setattr(f"attnserve._transports.{module}.decode_replies", decode)
     with peer(counting) as address:
-        error, result = {"_threads": twice_in_threads, "_tasks": twice_in_tasks}[module](address)
+        error, result = {"threads": twice_in_threads, "tasks": twice_in_tasks}[module](address)
     assert isinstance(error, ProtocolError)
     assert "not now" in str(error)
     assert result.output[0, 0] == 2
     assert len(streams) == 2
 
 
-@pytest.mark.parametrize("module", ["_threads", "_tasks"])
+@pytest.mark.parametrize("module", ["threads", "tasks"])
 def test_an_end_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = {"_threads": attend_in_threads, "_tasks": attend_in_tasks}[module]
+    attend = {"threads": attend_in_threads, "tasks": attend_in_tasks}[module]
 
     def fail(error: grpc.RpcError) -> Status:
         raise MemoryError("not now")

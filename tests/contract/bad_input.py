@@ -56,7 +56,8 @@ ANYTHING_GOES: Final[dict[str, set[str]]] = {
     # What is in a request is looked at by the readers of Attend and Apply: every case of theirs is sent on a stream,
     # too. Ids that nothing has are ignored, and so, by the standard, is what is no trace context.
     STREAM: {"cancel", "calls.apply", "calls.traceparent", "calls.tracestate"},
-    APPEND: {"append_id", "length_first"},  # an id that nothing had is another append's
+    APPEND: {"append_id", "length_first"},  # an id that nothing had is that of another one
+    TRUNCATE: {"truncation_id"},
     # Names that are not there are gone already.
 }
 """Fields of which no value by itself is an error."""

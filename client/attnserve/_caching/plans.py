@@ -72,8 +72,8 @@ class CacheState:
         """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
-        self.append_ids: Final = itertools.count(secrets.randbits(63) + 1)
-        """By which the server knows appends again, unlike those of any other client."""
+        self.ids: Final = itertools.count(secrets.randbits(63) + 1)
+        """By which the server knows appends and truncations again, unlike those of any other client."""
         self.line: Final = Line()
         """The operations on it."""
         self.turns: Final = turns
@@ -126,7 +126,7 @@ def append(
         before = cache.tokens[layer]
         length = before + tokens
         try:
-            length = yield cache_requests.append(cache.name, layer, before, next(cache.append_ids), fields)
+            length = yield cache_requests.append(cache.name, layer, before, next(cache.ids), fields)
         except FailedPreconditionError as error:
             if not error.appended:
                 raise
@@ -141,8 +141,7 @@ def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None
     length = arguments.count("length", length, 0, 63)
 
     def steps() -> Steps[None]:
-        info = yield from _cut(cache.name, length, max(cache.tokens))
-        cache.tokens[:] = info.lengths
+        cache.tokens[:] = yield from _cut(cache, length, max(cache.tokens))
 
     return Plan(steps(), (cache,), True, checked_timeout(timeout))
 
@@ -232,7 +231,7 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
                 raise
         for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
             if found > length:
-                yield from _cut(state.name, length, found)
+                yield from _cut(state, length, found)
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result
@@ -243,15 +242,15 @@ def _one(rpc: Rpc[Any, T]) -> Steps[T]:
     return cast(T, (yield rpc))
 
 
-def _cut(name: str, length: int, expected: int) -> Steps[CacheInfo]:
-    """Cuts a cache off at a length."""
+def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
+    """Cuts a cache off at a length, once. The result is what its layers had then."""
     try:
-        info: CacheInfo = yield cache_requests.truncate(name, length, expected)
+        info: CacheInfo = yield cache_requests.truncate(cache.name, length, expected, next(cache.ids))
     except FailedPreconditionError as error:
-        if not (error.resent and error.actual_length == length):
+        if not error.truncated:
             raise
-        info = yield cache_requests.get(name)
-    return info
+        return [min(tokens, length) for tokens in cache.tokens]
+    return info.lengths
 
 
 def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
@@ -267,7 +266,7 @@ def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, len
     """Has a call refer to caches, which are expected to have some lengths. What it appends reaches all or none, and has
     one id.
     """
-    append_id = next(states[0].append_ids) if call.appends else 0
+    append_id = next(states[0].ids) if call.appends else 0
     references = [
         pb.CacheReference(name=state.name, layer=layer, expected_length=length, append_id=append_id)
         for state, length in zip(states, lengths, strict=True)

@@ -163,9 +163,13 @@ def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, Cache
     return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache)
 
 
-def truncate(name: str, length: int, expected_length: int) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
+def truncate(
+    name: str, length: int, expected_length: int, truncation_id: int
+) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
     """Cuts all layers off at a length; expected is the length of the longest."""
-    request = pb.CacheServiceTruncateRequest(name=name, length=length, expected_length=expected_length)
+    request = pb.CacheServiceTruncateRequest(
+        name=name, length=length, expected_length=expected_length, truncation_id=truncation_id
+    )
     return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, _only_cache)
 
 

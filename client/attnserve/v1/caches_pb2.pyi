@@ -103,14 +103,16 @@ class CacheServiceForkResponse(_message.Message):
     def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
 
 class CacheServiceTruncateRequest(_message.Message):
-    __slots__ = ("name", "length", "expected_length")
+    __slots__ = ("name", "length", "expected_length", "truncation_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     length: int
     expected_length: int
-    def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., expected_length: _Optional[int] = ...) -> None: ...
+    truncation_id: int
+    def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., expected_length: _Optional[int] = ..., truncation_id: _Optional[int] = ...) -> None: ...
 
 class CacheServiceTruncateResponse(_message.Message):
     __slots__ = ("cache",)

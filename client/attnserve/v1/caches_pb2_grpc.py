@@ -109,7 +109,8 @@ class CacheServiceServicer(object):
 
     def Truncate(self, request, context):
         """Cuts a cache off: what is behind a length is as if it had never been appended. Errors: NOT_FOUND, INVALID_ARGUMENT
-        (no layer has so many tokens), FAILED_PRECONDITION.
+        (no layer has so many tokens), FAILED_PRECONDITION (it has another length than expected, or this truncation was
+        carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,7 +15,7 @@ class Cache:
 
     __slots__ = (
         "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
-        "ttl", "users",
+        "truncations", "ttl", "users",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +45,8 @@ class Cache:
         self.created = now
         self.expires = math.inf
         """When its lease ends. What is in use has not expired, whatever this says."""
+        self.truncations: tuple[int, ...] = ()
+        """The ids of the latest truncations, by which one is known if it is sent again; the last comes first."""
         self.users = 0
         """Operations in flight that hold it."""
         self.gone = False

@@ -17,7 +17,7 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Change, Cut
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
-from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.requests.tensors import TensorSpec, float_tensor, shown
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult
@@ -114,6 +114,8 @@ class Truncate(_Operation):
     """Cuts a cache off behind `length` tokens."""
 
     length: int
+    truncation_id: int = 0
+    """By which it is known if it is sent again; 0 if it has none."""
 
     _place: Reservation[Cut] | None = field(default=None, init=False)
 
@@ -121,7 +123,8 @@ class Truncate(_Operation):
         """Who comes behind it finds a shorter cache, if it has the length that is expected."""
         cache = self.uses[0].cache
         longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
-        self._place = self.host.store.wait_to_cut(cache, self.length, self.uses[0].expects(longest))
+        cuts = self.uses[0].expects(longest) and self.truncation_id not in cache.truncations
+        self._place = self.host.store.wait_to_cut(cache, self.length, cuts)
 
     def leave_line(self) -> None:
         """It has cut the cache off, or never will."""
@@ -129,13 +132,18 @@ class Truncate(_Operation):
             self.host.store.cancel(self._place)
 
     def begin(self) -> None:
-        """Cuts the cache off. Raises InvalidRequest if it has not so many tokens."""
+        """Cuts the cache off. Raises InvalidRequest if it has not so many tokens, FailedPrecondition if it has not as
+        many as expected or was cut off by this very request before.
+        """
         use = self.uses[0]
         longest = max(use.cache.lengths)
+        if self.truncation_id in use.cache.truncations:
+            message = f"the cache has {longest} tokens, for this truncation was carried out before; nothing was changed"
+            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(longest), truncated="true")
         use.check_length(longest)
         if self.length > longest:
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
-        self.host.store.truncate(use.cache, self.length, self._place)
+        self.host.store.truncate(use.cache, self.length, self._place, self.truncation_id)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""

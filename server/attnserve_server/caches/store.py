@@ -29,6 +29,8 @@ from attnserve_server.host.cpus import CACHE_LINE
 __all__ = ["CacheStore", "Placement", "Reservation"]
 
 MAX_LAYERS: Final = 256
+MOST_TRUNCATIONS: Final = 16
+"""How many truncations a cache remembers."""
 C = TypeVar("C", bound=Change)
 
 
@@ -115,8 +117,11 @@ class CacheStore(Register):
         self.counts.forks += 1
         return fork
 
-    def truncate(self, cache: Cache, length: int, waited: Reservation[Cut] | None = None) -> None:
-        """Cuts layers off that have more than `length` tokens. `waited` is that of `wait_to_cut`.
+    def truncate(
+        self, cache: Cache, length: int, waited: Reservation[Cut] | None = None, truncation_id: int = 0
+    ) -> None:
+        """Cuts layers off that have more than `length` tokens. `waited` is that of `wait_to_cut`; by its id, if it has
+        one, a truncation is known if it is sent again.
 
         Raises InvalidRequest if no layer has as many.
         """
@@ -129,6 +134,8 @@ class CacheStore(Register):
                 self.tokens -= layer.length - length
                 layer.truncate(length)
         self._settle(cache.layers)
+        if truncation_id:
+            cache.truncations = (truncation_id, *cache.truncations[: MOST_TRUNCATIONS - 1])
         self.counts.truncations += 1
 
     def reserve(

@@ -130,7 +130,7 @@ class CacheService:
         request = parsed(pb.CacheServiceTruncateRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         expected = request.expected_length if request.HasField("expected_length") else None
-        return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length)
+        return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length, request.truncation_id)
 
 
 def _checked_id(field: str, given: bytes) -> bytes:

@@ -1,8 +1,11 @@
-"""Appends that are sent again after they were carried out: the server knows them, and no others, by their ids."""
+"""Appends and truncations that are sent again after they were carried out: the server knows them, and no others, by
+their ids.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import calls
@@ -16,6 +19,7 @@ from conftest import Server
 from google.rpc import error_details_pb2
 from stepping import Stepping, device, message_of, step, stepping_
 
+from attnserve_server.caches.store import MOST_TRUNCATIONS
 from attnserve_server.errors import FailedPrecondition
 from attnserve_server.native import library
 
@@ -110,6 +114,40 @@ def test_an_append_to_several_caches_is_known_by_the_first_that_is_longer(caller
     assert refusal(lambda: caller.attend(request)) == {"length": "1", "appended": "true"}
     caller.truncate(names[1], 0)
     assert list(caller.attend(request).cache_lengths) == [1, 1]
+
+
+def test_the_same_truncation_is_known(caller: Caller) -> None:
+    """Whatever was appended since, be it as much as the truncation expects."""
+    name = caller.create()
+    append(caller, name, 0, 1, count=4)
+    assert list(caller.truncate(name, 2, expected_length=4, truncation_id=LARGEST).lengths) == [2]
+    cut = {"expected_length": 4, "truncation_id": LARGEST}
+    assert refusal(lambda: caller.truncate(name, 2, **cut)) == {"length": "2", "truncated": "true"}
+    append(caller, name, 2, 2)
+    assert refusal(lambda: caller.truncate(name, 2, **cut)) == {"length": "4", "truncated": "true"}
+    assert refusal(lambda: caller.truncate(name, 9, truncation_id=LARGEST)) == {"length": "4", "truncated": "true"}
+    assert list(caller.get(name).lengths) == [4], "nothing changed"
+    fork = caller.fork(name).name
+    assert list(caller.truncate(fork, 2, **cut).lengths) == [2], "it is another cache"
+    assert list(caller.truncate(name, 2, expected_length=4, truncation_id=7).lengths) == [2], "it is another truncation"
+
+
+def test_a_truncation_that_was_refused_is_not_known(caller: Caller) -> None:
+    name = caller.create()
+    append(caller, name, 0, 1)
+    assert refusal(lambda: caller.truncate(name, 1, expected_length=3, truncation_id=5)) == {"length": "2"}
+    assert list(caller.truncate(name, 1, expected_length=2, truncation_id=5).lengths) == [1]
+
+
+def test_the_latest_truncations_are_known_and_none_without_an_id(caller: Caller) -> None:
+    name = caller.create()
+    append(caller, name, 0, 1, count=4)
+    for truncation_id in [*range(1, MOST_TRUNCATIONS + 2), 0, 0]:
+        caller.truncate(name, 4, truncation_id=truncation_id)
+    for truncation_id in range(2, MOST_TRUNCATIONS + 2):
+        again = partial(caller.truncate, name, 1, truncation_id=truncation_id)
+        assert refusal(again) == {"length": "4", "truncated": "true"}
+    assert list(caller.truncate(name, 3, truncation_id=1).lengths) == [3], "too many have come since"
 
 
 def test_a_large_append_that_is_sent_again_is_known(start_server: Callable[..., Server]) -> None:
