@@ -202,9 +202,11 @@ class Server:
     def _warn_of_openness(self) -> None:
         """Says what anybody on the network can do."""
         if not (self._config.callers or self._config.tls_client_ca):
-            logger.warning("whoever reaches %s may use the server: callers are not identified", self._config.listen)
+            logger.warning(
+                "anybody who can reach %s may use the server: callers are not identified", self._config.listen
+            )
         if self._credentials is None:
-            logger.warning("what travels to and from %s is not encrypted, nor are tokens", self._config.listen)
+            logger.warning("traffic on %s is not encrypted, tokens included", self._config.listen)
 
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""

@@ -76,7 +76,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return FAILED
     if server.engine.stuck:
-        logger.warning("what was still being computed is cut off")
+        logger.warning("requests that were still being computed are cut off")
         return CUT_OFF
     logger.info("ended")  # without this line the process was killed
     return 0

@@ -48,6 +48,6 @@ class Lookout:
             try:
                 self._deliver(self._look_up())
             except Exception as error:  # those that are known are used on
-                logger.warning("which servers there are is not known: %s", error)
+                logger.warning("the servers could not be looked up: %s", error)
             if self._closed.wait(min(LEAST_PAUSE, self._interval)):
                 return

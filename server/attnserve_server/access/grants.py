@@ -83,9 +83,9 @@ class GrantsFile:
             try:
                 self._grants = self._read()
             except GrantsError as error:
-                logger.error("the callers stay as they were", extra={"error": error})
+                logger.error("the callers file was not reloaded: the callers stay as they were", extra={"error": error})
             else:
-                logger.info("the callers have been read again")
+                logger.info("the callers file was reloaded")
         return self._grants
 
     def _read(self) -> Grants:

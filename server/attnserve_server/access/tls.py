@@ -76,9 +76,9 @@ class ServerTls:
             try:
                 self._loaded = self._load()
             except TlsError as error:
-                logger.error("the certificate stays as it was", extra={"error": error})
+                logger.error("the certificate was not reloaded: the previous one stays in use", extra={"error": error})
             else:
-                logger.info("the certificate has been read again")
+                logger.info("the certificate was reloaded")
         return self._loaded
 
     def _load(self) -> _Loaded:

@@ -35,7 +35,7 @@ def open_caches(config: Config, device: Device) -> Host:
     # What is not there may be promised all the same, and the process be killed when it is written.
     if memory is not None and pool_bytes > memory:
         there = units.format_size(memory >> 20 << 20)
-        raise StartError(f"cache_bytes: {size} of memory is not to be had, for there is {there}")
+        raise StartError(f"cache_bytes: {size} of memory is not available: there is {there}")
     try:
         return Host(
             CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
@@ -45,7 +45,7 @@ def open_caches(config: Config, device: Device) -> Host:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise StartError(f"cache_bytes: {size} of memory is not to be had on {device.name}") from None
+        raise StartError(f"cache_bytes: {size} of memory is not available on {device.name}") from None
 
 
 def _memory(device: Device) -> int | None:

@@ -102,13 +102,15 @@ def open_device(name: str, threads: int, inline_flops: int, native_kernel: str =
         except LookupError as error:
             raise DeviceError(str(error)) from None
         if native is None and native_kernel == "auto":
-            logger.warning("there is no native kernel, since %s; torch's compute alone", library.hindrance())
+            logger.warning(
+                "the native kernel is not available, because %s: only torch's kernels are used", library.hindrance()
+            )
         return CpuDevice(threads, inline_flops, native)
     if not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")
+        raise DeviceError(f"device {name!r} is not available: torch {torch.__version__} sees no CUDA device")
     from attnserve_server.devices.cuda import CudaDevice
 
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"device {name!r} is not to be had: there are {torch.cuda.device_count()} CUDA devices")
+        raise DeviceError(f"device {name!r} is not available: there are {torch.cuda.device_count()} CUDA devices")
     return CudaDevice(index)

@@ -237,7 +237,7 @@ def best(wanted: str = "auto") -> Library | None:
     found = {_symbol(name): name for name in available()}
     if wanted != "auto" and wanted not in found:
         there = ", ".join(found) or f"none, since {hindrance()}"
-        raise LookupError(f"the native kernel for {wanted} is not to be had: there is {there}")
+        raise LookupError(f"the native kernel for {wanted} is not available: there is {there}")
     name = next(iter(found), None) if wanted == "auto" else wanted
     return None if name is None else Library(found[name])
 

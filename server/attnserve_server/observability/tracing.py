@@ -264,7 +264,7 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
         missing = f"tracing needs OpenTelemetry: pip install 'attnserve[tracing]' ({error})"
         if config.tracing_endpoint:
             raise StartError(missing) from None
-        logger.warning("nothing is traced: %s", missing)  # the environment is often the same for many programs
+        logger.warning("tracing is off: %s", missing)  # the environment is often the same for many programs
         return None
     exporter = OTLPSpanExporter(endpoint)
     own: dict[str, Any] = {"service.name": "attnserve-server", "service.version": __version__}
@@ -282,7 +282,7 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
         closing.start()
         closing.join(FLUSH_S)
         if closing.is_alive():
-            logger.warning("the last spans were not taken within %g s", FLUSH_S)
+            logger.warning("the last spans were not exported within %g s", FLUSH_S)
             exporter.shutdown()
 
     tracer = provider.get_tracer("attnserve_server", __version__)

@@ -63,7 +63,7 @@ class Config:
         kinds.TEXT,
         "",
         "The file that says who may do what (docs/security.md): hashes of tokens, names of certificates, roles; read "
-        "again when it changes. Default: whoever reaches the server may use it.",
+        "again when it changes. Default: anybody who can reach the server may use it.",
     )
     insecure: bool = _setting(
         kinds.TRUTH,
@@ -240,7 +240,7 @@ class Config:
         kinds.ENDPOINT,
         "",
         "Where spans are sent, over OTLP with gRPC: http://host:port or https://host:port. Default: where "
-        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else nothing is traced.",
+        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else tracing is off.",
     )
     tracing_sample: float = _setting(
         kinds.RATIO,
