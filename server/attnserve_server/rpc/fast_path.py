@@ -2,8 +2,7 @@
 
 In: messages of callers. Out: the reply message, if nothing waits or runs before it, and it asks for little, in layouts
 that came before; otherwise nothing: then it goes the ordinary way, which gives the same answers, or says what is wrong
-with it. All happens in one turn of the event loop: no caller can leave meanwhile, and nothing has to be kept of a
-request.
+with it. It never yields to the event loop: no caller can leave meanwhile, and nothing has to be kept of a request.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Usage:
 NOTHING: Final = Usage()
 
 MOST_TOLD: Final = 1024
-"""How many callers' refusals are remembered: more than the callers that are connected between two batches."""
+"""The number of callers whose refusals are remembered: more than have connections between two batches."""
 
 
 class Told(NamedTuple):

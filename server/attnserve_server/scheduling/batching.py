@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of work, for each of which it is learnt how long it takes."""
+        """The kind of work: how long work takes is learnt per kind."""
 
     @property
     def cost(self) -> int:

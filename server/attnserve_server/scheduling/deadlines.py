@@ -51,6 +51,6 @@ class Deadlines:
             raise DeadlineUnreachable(least, left)
 
     def computed(self, now: float, seconds: float) -> None:
-        """Takes note that a batch was computed by `now`, in `seconds`: a trial ends with the first one after it."""
+        """Takes note that a batch was computed by `now`, in `seconds`: the trial, if there was one."""
         if self._trying:
             self._trying, self._next_trial = False, now + TRIAL_PAUSE * seconds

@@ -62,7 +62,7 @@ class Entry:
     cancelled: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
     kind: str = field(init=False)
-    """The kind of work, for each of which it is learnt how long it takes."""
+    """The kind of work: how long work takes is learnt per kind."""
     cost: int = field(init=False)
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)

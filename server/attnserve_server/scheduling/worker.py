@@ -130,7 +130,7 @@ class Worker:
         self._threads.shutdown(wait=not self.runs)
 
     def _hand_over(self, run: Run, done: asyncio.Future[list[Part]]) -> None:
-        """Takes the outcomes of a batch from the thread, if that is not dead."""
+        """Passes on the outcomes of a batch from its thread, or reports that as dead."""
         if (error := done.exception()) is not None:
             logger.critical("a batch ended the thread that computed it", exc_info=error)
             self._died()
