@@ -1,7 +1,7 @@
-"""What the server can be told, in one frozen dataclass.
+"""The server's settings, in one frozen dataclass.
 
-In: values (`command_line` reads them from flags and the environment). Out: a `Config`, validated, that knows where each
-of them came from.
+In: values (`command_line` reads them from flags and the environment). Out: a validated `Config` that knows where each
+value came from.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_CONNECTION_AGE: Final = 30 * 24 * 3600
 """Seconds. gRPC counts milliseconds in a signed 32-bit number."""
 
 Source: TypeAlias = Literal["flag", "environment", "default", "code"]
-"""Where a value came from; `code` is whoever built the `Config` directly."""
+"""Where a value came from; `code` means that the `Config` was built directly."""
 
 
 class Effective(NamedTuple):
-    """A setting, its value as it would be written, or None where that is not for callers, and where it came from."""
+    """A setting, its value as text (None if that is not for callers), and where it came from."""
 
     name: str
     value: str | None
@@ -36,7 +36,7 @@ def _setting(kind: kinds.Kind, default: object, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
+    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError for invalid values."""
 
     listen: str = _setting(
         kinds.TCP_OR_UNIX,
@@ -103,10 +103,10 @@ class Config:
         "The most bytes of requests that have arrived, and of their replies. Memory in flight is up to three times "
         "that where requests are tens of megabytes each.",
     )
-    # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
-    # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
-    # into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach max_bytes
-    # long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so that this bounds long ones.
+    # Whatever is admitted adds to the wait: this divided by the device's speed is the longest queue. 2e13 is 20 s of a
+    # large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some
+    # that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach
+    # max_bytes long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so this bounds long ones.
     max_flops: int = _setting(
         kinds.flops(),
         2 * 10**13,
@@ -134,7 +134,7 @@ class Config:
         1024,
         "The most streams that one caller may have open. Callers without a name are counted by connection.",
     )
-    # Long enough for what a caller sends at once, and short enough for whoever waits for the reply.
+    # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(
         kinds.DURATION,
         1.0,
@@ -288,7 +288,7 @@ class Config:
 
     @property
     def is_local(self) -> bool:
-        """Whether gRPC is served to this machine alone."""
+        """Whether gRPC is served only to this machine."""
         return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
 
     def sources(self) -> dict[str, Source]:
@@ -299,11 +299,11 @@ class Config:
         return self._given.get(item.name, "default" if getattr(self, item.name) == item.default else "code")
 
     def show(self, name: str) -> str:
-        """A setting's value as it would be written: `256MiB`, `100ms`."""
+        """A setting's value as text: `256MiB`, `100ms`."""
         return next(kind_of(item).show(getattr(self, name)) for item in settings() if item.name == name)
 
     def effective(self) -> Iterator[Effective]:
-        """Every setting, as the server may tell it to any caller."""
+        """Every setting, in the form that any caller may see."""
         for item in settings():
             value = None if kind_of(item).private and getattr(self, item.name) else self.show(item.name)
             yield Effective(item.name, value, self._source(item))
@@ -320,6 +320,6 @@ def _kind(item: Field[Any]) -> kinds.Kind:
 
 
 def kind_of(item: Field[Any]) -> kinds.Kind:
-    """What values a setting can have, and how they are written."""
+    """Which values a setting can have, and how they are written."""
     kind: kinds.Kind = item.metadata["kind"]
     return kind
