@@ -314,11 +314,6 @@ def settings() -> Iterator[Field[Any]]:
     return (item for item in fields(Config) if "kind" in item.metadata)
 
 
-def _kind(item: Field[Any]) -> kinds.Kind:
-    kind: kinds.Kind = item.metadata["kind"]
-    return kind
-
-
 def kind_of(item: Field[Any]) -> kinds.Kind:
     """Which values a setting can have, and how they are written."""
     kind: kinds.Kind = item.metadata["kind"]
