@@ -49,7 +49,7 @@ OPEN_SECONDS: Final = 4.0
 
 @dataclass(frozen=True)
 class Way:
-    """A way of calling: the server, None for torch in process; the load generator; the peer, if it is one's server."""
+    """A way of calling: the server, None for torch in process; the load generator; the peer, if that is called."""
 
     server: Running | None
     load: Load

@@ -209,7 +209,7 @@ def main() -> int:
     ended = results / "steps.json"
     before = [Ending(**each) for each in json.loads(ended.read_text())] if ended.exists() else []
     endings = {each.name: each for each in before if each.device == chosen.device}
-    # Without a device, tests would be skipped, which would count as well: so `look` checks for one first.
+    # Without a device, tests would be skipped, which would look like success: so `look` checks for one first.
     wanted = [step for step in every if chosen.steps is None or step.name in ("look", *chosen.steps)]
     for step in wanted:
         left = end - monotonic()

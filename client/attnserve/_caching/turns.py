@@ -79,7 +79,7 @@ class Turn(ABC):
         self.alone: Final = alone
         """Whether it needs exclusive use of its caches, because it changes them."""
         self.deadline: Final = deadline
-        """How long it waits, in seconds of `time.monotonic`."""
+        """When it stops waiting, in seconds of `time.monotonic`."""
         self.called = False
         """Whether the turn has come, so that it no longer waits."""
         self.left = False

@@ -71,7 +71,7 @@ def _complain(parsed: argparse.Namespace, error: Exception) -> None:
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
-    """The flags that the server may expect. It closes a connection without TLS or a certificate giving no reason."""
+    """The flags that the server may expect. It does not say why it closes a connection without TLS or a certificate."""
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
     if not isinstance(error, UnavailableError):

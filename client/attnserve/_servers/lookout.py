@@ -1,7 +1,7 @@
 """Looks up a client's servers at intervals, in a thread of its own, because a look-up may block.
 
 In: the look-up function, and the interval. Out: its results, passed to a callback. It can be asked to look at once, but
-never looks more than once a second.
+always pauses between looks, for a second or for the interval if that is shorter.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class UnaryTransport:
                 call.answered(connection)
                 return reply
             except grpc.RpcError as raised:
-                error = raised.with_traceback(None)  # it would keep this frame alive; no context of later errors
+                # Without the traceback, which holds this frame; handled below, so as not to be a later error's context.
+                error = raised.with_traceback(None)
             finally:
                 connection.unary.discard(call)
             await asyncio.sleep(call.failed(connection, error))
