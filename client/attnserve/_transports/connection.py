@@ -25,7 +25,7 @@ class Stream(Protocol):
         """How many calls are in flight."""
 
     def leave(self) -> None:
-        """Moves the calls that have not been sent to other servers."""
+        """Moves its unsent calls to other servers."""
 
 
 S = TypeVar("S", bound=Stream)
@@ -88,6 +88,6 @@ class BaseConnection(ABC, Generic[S]):
         return method
 
     def leave(self) -> None:
-        """Moves the calls on its streams that have not been sent to other servers."""
+        """Moves the unsent calls of its streams to other servers."""
         for stream in self._streams:
             stream.leave()

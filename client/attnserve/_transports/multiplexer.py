@@ -209,8 +209,8 @@ class Multiplexer(Generic[T]):
                 self._part_with(list(self._ready))
 
     def leave(self) -> None:
-        """Moves calls that have not been sent to other servers; those that were sent are awaited. A call that a server
-        had no room for waits out the pause that it was told: `tick` then moves it, if the retry budget allows it.
+        """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
+        waits out the pause that it was told: `tick` then moves it, if the retry budget allows it.
         """
         self._leave_stream()
         self._part_with([*self._ready, *(call for _, call in self._waiting if call.refusal is None)])
@@ -221,7 +221,7 @@ class Multiplexer(Generic[T]):
         return leaving
 
     def _part_with(self, calls: Iterable[Call[T]]) -> None:
-        """Hands over calls that have not been sent, except those that only this server can answer."""
+        """Hands over unsent calls, except those that only this server can answer."""
         for call in calls:
             if not call.pinned and self._calls.pop(call.id, None) is not None:
                 self._leaving.append(call)
@@ -251,7 +251,7 @@ class Multiplexer(Generic[T]):
                 call.stream = 0
             self._ready.extendleft(reversed(affected))
         else:
-            if stream == self._stream:  # calls about to be sent on it fail with it, or nothing would bound that
+            if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += [call for call in self._ready if call.id in self._calls]
                 self._ready.clear()
             for call in affected:

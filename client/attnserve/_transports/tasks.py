@@ -146,7 +146,7 @@ class StreamTransport:
         self._advance()
 
     def leave(self) -> None:
-        """Moves the calls that have not been sent to other servers, and ends the stream once all replies are in."""
+        """Moves unsent calls to other servers, and ends the stream once all replies are in."""
         self._multiplexer.leave()
         self._part_with(self._multiplexer.take_leaving())
         self._advance()

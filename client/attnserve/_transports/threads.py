@@ -126,7 +126,7 @@ class StreamTransport:
             raise
 
     def leave(self) -> None:
-        """Moves the calls that have not been sent to other servers, and ends the stream once all replies are in."""
+        """Moves unsent calls to other servers, and ends the stream once all replies are in."""
         outcomes: list[Outcome[StreamFuture]] = []
         with self._lock:
             self._multiplexer.leave()
