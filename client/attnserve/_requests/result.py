@@ -1,4 +1,4 @@
-"""What a call gives: the values that a caller holds in the end."""
+"""The results of calls, as the caller gets them."""
 
 from __future__ import annotations
 
