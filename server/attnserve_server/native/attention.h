@@ -36,9 +36,9 @@ struct call {
     double scale, softcap;  /* softcap 0: none */
 };
 
-/* Computes calls, with at most `helpers` threads of a team, or alone if that is NULL. Each thread takes units of work one
-   by one. A unit's bits depend neither on the thread that computes it nor on the other calls. Returns 0, or -1 if there
-   was no memory: then no result has any meaning. */
+/* Computes calls, with at most `helpers` threads of a team, or alone if that is NULL. Each thread takes units of work
+   one by one. A unit's bits depend neither on the thread that computes it nor on the other calls. Returns 0, or -1 if
+   there was no memory: then no result has any meaning. */
 int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 
@@ -49,8 +49,8 @@ struct product {
     int64_t inputs, outputs; /* inputs: 1 or more; outputs: a multiple of 16 */
 };
 
-/* Rows [rows, inputs], `from_stride` floats apart, to [rows, outputs]. Either may lie at any address. A row's bits do not
-   depend on the thread that computes it or on the number of rows. Returns 0, or -1 if there was no memory: then no
+/* Rows [rows, inputs], `from_stride` floats apart, to [rows, outputs]. Either may lie at any address. A row's bits do
+   not depend on the thread that computes it or on the number of rows. Returns 0, or -1 if there was no memory: then no
    result has any meaning. */
 int64_t attnserve_multiply_avx512(const struct product *product, const void *from, int64_t from_stride, void *to,
                                   int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);

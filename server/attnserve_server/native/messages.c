@@ -204,7 +204,7 @@ void attnserve_read_request(struct known *known, const uint8_t *message, int64_t
     asked->requests = take_request(&reading, &request, 0);
 }
 
-/* Copies rows of `width` elements, adjacent in `from`, `step` elements apart in `to`. Returns whether all are finite. */
+/* Copies rows of `width` elements, adjacent in `from`, `step` apart in `to`. Returns whether all are finite. */
 static int put_rows(uint8_t *to, int64_t step, const uint8_t *from, int64_t rows, int64_t width, int64_t dtype) {
     int64_t item = dtype == FLOAT32 ? 4 : 2;
     uint32_t exponent = dtype == FLOAT32 ? 0x7f800000 : dtype == FLOAT16 ? 0x7c00 : 0x7f80;

@@ -9,8 +9,8 @@
 
 enum { MOST_LAYOUTS = 256, MOST_REQUESTS = 64, MOST_CALLS = 256 };
 
-/* Requests that differ only in the contents of query, key and value, and in the caches that they refer to. It is followed
-   by `places`, [pieces, 2], and the bytes of `fixed`, `head`, `middle` and `tail`. */
+/* Requests that differ only in the contents of query, key and value, and in the caches that they refer to. It is
+   followed by `places`, [pieces, 2], and the bytes of `fixed`, `head`, `middle` and `tail`. */
 struct layout {
     int64_t length;         /* of a request, in bytes */
     int64_t pieces;         /* how many pieces of it are fixed: `places` has where each begins, and its length */

@@ -107,9 +107,9 @@ void finish_tile(int count, struct row *rows, float *scores, int64_t first, int6
 #define OF_ROWS(field) \
     {OF_ROW(0, field), OF_ROW(1, field), OF_ROW(2, field), OF_ROW(3, field), OF_ROW(4, field), OF_ROW(5, field), 0, 0}
 
-/* Turns a tile's scores, `vectors` vectors a row, into weights: 0 where a row does not reach. `fades` are the factors that
-   rescale earlier sums. Rows are interleaved, since a single one would stall on its own dependencies; no row's bits
-   depend on how many there are. */
+/* Turns a tile's scores, `vectors` vectors a row, into weights: 0 where a row does not reach. `fades` are the factors
+   that rescale earlier sums. Rows are interleaved, since a single one would stall on its own dependencies; no row's
+   bits depend on how many there are. */
 INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors, float *fades) {
     vec greatest[EIGHT], totals[EIGHT];
     float tops[V], sums[V], shifts[V];
