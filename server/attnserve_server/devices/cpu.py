@@ -147,8 +147,8 @@ class CpuDevice:
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`, or of parts of them on all threads, if they cost enough and divide evenly; if one item is
-        in the way of that, it is computed afterwards, by itself.
+        """`compute(items)`, or of parts of them on all threads, if they cost enough and divide evenly; a single item
+        that prevents this is computed afterwards, by itself.
         """
         pool = self._pool_for(sum(flops))
         parts, rest = ([], []) if pool is None else even_shares(flops, self.threads)

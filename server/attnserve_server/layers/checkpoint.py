@@ -1,9 +1,9 @@
 """Weights on disk: safetensors files below the model directory, whole or in shards.
 
 In: a model directory and a path within it: a file, an index of shards (`*.safetensors.index.json`), or a directory
-that has one of these by its usual name. Out: which tensors there are (from the headers alone), what a specification
-misses or finds misshapen, and the parameters of a layer as torch tensors on a device. Nothing here executes what a file
-contains, and no path, symbolic links included, leads out of the model directory. Only `load` needs torch.
+that has one of these by its usual name. Out: which tensors there are (from the headers alone), what is missing or
+misshapen for a specification, and the parameters of a layer as torch tensors on a device. Nothing here executes what a
+file contains, and no path, symbolic links included, leads out of the model directory. Only `load` needs torch.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Shape(NamedTuple):
 
 
 def computes(*, widest: int, score: object, return_scores: object, mask: bool, alibi: bool) -> bool:
-    """Whether the kernel supports what a call asks for: no too wide heads, no learned score, no scores to return."""
+    """Whether the kernel supports what a call asks for: heads of this width, no learned score, no scores to return."""
     # A mask may leave only distant keys, whose ALiBi biases are so large that float32 loses its precision.
     return widest <= MAX_WIDTH and score is None and return_scores is None and not (mask and alibi)
 
