@@ -279,7 +279,7 @@ class CpuDevice:
         self.take_kernel_calls()
 
     def memory(self) -> dict[str, int]:
-        """Nothing: host memory is counted for the process itself."""
+        """Nothing: host memory is the process's own."""
         return {}
 
     def kernels(self) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from attnserve_server.requests.request import Request
 Allocate = Callable[[int], torch.Tensor]
 
 LOOKED_AT: Final = 4 << 20
-"""Inputs of up to this many bytes are checked for finiteness here, all at once; larger ones by kernels, on threads."""
+"""Staging checks inputs of up to this many bytes for finiteness, all at once; kernels check larger ones, on threads."""
 KEPT: Final = 1 << 20
 """Inputs of up to this many bytes go into memory that is kept."""
 MOST_KEPT: Final = 64
@@ -59,7 +59,7 @@ class Place:
         self.inputs = self.inputs_in(self.elements)
         """Views of the elements [N, H, L, D], in the layout of the payloads."""
         self.whole = used == end <= LOOKED_AT
-        """Whether all elements belong to inputs, and are few enough to be checked here."""
+        """Whether all elements belong to inputs, and are few enough for staging to check."""
 
     def fill(self, members: Sequence[Request]) -> None:
         """Copies the payloads of requests there, end to end."""
