@@ -51,8 +51,8 @@ class Foreseen(NamedTuple):
 
 
 def foresee(changes: Iterable[Change], length: int, shared: int, per_page: int) -> Foreseen:
-    """The outcome of changes to a layer of `length` tokens, `per_page` to a page, whose first `shared` pages are held by
-    others too: those are not freed when it drops them, and a last one that is not full is copied before it grows.
+    """The outcome of changes to a layer of `length` tokens, `per_page` to a page, whose first `shared` pages others
+    hold too: those are not freed when it drops them, and a shared last page that is not full is copied before it grows.
     """
     taken = most = 0
     pages = -(-length // per_page)
