@@ -1,4 +1,4 @@
-"""A counter cheap enough for many values a request: Prometheus' own format, an addition without a lock.
+"""A counter cheap enough for many values per request: Prometheus' own format, an addition without a lock.
 
 In: amounts, from one thread. Out: a metric family whenever the registry is scraped from that thread. The lock that
 `prometheus_client.Counter` takes, for other threads, costs several times as much as the addition.

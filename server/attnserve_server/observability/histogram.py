@@ -1,4 +1,4 @@
-"""A histogram cheap enough for many values a request: Prometheus' own format, sorted into buckets in bulk.
+"""A histogram cheap enough for many values per request: Prometheus' own format, sorted into buckets in bulk.
 
 In: values from one thread, one at a time, one repeated, or one for each of several series. Out: a metric family
 whenever the registry is scraped from that thread. Values gather in a list and NumPy sorts a few hundred at once. Per

@@ -70,7 +70,7 @@ class Device:
             yield memory
 
     def describe(self) -> Iterable[Metric]:
-        return []  # the device may not be there yet
+        return []  # what it reads may not be there yet
 
 
 class Loop:

@@ -1,7 +1,7 @@
 """Usage of the server by each identified caller.
 
 In: callers' names, once an RPC or stream, and what was computed for them or refused to them. Out: counts, of at most
-MAX_CALLERS callers; all unidentified callers count as one, and so do all beyond the bound.
+MAX_CALLERS identified callers; all unidentified ones count as one more, and so do all beyond the bound.
 """
 
 from __future__ import annotations
