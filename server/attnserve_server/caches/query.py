@@ -23,7 +23,7 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 
 FEW_QUERIES: Final = 16
-"""With more queries, copying keys and values into one piece pays off: kernels are faster over longer sequences."""
+"""More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
 PIECE_BYTES = 1 << 25
 """The most bytes of keys and values in such a copy; longer sequences are copied piece by piece."""
 
