@@ -37,7 +37,7 @@ FEW = settings(max_examples=max(30, settings().max_examples // 2))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on the first such device, with unlimited batches."""
+    """A server on the first such device, with very large batch limits."""
     flags = ("--device", DEVICE, "--max-batch-requests", "1024", "--max-batch-flops", "1e12")
     server = Server(flags, tmp_path_factory.mktemp("cuda-server") / "stderr")
     yield server
