@@ -176,7 +176,7 @@ def test_a_certificate_alone_is_not_for_administration(mutual: Server, authority
 def test_what_certificates_may_do_where_a_file_says_it(
     start_server: Callable[..., Server], authority: certificates.Authority, tmp_path: Path
 ) -> None:
-    """Only certificates that it lists, by any of their names, get in; a token determines its bearer's identity."""
+    """Certificates listed there, by any of their names, have roles; others have none. A token takes precedence."""
     token, callers = new_token(), tmp_path / "callers.toml"
     callers.write_text(
         '[[certificates]]\nname = "deployer.example"\nroles = ["layers"]\n'
