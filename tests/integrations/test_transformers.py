@@ -182,7 +182,7 @@ def test_sequences_packed_into_one_row(recorder: Recorder) -> None:
 
 
 def test_a_written_mask_is_read_again(recorder: Recorder) -> None:
-    """The pattern of a mask is void once somebody has written to the mask."""
+    """The pattern of a mask is void once the mask has been written to."""
     model = build(AutoModelForCausalLM, CAUSAL["llama"]())
     model.set_attn_implementation("attnserve")
     with torch.inference_mode():
@@ -243,7 +243,7 @@ def test_model_on_a_gpu(recorder: Recorder, side: str) -> None:
     assert len(recorder.calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # of torch, on that alone
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # from torch, only there
 def test_compiled_model(recorder: Recorder) -> None:
     """The compiled graph breaks at the attention and resumes after it."""
     model = build(AutoModel, CAUSAL["llama"]())

@@ -243,7 +243,7 @@ def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> N
 
 
 def test_a_score_that_overflows_leaves_other_heads_their_bits() -> None:
-    """Heads may be computed apart: their bits must not show it."""
+    """Heads may be computed separately: their bits must not show it."""
     plan = Plan(causal=True, query_length=500, key_length=500, head_dim=64, key_dim=64)
     call = call_of(plan.case(12), return_lse=True)
     first = call.kv_heads(0, 1)
@@ -269,7 +269,7 @@ def test_an_excluded_score_that_overflows_is_excluded(dtype: str, excluding: dic
 
 
 def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:
-    """Heads may be computed apart: their bits must not show it."""
+    """Heads may be computed separately: their bits must not show it."""
     plan = Plan(batch=1, key_heads=8, group=1, query_length=1536, key_length=1536, alibi=True, causal=True)
     call = call_of(plan.case(14), return_lse=True)
     half, whole = run(call.kv_heads(0, 4)), run(call)

@@ -279,7 +279,7 @@ def test_the_metrics_follow_the_conventions(observed: Observed) -> None:
 
 
 def test_prometheus_shows_its_token_over_tls(tmp_path: Path, start_server: Callable[..., Server]) -> None:
-    """And sees callers by their names."""
+    """And sees callers by name."""
     authority = certificates.Authority(tmp_path)
     files = authority.issue_for_server()
     tokens = {name: new_token() for name in ("ranker", "prometheus")}

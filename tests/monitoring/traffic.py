@@ -68,7 +68,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def send(self, operation: str, tokens: int, submit: Callable[[], Future[Any]]) -> Future[Any]:
-        """Sends a call and notes its reply."""
+        """Sends a call and records its reply."""
         sent_at = time.time()
         future = submit()
 

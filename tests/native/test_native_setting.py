@@ -115,7 +115,7 @@ def test_one_that_was_not_made_of_the_sources_beside_it_is_none(
 ) -> None:
     for path in (*NATIVE.glob("*.[ch]"), NATIVE / "attention.so"):
         shutil.copyfile(path, elsewhere / path.name)
-    for date in (0, 2**31):  # a copy may make either the older
+    for date in (0, 2**31):  # copying may make either file the older
         os.utime(elsewhere / "kernel.h", (date, date))
         library._found.cache_clear()
         assert library.available()

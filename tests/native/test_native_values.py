@@ -46,7 +46,7 @@ def test_what_no_row_reaches_changes_no_bits(instructions: str, random: Random) 
 @each_instructions
 @given(random=randoms)
 def test_what_a_mask_excludes_never_shows(instructions: str, random: Random) -> None:
-    """A value that a mask excludes may make the kernel give up; a key may not."""
+    """For a masked value the kernel may report failure; for a masked key it may not."""
     library, call = Library(instructions), random_call(random)
     assume(call.mask is not None)
     keys = with_keys(call, ~attended(call), random.choice(BAD), 0.0)

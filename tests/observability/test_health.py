@@ -122,7 +122,7 @@ async def test_a_watcher_that_leaves_takes_no_other_along(stub: Any, health: Hea
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving.read()
-    await check(stub, "")  # by now, the server has seen the cancellation too
+    await check(stub, "")  # by now, the server has seen the cancellation
     health.set("serving")
     assert await read(staying) == SERVING
     staying.cancel()
