@@ -1,4 +1,4 @@
-"""Who may do what: tokens, roles and what belongs to whom, on the real server."""
+"""Access control on the real server: tokens, roles and ownership."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ QUERY = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
 
 
 def entry(name: str, token: str, *roles: str) -> str:
-    """What the file of callers has of a token."""
+    """A token's entry in the callers file."""
     shown = ", ".join(f'"{role}"' for role in roles)
     return f'[[tokens]]\nname = "{name}"\nroles = [{shown}]\nhash = "{format_hash(digest(token))}"\n'
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server, and the tokens of its callers by their names."""
+    """A server, and its callers' tokens by name."""
 
     server: Server
     tokens: dict[str, str]
@@ -93,14 +93,14 @@ def channel(guarded: Guarded) -> Iterator[grpc.Channel]:
 
 
 def outcome(channel: grpc.Channel, method: str, authorization: str | bytes | None) -> tuple[Code, str]:
-    """How an RPC with an empty request ends, and the reason that it is told."""
+    """The status code of an RPC with an empty request, and the reason given."""
     descriptor = METHODS[method]
     path = f"/{descriptor.containing_service.full_name}/{descriptor.name}"
     metadata: Any = () if authorization is None else (("authorization", authorization),)
     call: Any
     if descriptor.client_streaming:
         call = channel.stream_stream(path)(iter([b""]), timeout=calls.PATIENCE_S, metadata=metadata)
-        with suppress(grpc.RpcError):  # whose status is asked for below
+        with suppress(grpc.RpcError):  # its status is checked below
             list(call)
     else:
         call = channel.unary_unary(path).future(b"", timeout=calls.PATIENCE_S, metadata=metadata)
@@ -195,7 +195,7 @@ def test_a_cache_is_there_for_its_owner_alone(guarded: Guarded) -> None:
                     call(request.SerializeToString(), timeout=calls.PATIENCE_S, metadata=metadata)
                 mine = calls.status_of(caught.value)
                 assert caught.value.code() is Code.NOT_FOUND, method
-                # It is told what it would be told of a cache that nobody has.
+                # The reply is the same as for a cache that does not exist.
                 nobodys = "x" * len(cache.name)
                 missing = request.SerializeToString().replace(cache.name.encode(), nobodys.encode())
                 with pytest.raises(grpc.RpcError) as caught:
@@ -215,7 +215,7 @@ def test_a_cache_is_there_for_its_owner_alone(guarded: Guarded) -> None:
 
 
 def http(guarded: Guarded, path: str, authorization: str | None) -> tuple[int, str | None, str]:
-    """What the HTTP port answers: the status, what it asks for, and the body."""
+    """The HTTP port's answer: status, WWW-Authenticate header and body."""
     headers = {} if authorization is None else {"Authorization": authorization}
     request = urllib.request.Request(f"http://{guarded.server.http_address}/{path}", headers=headers)
     try:
@@ -237,7 +237,7 @@ def test_metrics_are_for_those_who_may_read_them_and_health_for_all(guarded: Gua
 
 
 def until_granted(attempt: Callable[[], T]) -> T:
-    """Tries until it is not refused."""
+    """Retries until the attempt is permitted."""
     deadline = time.monotonic() + calls.PATIENCE_S
     while True:
         try:
@@ -248,7 +248,7 @@ def until_granted(attempt: Callable[[], T]) -> T:
 
 
 def until_refused(attempt: Callable[[], object]) -> PermissionDeniedError:
-    """Tries until it is refused."""
+    """Retries until the attempt is refused."""
     deadline = time.monotonic() + calls.PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -260,7 +260,7 @@ def until_refused(attempt: Callable[[], object]) -> PermissionDeniedError:
 
 
 def test_tokens_are_replaced_without_a_restart(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    """The new one works beside the old one, and then alone; a stream that lasts does not outlive its token."""
+    """The new token works beside the old one, and then alone; a long-lived stream does not outlive its token."""
     old, new = new_token(), new_token()
     file, secret = tmp_path / "callers.toml", tmp_path / "secret"
     file.write_text(entry("ann", old, "use"))
@@ -274,7 +274,7 @@ def test_tokens_are_replaced_without_a_restart(start_server: Callable[..., Serve
         for client in (with_old, with_file):
             client.attend(QUERY, QUERY, QUERY)
 
-        # What is not TOML, or empty, as it is for a moment when it is written over: what was stays.
+        # Invalid TOML, or an empty file, as seen for a moment during an overwrite: the old entries stay in force.
         for times, text in enumerate(("[[tokens]]\nname =", ""), 1):
             file.write_text(text)
             deadline = time.monotonic() + calls.PATIENCE_S
@@ -294,7 +294,7 @@ def test_tokens_are_replaced_without_a_restart(start_server: Callable[..., Serve
         assert until_refused(lambda: with_old.attend(QUERY, QUERY, QUERY)).reason == "UNKNOWN_TOKEN"
         assert until_refused(with_old.server_info).reason == "UNKNOWN_TOKEN"
         with_file.caches.list()
-        for _ in range(3):  # on another stream than the one that the old token opened
+        for _ in range(3):  # not on the stream that the old token opened
             with_file.attend(QUERY, QUERY, QUERY)
         cache.append(QUERY, QUERY)
 

@@ -1,4 +1,4 @@
-"""The file of callers, the tokens in it and the command that makes them."""
+"""The callers file, the tokens in it and the command that makes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_who_has_which_token() -> None:
 
 
 def test_the_whole_hash_is_compared() -> None:
-    """A token whose hash begins like another's is another token."""
+    """A token whose hash merely starts like another's does not match it."""
     token = tokens.new_token()
     found = tokens.digest(token)
     like = found[:-1] + bytes([found[-1] ^ 1])

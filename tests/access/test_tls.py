@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: the real server, real sockets, certificates made for the purpose."""
+"""TLS and mutual TLS: the real server, real sockets, certificates made for the tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUERY = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
 
 
 def attend(client: Client) -> None:
-    """One attention, to keys that are the query, over a stream."""
+    """One attention over a stream, with the query as keys."""
     output = client.attend(QUERY, QUERY, QUERY).output
     scores = QUERY @ QUERY.transpose(0, 2, 1) / np.sqrt(8)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
@@ -42,7 +42,7 @@ def attend(client: Client) -> None:
 
 
 def refused(server: Server, tls: TLS | None) -> str:
-    """What a client is told that does not get in."""
+    """The error that a rejected client gets."""
     with (
         Client(server.address, tls=tls, retries=0, timeout=PATIENCE_S) as client,
         pytest.raises(UnavailableError) as caught,
@@ -65,11 +65,11 @@ def mutual(authority: certificates.Authority, tmp_path_factory: pytest.TempPathF
     flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     flags += ("--tls-client-ca", str(authority.ca), "--http-tls", "true")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("GRPC_VERBOSITY", raising=False)  # which this process has, too
+        patch.delenv("GRPC_VERBOSITY", raising=False)  # which is set in this process, too
         server = Server(flags, tmp_path_factory.mktemp("mutual") / "stderr")
     yield server
     assert server.stop() == 0, server.stderr()
-    # Of all those who were refused, nothing but lines of the server's own.
+    # The refused clients left only the server's own log lines.
     assert all(line.split(" ")[1] in ("info", "warning") for line in server.stderr().splitlines()), server.stderr()
 
 
@@ -124,7 +124,7 @@ def test_nor_is_one_of_another_name(mutual: Server, authority: certificates.Auth
 def test_a_name_that_is_looked_up_is_the_one_that_the_certificate_must_have(
     mutual: Server, authority: certificates.Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the address, which the certificate has too: whoever answers for the name may have given any."""
+    """Not the address, which the certificate has too: a name server may have given any address."""
     port = int(mutual.address.rpartition(":")[2])
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
@@ -176,7 +176,7 @@ def test_a_certificate_alone_is_not_for_administration(mutual: Server, authority
 def test_what_certificates_may_do_where_a_file_says_it(
     start_server: Callable[..., Server], authority: certificates.Authority, tmp_path: Path
 ) -> None:
-    """Those that it names and no others, by any of their names; who shows a token is who the token says."""
+    """Certificates listed there, by any of their names, have roles; others have none. A token takes precedence."""
     token, callers = new_token(), tmp_path / "callers.toml"
     callers.write_text(
         '[[certificates]]\nname = "deployer.example"\nroles = ["layers"]\n'
@@ -221,14 +221,14 @@ def test_health_and_metrics_over_tls_ask_for_no_certificate(mutual: Server, auth
 
 
 def serial_number(http_address: str, authority: certificates.Authority) -> str:
-    """That of the certificate that the HTTP port shows."""
+    """The serial number of the HTTP port's certificate."""
     host, _, port = http_address.rpartition(":")
     pem = ssl.get_server_certificate((host, int(port)), ca_certs=str(authority.ca), timeout=PATIENCE_S)
     return f"{x509.load_pem_x509_certificate(pem.encode()).serial_number}"
 
 
 def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    """New authorities, for the server and for its callers, while a connection under the old ones goes on."""
+    """New authorities, for the server and its callers, while a connection made under the old ones lives on."""
     old, new = certificates.Authority(tmp_path, "old"), certificates.Authority(tmp_path, "new")
     files, client_ca = old.issue_for_server(), tmp_path / "client-ca.pem"
     client_ca.write_bytes(old.ca.read_bytes())
@@ -242,7 +242,7 @@ def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..
 
         key = files.key.read_bytes()
         successor = new.issue_for_server("successor")
-        files.certificate.write_bytes(successor.certificate.read_bytes())  # whose key is not there yet
+        files.certificate.write_bytes(successor.certificate.read_bytes())  # its key is not there yet
         with Client(server.address, tls=as_before) as client:
             attend(client)
         assert serial_number(server.http_address, old) == shown
@@ -262,7 +262,7 @@ def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..
 def test_every_address_of_a_name_has_the_certificate_and_its_successor(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """As far as this machine has the addresses of localhost."""
+    """For those addresses of localhost that this machine has."""
     old, new = certificates.Authority(tmp_path, "old"), certificates.Authority(tmp_path, "new")
     files = old.issue_for_server()
     flags = ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--listen=localhost:0"]
@@ -288,8 +288,8 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
     transport: Literal["stream", "unary"],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it has made under the old name is another's under the new one. The old connection is closed, whether the
-    client calls again or not.
+    """What the client created under the old name belongs to another caller under the new one. The old connection is
+    closed, whether or not the client calls again.
     """
     monkeypatch.setattr(replicas, "FORGET_AFTER", 0.2)
     files, successor = authority.issue("files", common_name="old"), authority.issue("successor", common_name="new")
@@ -298,7 +298,7 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
         attend(client)
         client.create_cache(2, 8)
         key = files.key.read_bytes()
-        files.key.write_bytes(successor.key.read_bytes())  # whose certificate is not there yet
+        files.key.write_bytes(successor.key.read_bytes())  # its certificate is not there yet
         time.sleep(LOOK_INTERVAL_S)
         attend(client)
         assert client.caches.list()

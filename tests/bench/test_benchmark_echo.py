@@ -1,4 +1,4 @@
-"""The ceiling of transport answers all that it is asked, in whatever message, and then ends the stream."""
+"""The echo server, the transport's ceiling, answers all calls, however split into messages, then ends the stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 
 def test_a_stream_that_says_no_more_has_all_its_answers() -> None:
-    """As those that measure do in the end: what is in flight is waited for."""
+    """As a benchmark ends: it half-closes and waits for what is in flight."""
     workload = WORKLOADS["M"]
     request = pb.AttendRequest.FromString(workload.request(0))
     with running("benchmarks.echo", "cpu", "workloads") as echo:

@@ -1,4 +1,4 @@
-"""The benchmark of kernels: every way is measured, and the table goes where the document has a place for it."""
+"""The benchmark of kernels: every way is measured, and the table goes into its place in the document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark makes of replies: counts, checks, medians, marks and goals; and when it sends requests."""
+"""How the benchmark evaluates replies: counts, checks, medians, marks and goals; and when it sends requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_clock_counts_what_comes_between_warm_up_and_end(monkeypatch: pytest.Mon
         return clock.replied(number, time - 0.5, b"")
 
     assert reply_at(101.0, 0)  # within the warm-up
-    assert reply_at(102.5, 1)  # ends it, and the counting begins
+    assert reply_at(102.5, 1)  # ends the warm-up, and counting starts
     assert reply_at(104.0, 2)
     assert reply_at(112.0, 3)
     assert not reply_at(112.5, 4)
@@ -200,7 +200,7 @@ def test_noise_is_marked_and_ratios_are_of_tokens() -> None:
 
 
 def test_open_loops_say_how_busy_the_machine_was() -> None:
-    """At a share of its own capacity one server keeps more of the cores busy than another: tails tell by that."""
+    """At equal shares of their own capacities, servers keep different shares of cores busy, which affects tails."""
     figures = {name: Figure.of([100.0]) for name in OPEN_FIGURES}
     figures |= {"server_cpu_us": Figure.of([9_000.0]), "client_cpu_us": Figure.of([6_000.0])}
     cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, figures), 2)
@@ -220,7 +220,7 @@ def test_an_open_loop_leaves_out_none_that_is_late(monkeypatch: pytest.MonkeyPat
     assert 0 < len(counted) < len(arrivals.times)
     going = []
     for number, time in enumerate(arrivals.times):
-        now[0] = 200.0 + number  # a server that stalls for as long as all are due
+        now[0] = 200.0 + number  # a server that stalls until all requests are due
         going.append(clock.replied(0, 100.0 + time, b""))
     assert going == [True] * (len(arrivals.times) - 1) + [False]
     assert len(clock.measurement.latencies) == len(counted)

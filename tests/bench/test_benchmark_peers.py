@@ -1,4 +1,4 @@
-"""Servers of others: what they are sent and answer, what they compute, and the connections to them."""
+"""Third-party servers: what they are sent and answer, what they compute, and the connections to them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_peers_that_are_installed_answer_right(peer: Peer, name: str, tmp_path: 
 
 
 def test_a_server_of_others_is_waited_for_until_it_says_that_it_is_ready(tmp_path: Path) -> None:
-    """Its answers are of the test's own server, the process is one that waits."""
+    """The answers come from the test's own HTTP server; the process just waits."""
     statuses = [503, 503, 200]
     given: list[int] = []
 
@@ -174,7 +174,7 @@ async def test_http_connections_read_replies_however_they_come_and_are_kept() ->
     gone = Refused("the connection ended: closed by the server")
     assert [reply for number, reply in found if number > 2] == [Refused("HTTP 408"), gone] * 2
     assert all(reply == bodies[number] for number, reply in found if number <= 2)
-    assert len(connections) == 5  # a refusal keeps one, an end takes it
+    assert len(connections) == 5  # a refusal keeps the connection, an ended one is replaced
     await asyncio.gather(*filter(None, connections))
     server.close()
     await server.wait_closed()

@@ -1,4 +1,4 @@
-"""The benchmark runs from end to end, refuses wrong answers, and its figures become tables that can be read.
+"""The benchmark runs end to end, rejects wrong answers, and turns its figures into readable tables.
 
 One run of some workloads, so short that its figures mean nothing: no time is asserted.
 """
@@ -110,7 +110,7 @@ def test_all_workloads_are_measured_and_their_file_has_all_fields(run: Run) -> N
         for each in workload["open"]:
             assert list(each["figures"]) == list(OPEN_FIGURES)
             figures = {name: figure["median"] for name, figure in each["figures"].items()}
-            # A machine that is busy enough answers none in time.
+            # On a busy machine, possibly no answer is in time.
             assert 0 <= figures["goodput_per_second"] <= figures["offered_per_second"] > 0
             assert figures["p50_us"] <= figures["p99_us"] <= figures["p999_us"]
         assert list(workload["ways"]) == WAYS
@@ -206,7 +206,7 @@ def test_torch_in_process_computes_every_request(workload: Workload) -> None:
 def test_replies_without_computation_are_as_long_as_computed_ones() -> None:
     for workload in WORKLOADS.values():
         payload = 4 * int(np.prod(workload.output_shape(0)))
-        # Beside the payload, a reply has a header and what it says of each of up to 64 caches.
+        # Beside the payload, a reply has a header and an entry for each of up to 64 caches.
         assert payload < len(workload.reply(0)) < payload + (300 if workload.name == "D64" else 100)
 
 
@@ -253,7 +253,7 @@ MODELS = [
 
 @pytest.mark.parametrize("workload", MODELS, ids=[each.name for each in MODELS])
 def test_workloads_of_models_are_served_and_computed_as_defined(workload: Workload, server: Server) -> None:
-    """What runs on CUDA, small and on a CPU: the benchmark's own check of the service and of torch in process."""
+    """The CUDA workloads, small and on a CPU: the benchmark's own check of the service and of in-process torch."""
     service = Running(server.address, ())
     with asyncio.Runner() as loop:
         for way in (Way(None, in_process), *(Way(service, load, prepared=True) for load in LOADS.values())):

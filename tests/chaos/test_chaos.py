@@ -1,4 +1,4 @@
-"""The experiments of `make chaos` in short: what is promised of a bad day is kept. No time is asserted."""
+"""Short runs of the `make chaos` experiments: promises about failures are kept. No times are asserted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MACHINE: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "tor
 
 
 def kept(name: str, minutes: float = 0.05) -> Outcome:
-    """The outcome of an experiment, which must have kept its promise."""
+    """The outcome of an experiment, whose promise must have been kept."""
     outcome = make(name, minutes)
     assert outcome.kept, f"\n{table(outcome)}"
     return outcome
@@ -30,7 +30,7 @@ def test_the_promise_is_kept(name: str) -> None:
 
 
 def test_devices_that_fail_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the ways; the others are tested without a process of their own (`scheduling/test_engine_faults.py`)."""
+    """Two of the ways to fail; the others are tested in process (`scheduling/test_engine_faults.py`)."""
     monkeypatch.setattr(device, "CASES", {case: device.CASES[case] for case in ("lost", device.ON_THE_LOOP)})
     kept("device")
 
@@ -67,7 +67,7 @@ def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
 
 
 def test_figures_of_other_experiments_stay_in_a_document() -> None:
-    """Their JSON file may be on another machine. What was made again takes the place of what was there."""
+    """Their JSON file may be on another machine. Repeated experiments replace their old figures."""
     document = f"by hand\n{BEGIN}\n### drain\n\nold\n\n### kill\n\nkept\n{END}\nby hand"
     text = with_kept(document, "### soak\n\nnew\n\n### drain\n\nnewer")
     assert text == "### drain\n\nnewer\n\n### kill\n\nkept\n\n### soak\n\nnew"

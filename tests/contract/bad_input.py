@@ -1,6 +1,6 @@
-"""Every way for a request to be bad: what is put into which field, and the field that must be named.
+"""Every way for a request to be bad: the value put into a field, and the field that the error must name.
 
-What holds of all tensors, enumerations and names comes from the descriptors; the rest is written out.
+Cases that apply to all tensors, enumerations and names are derived from the descriptors; the rest is written out.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ATTEND, APPLY, STREAM = (f"AttentionService/{name}" for name in ("Attend", "Appl
 CREATE, APPEND, FORK, TRUNCATE = (f"CacheService/{name}" for name in ("Create", "Append", "Fork", "Truncate"))
 
 UNSET: Final = "unset"
-"""The value of a field that is not there."""
+"""Stands for a field that is not set."""
 PLACEHOLDERS: Final = Caches("plain-cache", "decoder-cache")
 
 
 ENDLESS: Final = [2**31 - 1] * 10_000
-"""Axes whose product has more digits than Python puts into words. That of as many as fit into a message takes hours."""
+"""Axes whose product has more digits than Python will print. Multiplying as many as fit into a message takes hours."""
 
 
 class Case(NamedTuple):
-    """A sound request with another value at a path, and how it ends. `field` None: the path."""
+    """A sound request with one value replaced at a path, and the error it gets. `field` None: same as the path."""
 
     method: str
     kind: str
@@ -53,18 +53,18 @@ class Case(NamedTuple):
 ANYTHING_GOES: Final[dict[str, set[str]]] = {
     ATTEND: {"causal", "return_lse"},  # both values of a bool are legal, everywhere
     APPLY: set(),
-    # What is in a request is looked at by the readers of Attend and Apply: every case of theirs is sent on a stream,
-    # too. Ids that nothing has are ignored, and so, by the standard, is what is no trace context.
+    # The requests inside a stream are read by the readers of Attend and Apply, whose cases are all sent on a stream
+    # too. Unknown ids are ignored, and so, by the standard, is a malformed trace context.
     STREAM: {"cancel", "calls.apply", "calls.traceparent", "calls.tracestate"},
-    APPEND: {"append_id", "length_first"},  # an id that nothing had is that of another one
+    APPEND: {"append_id", "length_first"},  # an unused id just identifies another append
     TRUNCATE: {"truncation_id"},
-    # Names that are not there are gone already.
+    # Deleting names that do not exist is no error.
 }
-"""Fields of which no value by itself is an error."""
+"""Fields for which no value is an error by itself."""
 
 
 def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of all fields that are no messages; of a stream's calls, not what is in their requests."""
+    """The paths of all fields that are not messages, without those of the requests inside a stream's calls."""
     for field in descriptor.fields:
         path = f"{prefix}{field.name}"
         if field.type == FieldDescriptor.TYPE_MESSAGE and not path.startswith(("calls.attend", "calls.apply")):
@@ -74,7 +74,7 @@ def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:
 
 
 def given(message: Message, prefix: str = "") -> Iterator[tuple[str, Any, FieldDescriptor]]:
-    """Every field that is set anywhere in a message: its path, its value, what it is. Of repeated ones, the first."""
+    """Every field set anywhere in a message: path, value and descriptor. Of a repeated message, the first element."""
     for field, value in message.ListFields():
         path, one = f"{prefix}{field.name}", value
         if field.is_repeated and field.type == FieldDescriptor.TYPE_MESSAGE:
@@ -85,19 +85,19 @@ def given(message: Message, prefix: str = "") -> Iterator[tuple[str, Any, FieldD
 
 
 def of_tensor(path: str, sound: tensor_pb2.Tensor) -> Iterator[tuple[str, Any, str]]:
-    """What is wrong with any tensor, whatever it is for."""
+    """Errors that apply to any tensor, whatever its use."""
     shape, name = list(sound.shape), path.rpartition(".")[2]
     for dtype in (tensor_pb2.DATA_TYPE_UNSPECIFIED, 99, -1):
         yield f"{path}.dtype", dtype, f"{path}.dtype"
     floating = sound.dtype in _dtypes.FLOATING
     other = np.dtype(bool) if floating else np.dtype(np.float32)
-    if not (name == "input" and not floating):  # activations instead of ids have another rank, too
+    if not (name == "input" and not floating):  # activations differ from ids in rank too
         yield path, messages.tensor(np.zeros(shape, other)), f"{path}.dtype"
     yield f"{path}.shape", [-1, *shape[1:]], f"{path}.shape"
     yield f"{path}.shape", [-(2**63), *shape[1:]], f"{path}.shape"
     yield f"{path}.shape", [2**63 - 1] * len(shape), f"{path}.shape"
     yield f"{path}.shape", [2**31 - 1] * len(shape), f"{path}.data"  # up to 2 ** 124 elements
-    if name not in ("mask", "bias", "query_offset") or path.startswith("additive"):  # those may be scalars
+    if name not in ("mask", "bias", "query_offset") or path.startswith("additive"):  # these may be scalars
         yield path, messages.tensor(np.zeros((), _dtypes.NUMPY[sound.dtype])), f"{path}.shape"
     if size := len(sound.data):
         for length in (0, size - 1, size + 1, 2 * size):
@@ -105,7 +105,7 @@ def of_tensor(path: str, sound: tensor_pb2.Tensor) -> Iterator[tuple[str, Any, s
 
 
 def of_all_fields() -> Iterator[Case]:
-    """What is wrong with any tensor and any enumeration, in each sound request that has one."""
+    """Errors that apply to any tensor and any enumeration, for each sound request that has one."""
     for method, kinds in requests(PLACEHOLDERS).items():
         if method == STREAM:
             continue
@@ -141,7 +141,7 @@ def of_attend() -> Iterator[Case]:
     }.items():
         yield from (Case(ATTEND, kind, field, UNSET) for field in fields)
     for kind, field, wrong in (
-        ("dot", "query", tensor(B, HQ + 1, 3, D)),  # no multiple of the keys' heads
+        ("dot", "query", tensor(B, HQ + 1, 3, D)),  # not a multiple of the key heads
         ("dot", "query", tensor(B, HQ, 3, 0)),
         ("dot", "key", tensor(B + 1, HK, S, D)),
         ("dot", "key", tensor(B, HK, S, D + 1)),
@@ -176,9 +176,9 @@ def of_attend() -> Iterator[Case]:
         ("resident", "query_offset", ids(2**41), 0),
     ):
         yield Case(ATTEND, kind, field, wrong, f"{field}[{index}]")
-    yield Case(ATTEND, "packed", "query_lengths", ids(3, 3))  # a sum that lies
+    yield Case(ATTEND, "packed", "query_lengths", ids(3, 3))  # wrong sum
     yield Case(ATTEND, "packed", "kv_lengths", ids(5, 1))
-    yield Case(ATTEND, "dot", "query_lengths", ids(3, 3))  # not of this layout
+    yield Case(ATTEND, "dot", "query_lengths", ids(3, 3))  # not for this layout
     yield Case(ATTEND, "dot", "layout", pb.LAYOUT_PACKED, "query.shape")
     yield Case(ATTEND, "resident", "layout", pb.LAYOUT_PACKED)
     yield Case(ATTEND, "dot", "kv_lengths", ids(*[1] * 20_000), "kv_lengths.shape")
@@ -186,7 +186,7 @@ def of_attend() -> Iterator[Case]:
 
 
 def of_references(method: str, layers: int) -> Iterator[Case]:
-    """What is wrong with a reference to a cache."""
+    """Errors in a reference to a cache."""
     yield Case(method, "resident", "caches[0].name", "")
     yield Case(method, "resident", "caches[0].name", "nothing", "", NOT_FOUND, "NOT_FOUND")
     yield Case(method, "resident", "caches[0].layer", layers)
@@ -209,7 +209,7 @@ def of_apply() -> Iterator[Case]:
         "window.right": (-2, -(2**63)),
     }.items():
         yield from (Case(APPLY, "self", field, value) for value in values)
-    for field in ("causal", "return_lse", "average_scores"):  # blocks of transformers say it themselves
+    for field in ("causal", "return_lse", "average_scores"):  # a transformer block defines these itself
         yield Case(APPLY, "gpt2", field, True)
     yield Case(APPLY, "bert", "return_scores", pb.SCORE_STAGE_RAW)
     yield Case(APPLY, "self", "return_scores", UNSET, "average_scores")
@@ -352,7 +352,7 @@ def put(message: Any, path: str, value: Any) -> None:
 
 
 def rename(message: Any, names: dict[str, str]) -> None:
-    """Puts the names of caches that are there in the place of others."""
+    """Replaces placeholder names with those of existing caches."""
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             for inner in value if field.is_repeated else (value,):

@@ -1,7 +1,7 @@
-"""Every field of every message of every RPC, given what it must not be: the error names it, over a real socket.
+"""Every field of every message of every RPC, given invalid values over a real socket: the error names the field.
 
-The table is `bad_input.CASES`. A field that has no case, and is not in `ANYTHING_GOES`, fails a test: one that is added
-to the protos must be added there.
+The table is `bad_input.CASES`. A field that has no case and is not in `ANYTHING_GOES` fails a test: a field added to
+the protos must be added there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def caches(channel: grpc.Channel) -> Iterator[Caches]:
     keys = tensor(HK, S, D)
     ask(channel, APPEND, METHODS[APPEND].request(name=caches.plain, key=keys, value=keys))
     yield caches
-    for name in names:  # bad input has changed nothing
+    for name in names:  # bad input changed nothing
         assert set(ask(channel, "CacheService/Get", METHODS["CacheService/Get"].request(name=name)).cache.lengths) == {
             S if name == caches.plain else 0
         }
@@ -71,7 +71,7 @@ def ask(channel: grpc.Channel, method: str, request: Any) -> Any:
 
 
 def check(status: status_pb2.Status, case: Case) -> None:
-    """The error is that of the case, in its details too."""
+    """Asserts that the error is the one the case expects, details included."""
     field = case.path if case.field is None else case.field
     assert status.code == case.code.value[0], status.message
     info = calls.detail(status, error_details_pb2.ErrorInfo)
@@ -90,13 +90,13 @@ def check(status: status_pb2.Status, case: Case) -> None:
 def test_what_is_sound_is_taken(channel: grpc.Channel, caches: Caches, method: str) -> None:
     for kind, request in requests(caches)[method].items():
         if method == "LayerService/Unload":
-            continue  # there is nothing to spare
+            continue  # no layer to spare
         assert ask(channel, method, request) is not None, kind
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bad_input_is_named(channel: grpc.Channel, caches: Caches, method: str) -> None:
-    """All cases of an RPC, each in a call of its own."""
+    """All cases of an RPC, each in its own call."""
     wrong: list[str] = []
     for case in (case for case in CASES if case.method == method):
         request = broken(case, caches)
@@ -117,7 +117,7 @@ def test_bad_input_is_named(channel: grpc.Channel, caches: Caches, method: str) 
 
 
 def test_a_stream_says_the_same(channel: grpc.Channel, caches: Caches) -> None:
-    """The cases of Attend and Apply as calls of a few messages, a sound call between any two of them."""
+    """The cases of Attend and Apply as calls in a few messages, with a sound call between every two."""
     cases = [case for case in CASES if case.method in (ATTEND, APPLY)]
     stream, replies = calls.Stream(channel), 0
     good = sound(ATTEND, "dot", caches)
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
 
 
 def test_health_and_reflection_know_bytes_that_are_no_message(channel: grpc.Channel) -> None:
-    """Of others' protos, but served here: gRPC would call them the server's fault, and in its own words."""
+    """Third-party protos, but served here: gRPC itself would report a server error, in its own words."""
     health = "/grpc.health.v1.Health/"
     for call in (
         channel.unary_unary(health + "Check"),
@@ -178,7 +178,7 @@ def test_health_and_reflection_know_bytes_that_are_no_message(channel: grpc.Chan
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_field_has_a_case(method: str) -> None:
-    """Fails where a field is added to a request, and nothing here says what it must not be."""
+    """Fails if a field is added to a request and nothing here defines invalid values for it."""
     fields = set(leaves(METHODS[method].request.DESCRIPTOR))
     named = set()
     for case in CASES:
@@ -226,7 +226,7 @@ def test_bytes_of_masks_that_are_neither_0_nor_1_are_true(channel: grpc.Channel,
 
 @pytest.mark.parametrize("method", [ATTEND, APPLY, APPEND])
 def test_what_is_beside_the_contents_of_tensors_is_bounded(channel: grpc.Channel, caches: Caches, method: str) -> None:
-    """One shape that fills a message would take 16 times the message's memory."""
+    """Parsed, a shape that fills a message would take 16 times the message's memory."""
     shape = tensor_pb2.Tensor(shape=[1] * (2 << 20))
     field = {ATTEND: "query", APPLY: "input", APPEND: "key"}[method]
     with pytest.raises(grpc.RpcError) as caught:
@@ -244,7 +244,7 @@ def test_what_is_beside_the_contents_of_tensors_is_bounded(channel: grpc.Channel
 
 
 def test_what_is_claimed_costs_nothing(channel: grpc.Channel, layer_server: Server, caches: Caches) -> None:
-    """Shapes of more bytes than there are in the world, whose payloads are not there: no memory is taken for them."""
+    """Shapes that claim absurdly many bytes, without the payload: no memory is allocated for them."""
 
     def resident() -> int:
         status = Path(f"/proc/{layer_server.process.pid}/status").read_text()

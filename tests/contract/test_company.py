@@ -1,7 +1,7 @@
-"""A request's reply has the same bits whatever else the server computes at the time, and reaches who asked.
+"""A reply has the same bits whatever else the server computes at the time, and reaches its own caller.
 
-Every request is first asked alone, with nothing else in flight, then again among many others, from one thread and from
-several, over one client and over several. The batches that the server reports show that there was company.
+Every request is sent first alone, with nothing else in flight, then again among many others, from one thread and from
+several, over one client and over several. The batch sizes that the server reports show that there was company.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RETURNED = st.fixed_dictionaries(
 def test_bits_do_not_depend_on_random_company(
     client: Client, plans: list[tuple[Plan, dict[str, Any]]], seeds: list[int], order: Any
 ) -> None:
-    """Each plan several times, so that there is company of the same kind, which can share a kernel call, and other."""
+    """Each plan several times, so that company is of the same kind, which can share a kernel call, and of others."""
     asked = [(plan.case(seed), returned) for plan, returned in plans for seed in seeds]
     alone = [case.attend(client, **returned) for case, returned in asked]
     shuffled = list(range(len(asked)))
@@ -73,7 +73,7 @@ EVERY_KIND = list(product(SAME_KIND, sorted(DTYPES)))
 
 @pytest.mark.parametrize("kind", SAME_KIND)
 def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: Client, kind: str) -> None:
-    """Requests that share a kernel call, if any do: equal in all but their contents, and all there at once."""
+    """The likeliest requests to share a kernel call: equal in all but their contents, and all in flight at once."""
     seeds = range(32)
     cases = [Plan(dtype=dtype, **SAME_KIND[kind]).case(seed) for dtype in DTYPES for seed in seeds]
     alone = [case.attend(client, return_lse=True) for case in cases]
@@ -88,8 +88,8 @@ def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: 
 
 @EVERY_DTYPE
 def test_bits_do_not_depend_on_heavy_company(client: Client, dtype: str) -> None:
-    """Heavy requests that fit into the same batch, in whose company work may be divided among threads; and requests
-    with a NaN, which may be computed another way: wholly or in part, but always the same part.
+    """Heavy requests in the same batch, which may cause work to be divided among threads; and requests with a NaN,
+    which may be computed another way, wholly or in part, but always the same part.
     """
     plan = Plan(dtype=dtype, key_heads=4, head_dim=64, key_dim=64, value_dim=64, causal=True, batch=1)
     heavy = [replace(plan, query_length=length, key_length=length).case(0) for length in (400, 300)]
@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_heavy_company(client: Client, dtype: str) -> None
 
 @EVERY_DTYPE
 def test_bits_do_not_depend_on_the_place_in_a_request(client: Client, dtype: str) -> None:
-    """A batch, the same sequences packed among others, and each alone: one result."""
+    """A batch, the same sequences packed among others, and each one alone give the same result."""
     plan = Plan(dtype=dtype, batch=5, query_length=3, key_length=9, causal="bottom_right", alibi=True)
     case = plan.case(0)
     whole = case.attend(client, return_lse=True)
@@ -130,7 +130,7 @@ def test_bits_do_not_depend_on_the_place_in_a_request(client: Client, dtype: str
 
 @pytest.mark.parametrize("scores", [None, "weights"])
 def test_padding_beyond_a_length_changes_nothing(client: Client, scores: str | None) -> None:
-    """Keys from kv_lengths on might as well not be there."""
+    """Keys at kv_lengths and beyond might as well not exist."""
     for dtype in sorted(DTYPES):
         padded = Plan(dtype=dtype, batch=1, query_length=3, key_length=20, kv_lengths=(11,)).case(1)
         options = {name: value for name, value in padded.options.items() if name != "kv_lengths"}
@@ -141,13 +141,13 @@ def test_padding_beyond_a_length_changes_nothing(client: Client, scores: str | N
 
 
 def _fingerprinted(plan: Plan, number: int) -> Case:
-    """A case whose every value, and so every output whatever the weights, is a number."""
+    """A case whose values all equal `number`, and so do its outputs, whatever the weights."""
     case = plan.case(number)
     return replace(case, value=np.full_like(case.value, number))
 
 
 def test_every_result_reaches_who_asked(server: Server) -> None:
-    """Eight threads and three clients ask at once, in mixed kinds; each result must bear the number of its request."""
+    """Eight threads with three clients send mixed kinds at once; each result must carry its request's number."""
     kinds = [
         Plan(query_length=1, key_length=5),
         Plan(query_length=4, key_length=4, causal=True),
@@ -191,7 +191,7 @@ def test_an_invalid_request_does_not_disturb_its_company(client: Client) -> None
 
 
 def test_bits_do_not_depend_on_the_transport(server: Server, client: Client) -> None:
-    """Unary calls and calls on a stream say the same, to the last bit."""
+    """Unary and streamed calls give the same result, to the last bit."""
     with Client(server.address, transport="unary") as unary:
         for seed, (kind, dtype) in enumerate(EVERY_KIND):
             case = Plan(dtype=dtype, **SAME_KIND[kind]).case(seed)
@@ -199,7 +199,7 @@ def test_bits_do_not_depend_on_the_transport(server: Server, client: Client) -> 
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(start_server: Callable[..., Server]) -> None:
-    """Neither of one request alone nor of one among many, although the threads share them differently."""
+    """Neither for a request alone nor among many, although the threads divide the work differently."""
     asked = [Plan(dtype=dtype, **SAME_KIND[kind]).case(seed) for seed in (0, 1) for kind, dtype in EVERY_KIND]
     results = []
     for threads in (1, 2):

@@ -1,4 +1,4 @@
-"""The edges of what is legal, and what lies beyond: zero lengths, huge numbers, crooked payloads, broken requests."""
+"""Edge cases, legal and illegal: zero lengths, huge numbers, misaligned payloads, broken requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_huge_positions(client: Client, options: dict[str, Any], dtype: str) -> 
 @EVERY_DTYPE
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 7), "sinks": True}, {"score": "general"}])
 def test_long_sequences(client: Client, options: dict[str, Any], dtype: str) -> None:
-    """Of megabytes, which arrive in pieces, are divided among threads and computed block by block."""
+    """Megabytes, which arrive in pieces, are divided among threads and are computed block by block."""
     sizes: dict[str, Any] = {"query_length": 533, "key_length": 701, "head_dim": 64, "key_dim": 64, "value_dim": 64}
     case = Plan(dtype=dtype, key_heads=2, group=2, **sizes, **options).case(2)
     accuracy.check(case, case.attend(client, return_lse=True))
@@ -81,7 +81,7 @@ def test_long_sequences(client: Client, options: dict[str, Any], dtype: str) -> 
 @EVERY_DTYPE
 @pytest.mark.parametrize("factor", [1e-4, 30.0])
 def test_large_and_small_queries(client: Client, factor: float, dtype: str) -> None:
-    """Scores in the hundreds, whose exponentials overflow unless the largest is taken away first; and tiny ones."""
+    """Scores in the hundreds, whose exponentials overflow unless the maximum is subtracted first; and tiny ones."""
     plan = Plan(dtype=dtype, query_length=20, key_length=30, causal=True, scale=factor)
     case = plan.case(2)
     result = case.attend(client, return_lse=True)
@@ -104,8 +104,8 @@ def test_nan_and_infinities_reach_the_rows_that_attend_them_and_no_other(
 ) -> None:
     for number, poison in enumerate((np.nan, np.inf, -np.inf)):
         case = Plan(dtype=dtype, group=2, query_length=6, key_length=6, causal=True, query_offset=-1).case(number)
-        case.query[:, 0, [0, 4], 2] = np.nan  # row 0 attends nothing
-        case.key[:, 0, 5] = np.nan  # beyond what the last row attends
+        case.query[:, 0, [0, 4], 2] = np.nan  # row 0 attends to nothing
+        case.key[:, 0, 5] = np.nan  # beyond what the last row attends to
         case.key[:, 1, 3, 0] = np.nan
         case.value[0, :, 2, 1] = poison
         case.value[1, :, 5] = poison
@@ -121,7 +121,7 @@ def test_nan_and_infinities_reach_the_rows_that_attend_them_and_no_other(
 @EVERY_DTYPE
 @pytest.mark.parametrize("length", [1, 6])
 def test_bits_do_not_depend_on_where_payloads_lie(server: Server, dtype: str, length: int) -> None:
-    """An unknown field of some bytes in front moves all payloads of a message: they need no particular alignment."""
+    """An unknown leading field of a few bytes shifts all payloads of a message: no alignment is required."""
     case = Plan(dtype=dtype, query_length=length, key_length=19, head_dim=20, key_dim=20, value_dim=20).case(4)
     request = pb.AttendRequest(return_lse=True)
     for name in ("query", "key", "value"):
@@ -134,7 +134,7 @@ def test_bits_do_not_depend_on_where_payloads_lie(server: Server, dtype: str, le
     with grpc.insecure_channel(server.address) as channel:
         attend: Any = channel.unary_unary("/attnserve.v1.AttentionService/Attend")
         for filler in range(17):
-            unknown = b"\xfa\x3e" + bytes([filler]) + bytes(filler)  # field 1007, that no version has
+            unknown = b"\xfa\x3e" + bytes([filler]) + bytes(filler)  # field 1007, which no version has
             replies.append(pb.AttendResponse.FromString(attend(unknown + message, timeout=60)))
     output = np.frombuffer(replies[0].output.data, DTYPES[dtype]).reshape(case.expected.output.shape)
     assert np.abs(output.astype(np.float64) - case.expected.output).max() <= accuracy.output_bound(case)
@@ -145,7 +145,7 @@ def test_bits_do_not_depend_on_where_payloads_lie(server: Server, dtype: str, le
 
 @EVERY_DTYPE
 def test_arrays_of_any_strides(client: Client, dtype: str) -> None:
-    """Transposed, reversed and sliced arrays mean what they show, not what lies in memory."""
+    """Transposed, reversed and sliced arrays are sent as they index, not as they lie in memory."""
     case = Plan(dtype=dtype, query_length=4, key_length=6).case(5)
     query = np.asfortranarray(case.query)
     key = np.ascontiguousarray(case.key[:, :, ::-1])[:, :, ::-1]
@@ -256,7 +256,7 @@ def test_broken_packed_requests_name_the_field(client: Client, field: str, optio
 
 
 def test_biases_beyond_float32_are_values_all_the_same(client: Client) -> None:
-    """A bias that float32 cannot hold is the largest that it can: never a mask, never NaN."""
+    """A bias that float32 cannot hold is clamped to the largest that it can: never a mask, never NaN."""
     random = np.random.default_rng(0)
     query, key, value = random.standard_normal((3, 2, 5, 16)).astype(np.float32)
     everywhere = client.attend(query, key, value, bias=np.full((5, 5), -1e300), return_lse=True)

@@ -1,4 +1,4 @@
-"""The oracle itself: against torch's own kernel in float64, and against numbers worked out by hand."""
+"""The oracle itself: against torch's own kernel in float64, and against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_agrees_with_torch_in_float64(key_heads: int, variant: str) -> None:
     query, key, value = _qkv(1, 3, 4, key_heads, 6, 6)
     rng = np.random.default_rng(2)
     mask = rng.random((3, 1, 6, 6)) < 0.7
-    mask[..., 0] = True  # what torch says of a row with nothing to attend differs from version to version
+    mask[..., 0] = True  # torch versions differ on rows with nothing to attend to
     bias = rng.standard_normal((4, 6, 6))
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "plain": ({}, {}),

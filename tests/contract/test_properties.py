@@ -1,4 +1,4 @@
-"""What attention is like, whatever the numbers: the properties that the contract promises, through the real server."""
+"""Properties of attention that the contract promises whatever the numbers, through the real server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnserve import AttentionResult, Client, merge_attention
 
 @st.composite
 def cases(draw: st.DrawFn, /, *, keys: int = 0, **fixed: Any) -> Case:
-    """Cases of float32 and float64 with at least so many keys, and what is fixed."""
+    """Float32 and float64 cases with at least `keys` keys and the options given in `fixed`."""
     sizes = {
         "dtype": st.sampled_from(["float32", "float64"]),
         "batch": st.integers(1, 3),
@@ -34,12 +34,12 @@ def cases(draw: st.DrawFn, /, *, keys: int = 0, **fixed: Any) -> Case:
 
 
 def assert_close(one: oracle.Array, other: oracle.Array) -> None:
-    """Asserts that two computations of the same are as near to each other as each is to the truth."""
+    """Asserts that two computations of the same result agree as closely as each must agree with the exact one."""
     np.testing.assert_allclose(one, other, rtol=0, atol=2e-12 if one.dtype == np.float64 else 4e-6)
 
 
 def with_options(case: Case, **options: Any) -> Case:
-    """The case with more options."""
+    """The case with these options added."""
     return replace(case, options={**case.options, **options})
 
 
@@ -75,7 +75,7 @@ def test_sinks_leave_less_than_1(client: Client, case: Case) -> None:
 
 @given(case=cases(keys=1, causal=True))
 def test_the_output_lies_in_the_convex_hull_of_the_values(client: Client, case: Case) -> None:
-    """Within the box around the values attended, and below every random hyperplane that all of them are below."""
+    """Within the bounding box of the values attended to, and below any random hyperplane that they all lie below."""
     output = case.attend(client).output.astype(np.float64)
     group = case.query.shape[1] // case.key.shape[1]
     values = np.repeat(case.value, group, axis=1).astype(np.float64)
@@ -90,7 +90,7 @@ def test_the_output_lies_in_the_convex_hull_of_the_values(client: Client, case: 
 
 @given(case=cases(keys=2, causal=True, query_length=12), data=st.data())
 def test_no_row_depends_on_later_keys(client: Client, case: Case, data: st.DataObject) -> None:
-    """Not in one bit, and whatever the later keys are."""
+    """Not by one bit, whatever the later keys are."""
     first = data.draw(st.integers(1, case.key.shape[2] - 1))
     key, value = case.key.copy(), case.value.copy()
     key[:, :, first:] *= 1.5
@@ -136,7 +136,7 @@ def test_prefill_at_once_in_chunks_and_token_by_token_agree(client: Client, case
     for size in (chunk, 1):
         futures = []
         for start in range(0, 20, size):
-            stop = min(start + size, 20)  # the keys that are there by then, and the alignment that fits them
+            stop = min(start + size, 20)  # the keys present by then, and the matching alignment
             part = Case(
                 case.query[:, :, start:stop],
                 case.key[:, :, :stop],
@@ -154,7 +154,7 @@ def test_prefill_at_once_in_chunks_and_token_by_token_agree(client: Client, case
 
 @given(case=cases(keys=3, alibi=False, mask_shape=(1, 1, 1, 1)), data=st.data())
 def test_results_over_disjoint_keys_merge(client: Client, case: Case, data: st.DataObject) -> None:
-    """Cut anywhere, into three parts, some of them empty or excluded."""
+    """Split anywhere into three parts, some of them empty or excluded."""
     keys = case.key.shape[2]
     cuts = sorted(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2)))
     mask = np.random.default_rng(1).random((case.query.shape[2], keys)) < 0.5

@@ -1,4 +1,4 @@
-"""Everything that a request may be, in random combination, through the real server against the oracle."""
+"""Random combinations of all request options, through the real server against the oracle."""
 
 from __future__ import annotations
 

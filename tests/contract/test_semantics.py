@@ -38,7 +38,7 @@ def test_every_feature_in_every_layout(client: Client, layout: str, feature: str
         kept = plan.kv_lengths or (plan.key_length,) * plan.batch
         queries = (plan.query_length, *range(plan.batch - 1))
         plan = replace(plan, rank=3, kv_lengths=kept, query_lengths=queries)
-        if plan.kv_lengths != (plan.key_length,) * plan.batch:  # the longest of them may be shorter than the plan says
+        if plan.kv_lengths != (plan.key_length,) * plan.batch:  # the longest may be shorter than the plan says
             plan = replace(plan, key_length=max(kept))
     case = plan.case(2)
     accuracy.check(case, case.attend(client, return_lse=True))
@@ -67,7 +67,7 @@ def test_every_stage_of_scores(client: Client, score: str, stage: str, dtype: st
 
 @EVERY_DTYPE
 def test_capping_comes_before_masking(client: Client, dtype: str) -> None:
-    """Capped after masking, an excluded key would have the score -softcap instead of -inf, and weigh something."""
+    """Capped after masking, an excluded key would score -softcap instead of -inf, and have a weight above 0."""
     case = Plan(dtype=dtype, query_length=4, key_length=4, softcap=0.5, causal=True).case(5)
     case.value[:, :, 1:] = 1000
     result = case.attend(client, return_scores="weights")
@@ -78,7 +78,7 @@ def test_capping_comes_before_masking(client: Client, dtype: str) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("added", ["bias", "alibi_slopes"])
 def test_capping_comes_before_bias_and_alibi(client: Client, added: str, dtype: str) -> None:
-    """Capped after a bias, no two scores would be further apart than twice the softcap."""
+    """Capped after the bias, no two scores could differ by more than twice the softcap."""
     plain = Plan(dtype=dtype, batch=1, key_heads=1, query_length=1, key_length=3, softcap=0.5).case(6)
     option = np.array({"bias": [0, -8, -16], "alibi_slopes": [8]}[added], dtype=np.float32)
     case = replace(plain, options={**plain.options, added: option})
@@ -99,7 +99,7 @@ def test_absent_scale_is_not_scale_0(client: Client, dtype: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": True}, {"bias": True}, {"scale": 0.1}])
 @pytest.mark.parametrize("group", [1, 2])
 def test_against_torchs_own_attention(client: Client, group: int, options: dict[str, Any], dtype: str) -> None:
-    """The yardstick is torch in float64, which shares nothing with the oracle."""
+    """The reference is torch in float64, which shares nothing with the oracle."""
     plan = Plan(dtype=dtype, group=group, query_length=33, key_length=33, head_dim=32, key_dim=32, value_dim=32)
     case, rng = plan.case(8), np.random.default_rng(9)
     ours: dict[str, Any] = dict(options)
@@ -161,7 +161,7 @@ def test_a_large_finite_bias_is_a_value_not_a_mask(client: Client, returned: dic
     mean = plain.value.astype(np.float64).mean(-2, keepdims=True)
     output = everywhere.attend(client, **returned).output.astype(np.float64)
     assert np.abs(output - mean).max() <= accuracy.output_bound(plain)
-    lowest[:, 1:] = 0  # and the key that has it weighs nothing, but its NaN counts
+    lowest[:, 1:] = 0  # now the key with the bias has weight 0, but its NaN counts
     plain.value[:, :, 0] = np.nan
     biased = replace(plain, options={**plain.options, "bias": lowest})
     assert np.isnan(biased.attend(client, **returned).output.astype(np.float64)).all()
@@ -179,7 +179,7 @@ def test_an_infinitely_low_bias_weighs_nothing(client: Client, dtype: str) -> No
 
 @EVERY_DTYPE
 def test_sinks_take_their_share(client: Client, dtype: str) -> None:
-    """A sink is one more key whose value is zero: adding that key says the same."""
+    """A sink acts as one more key whose value is zero: adding that key gives the same result."""
     case = Plan(dtype=dtype, batch=1, key_heads=2, sinks=True, scale=1.0).case(13)
     with_sinks = case.attend(client, return_lse=True)
     sinks = np.asarray(case.options.pop("sinks"), dtype=np.float32)

@@ -1,6 +1,6 @@
 """Any gRPC client can call the service: the generated stub and plain protobuf against the real server, without the SDK.
 
-Every message goes through stock protobuf in both directions, as in a client of another language.
+Every message goes through stock protobuf in both directions, as in a client in another language.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def assert_answers(reply: pb.AttendResponse, request: pb.AttendRequest) -> None:
 
 
 def detail(status: Any, kind: type[Any]) -> Any:
-    """The one detail of a kind that a google.rpc.Status carries."""
+    """The single detail of this kind in a google.rpc.Status."""
     (found,) = (any_ for any_ in status.details if any_.Is(kind.DESCRIPTOR))
     message = kind()
     assert found.Unpack(message)
@@ -87,7 +87,7 @@ def test_unary(stub: attention_pb2_grpc.AttentionServiceStub, options: dict[str,
 
 
 def test_stream_with_several_calls_in_a_message(stub: attention_pb2_grpc.AttentionServiceStub) -> None:
-    """Different shapes, ids of the caller's choice and two messages: every call gets its own reply, once."""
+    """Different shapes, ids chosen by the caller, several messages: every call gets its own reply, once."""
     requests = {
         identity: random_request(seed, queries=1 + seed, keys=2 + seed % 3, return_lse=seed % 2 == 0)
         for seed, identity in enumerate((7, 0, 2**64 - 1, 1 << 33, 5, 6))
@@ -146,7 +146,7 @@ def test_an_error_of_a_unary_call_names_the_field(stub: attention_pb2_grpc.Atten
 
 
 def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
-    """What cannot be decoded is the caller's error, and says nothing of the server's insides."""
+    """Undecodable bytes are the caller's error, and the message reveals nothing of the server's internals."""
     attend = channel.unary_unary("/attnserve.v1.AttentionService/Attend")
     with pytest.raises(grpc.RpcError) as caught:
         attend(b"\x82\x01\x7f", timeout=TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Kubernetes' own API server on loopback: etcd and kube-apiserver, and what makes and places pods where that is there.
+"""Kubernetes' own API server on loopback: etcd and kube-apiserver, and the controllers and scheduler if present.
 
-In: programs, from the directory that `KUBEBUILDER_ASSETS` names, else from the search path. Out: kubectl, told to speak
-to that server. There are no nodes, and nothing is ever run.
+In: programs, from the directory that `KUBEBUILDER_ASSETS` names, else from the search path. Out: kubectl, configured
+for that server. There are no nodes, and no pod ever runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def program(name: str) -> str | None:
-    """The path of one of Kubernetes' programs, if it is there."""
+    """The path of one of Kubernetes' programs, if it is installed."""
     return shutil.which(name, path=os.environ.get("KUBEBUILDER_ASSETS")) or shutil.which(name)
 
 
@@ -40,7 +40,7 @@ needs_api_server = pytest.mark.skipif(
 
 
 class ApiServer:
-    """An API server with nothing in it, until the block ends."""
+    """An empty API server, until the block ends."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -67,7 +67,7 @@ class ApiServer:
             f"--listen-client-urls={etcd}",
             f"--advertise-client-urls={etcd}",
             f"--listen-peer-urls=http://{LOOPBACK}:{peer}",
-            # Nothing of it is to outlive the test.
+            # None of its data needs to outlive the test.
             "--unsafe-no-fsync",
         )
         key = self._directory / "accounts.pem"
@@ -99,7 +99,7 @@ class ApiServer:
                     "kind": "Config",
                     "current-context": "test",
                     "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-                    # Its certificate is its own, and it is on this machine.
+                    # Its certificate is self-signed, and it is on this machine.
                     "clusters": [
                         {
                             "name": "test",
@@ -138,7 +138,7 @@ class ApiServer:
                 process.wait()
 
     def wait_for(self, there: Callable[[], object], what: str) -> None:
-        """Returns when something is the case, which nobody tells. Fails with the logs if it takes too long."""
+        """Polls until a condition holds. Fails with the logs if that takes too long."""
         deadline = time.monotonic() + PATIENCE_S
         while not there():
             ended = [process.args for process in self._running if process.poll() is not None]
@@ -148,36 +148,36 @@ class ApiServer:
             time.sleep(0.2)
 
     def version(self) -> tuple[int, int]:
-        """Its version, as of Kubernetes 1.30."""
+        """The server's version, such as (1, 30)."""
         found = json.loads(self.kubectl("get", "--raw", "/version"))
         return int(found["major"]), int(found["minor"].rstrip("+"))
 
     def apply(self, manifests: Iterable[Manifest], *flags: str) -> str:
-        """Applies manifests on the side of the server. What kubectl wrote to stderr: warnings, of the server too."""
+        """Applies manifests server-side. Returns kubectl's stderr: warnings, including the server's."""
         text = yaml.safe_dump_all(manifests)
         done = self._kubectl("apply", "--server-side", *flags, "--filename=-", given=text)
         assert done.returncode == 0, done.stderr
         return done.stderr
 
     def refusal(self, manifest: Manifest) -> str:
-        """Why the server does not take a manifest."""
+        """The reason for which the server rejects a manifest."""
         done = self._kubectl("apply", "--server-side", "--dry-run=server", "--filename=-", given=json.dumps(manifest))
         assert done.returncode != 0, done.stdout
         return done.stderr
 
     def kept(self, manifests: Iterable[Manifest]) -> list[Any]:
-        """What the server has of manifests, in their versions and their order."""
+        """The server's copies of manifests, in the same versions and order."""
         done = self._kubectl("get", "--filename=-", "--output=json", given=yaml.safe_dump_all(manifests))
         assert done.returncode == 0, done.stderr
         found: list[Any] = json.loads(done.stdout)["items"]
         return found
 
     def get(self, kind: str, *flags: str) -> Any:
-        """What there is of a kind, as data."""
+        """The objects of a kind, as data."""
         return json.loads(self.kubectl("get", kind, "--output=json", *flags))
 
     def kubectl(self, *arguments: str) -> str:
-        """What kubectl says, which must succeed."""
+        """The output of kubectl, which must succeed."""
         done = self._kubectl(*arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout

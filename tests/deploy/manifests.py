@@ -1,6 +1,6 @@
-"""What kustomize makes of deploy/, as data: of the base, of an overlay, of the base with any components.
+"""What kustomize renders from deploy/, as data: the base, an overlay, or the base with any components.
 
-In: directories of deploy/. Out: manifests, as the API server would be given them.
+In: directories of deploy/. Out: manifests, as the API server would receive them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 WORKLOADS = ("Deployment", "StatefulSet")
 AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
-"""Two ways to say how many replicas there are, of which at most one can be had."""
+"""Two mutually exclusive ways to set the number of replicas."""
 
 PROCESS_BYTES = 300 << 20
-"""A server without its pool of caches, measured at its start on a CPU."""
+"""Memory of a server without its cache pool, measured after start on a CPU."""
 COPIES = 3
-"""How much of memory a large request takes while it arrives, at most as far as was seen, in its sizes: gRPC has it in
-pieces, then it is there as one, and what was freed between others is not always of use."""
+"""The most memory seen in use by a large request as it arrives, in multiples of its size: gRPC holds it in pieces, then
+it is joined, and memory freed between other blocks cannot always be reused."""
 
 POD = {"metadata.name": "attnserve-0", "status.podIP": "10.0.0.1"}
-"""What Kubernetes says of a pod to itself."""
+"""What Kubernetes tells a pod about itself."""
 
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None and "REQUIRE_KUBECTL" not in os.environ,
@@ -53,7 +53,7 @@ def components() -> list[str]:
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """Every choice of components that can be had together."""
+    """Every combination of compatible components."""
     names = components()
     for count in range(len(names) + 1):
         yield from (chosen for chosen in itertools.combinations(names, count) if not set(AUTOSCALINGS) <= set(chosen))
@@ -76,7 +76,7 @@ class Rendered:
 
     @property
     def workload(self) -> Manifest:
-        """What makes the pods: one, whatever its kind is."""
+        """The single workload that creates the pods, whatever its kind."""
         (found,) = self.of_kind(*WORKLOADS)
         return found
 
@@ -94,7 +94,7 @@ class Rendered:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the container of `POD` is started with, from ConfigMaps and its own."""
+        """The environment of the container of `POD`: from ConfigMaps and its own variables."""
         found: dict[str, str] = {}
         for source in self.container.get("envFrom", []):
             found |= self.named("ConfigMap", source["configMapRef"]["name"])["data"]
@@ -102,18 +102,18 @@ class Rendered:
             if "valueFrom" in entry:
                 found[entry["name"]] = POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
             else:
-                # Only what stands before it is known.
+                # A reference resolves only to variables defined before it.
                 found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], entry["value"])
         return found
 
     @property
     def config(self) -> Config:
-        """What the server makes of its environment. ConfigError if it refuses it."""
+        """The server's configuration from its environment. Raises ConfigError if the server rejects it."""
         return load(self.environment)
 
 
 def load(environment: Mapping[str, str]) -> Config:
-    """What the server makes of an environment whose ATTNSERVE_ variables must all be settings."""
+    """The server's configuration from an environment whose ATTNSERVE_ variables must all be settings."""
     known = {variable(setting.name) for setting in settings()}
     ours = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
     assert ours <= known, f"the server has no settings {sorted(ours - known)}"
@@ -122,19 +122,19 @@ def load(environment: Mapping[str, str]) -> Config:
 
 @cache
 def render(directory: Path) -> Rendered:
-    """What `kubectl kustomize` makes of a directory."""
+    """What `kubectl kustomize` renders from a directory."""
     done = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # A deprecation would be said here.
+    # Deprecation warnings would appear here.
     assert not done.stderr, done.stderr
-    return Rendered(tuple(yaml.load_all(done.stdout, yaml.CSafeLoader)))  # ten times as fast as in Python
+    return Rendered(tuple(yaml.load_all(done.stdout, yaml.CSafeLoader)))  # ten times as fast as the Python loader
 
 
 @cache
 def combine(*names: str) -> Rendered:
     """The base with components, in this order."""
     with tempfile.TemporaryDirectory() as directory:
-        # Kustomize takes directories by relative paths only.
+        # Kustomize accepts only relative paths of directories.
         relative = os.path.relpath(DEPLOY, Path(directory).resolve())
         kustomization = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",

@@ -1,6 +1,6 @@
-"""What is deployed, given to Kubernetes' own API server: it takes all of it, and its admission lets the pods in.
+"""The deployment, given to Kubernetes' own API server: it accepts all of it, and its admission lets the pods in.
 
-Where its controllers are there too, they make the pods. Needs programs that this machine may not have: see
+Where the controllers are installed too, they create the pods. Needs programs that this machine may not have: see
 deploy/README.md.
 """
 
@@ -23,7 +23,7 @@ NAMESPACE = "attnserve"
 
 @pytest.fixture(scope="module")
 def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One that knows the custom resources by their names, and has the namespace."""
+    """An API server with definitions of the custom resources, and the namespace."""
     with ApiServer(tmp_path_factory.mktemp("kubernetes")) as server:
         if server.version() < OLDEST:
             pytest.skip(f"Kubernetes {server.version()} is older than {OLDEST}")
@@ -38,7 +38,7 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 def definitions(rendered: Iterable[Rendered]) -> list[Manifest]:
-    """Definitions of the custom resources, which take every field: test_render holds those to what is published."""
+    """Definitions of the custom resources that accept any field: test_render checks against the published schemas."""
     found: dict[str, Manifest] = {}
     for manifest in (manifest for each in rendered for manifest in each.manifests):
         if (manifest["apiVersion"], manifest["kind"]) in CUSTOM:
@@ -69,7 +69,7 @@ def definitions(rendered: Iterable[Rendered]) -> list[Manifest]:
 
 
 def pod_of(rendered: Rendered) -> Manifest:
-    """A pod as the workload's controller would make it: only pods are admitted or refused."""
+    """A pod as the workload's controller would create it: admission judges only pods."""
     template = copy.deepcopy(rendered.workload["spec"]["template"])
     template["metadata"] |= {"name": "attnserve-0", "namespace": NAMESPACE}
     return {"apiVersion": "v1", "kind": "Pod", **template}
@@ -78,14 +78,14 @@ def pod_of(rendered: Rendered) -> Manifest:
 @pytest.mark.parametrize("names", [pytest.param(names, id="+".join(names) or "base") for names in combinations()])
 def test_the_server_takes_every_combination(api_server: ApiServer, names: tuple[str, ...]) -> None:
     rendered = combine(*names)
-    # A warning would be of a deprecation, of a field that does nothing, or of a pod that is more than restricted.
+    # A warning would mean a deprecation, a field without effect, or a pod that violates the restricted standard.
     assert api_server.apply(rendered.manifests, "--dry-run=server") == ""
     api_server.apply(rendered.of_kind("ServiceAccount"))
     assert api_server.apply([pod_of(rendered)], "--dry-run=server") == ""
 
 
 def test_what_it_takes_it_keeps(api_server: ApiServer) -> None:
-    """Nothing that is said is dropped, or made something else."""
+    """No field is dropped or changed."""
     directories = [DEPLOY / "base", *sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))]
     for directory in directories:
         manifests = render(directory).manifests
@@ -95,9 +95,9 @@ def test_what_it_takes_it_keeps(api_server: ApiServer) -> None:
 
 
 def lacking(wanted: Any, found: Any, place: str) -> Iterator[str]:
-    """The places of a manifest where the server has something else, which may say more and in another order."""
+    """The places of a manifest where the server's copy differs, other than by more fields or another order."""
     if isinstance(wanted, dict) and isinstance(found, dict):
-        # What is empty is as if it were not there: a NetworkPolicy that has a type and no rules of it lets nobody pass.
+        # Empty equals absent: a NetworkPolicy with a type but no rules for it lets nothing pass.
         for name, part in ((name, part) for name, part in wanted.items() if part not in ([], {})):
             yield from lacking(part, found.get(name), f"{place}.{name}")
     elif isinstance(wanted, list) and isinstance(found, list):

@@ -1,8 +1,8 @@
-"""How many replicas there are when the load changes: the autoscaler's formula with its manifest, in simulated time.
+"""The number of replicas as the load changes: the autoscaler's formula with its manifest, in simulated time.
 
-The formula is that of the HorizontalPodAutoscaler's documentation
-(https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/), which KEDA has computed as well. What the
-replicas say was measured of a real one: `FULL`.
+The formula is from the HorizontalPodAutoscaler's documentation
+(https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/); KEDA relies on it as well. The metrics of
+the replicas were measured on a real one: `FULL`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from test_scaling_and_monitoring import quantity
 pytestmark = needs_kubectl
 
 STEP_S = 15
-"""How often the autoscaler looks."""
+"""Interval between the autoscaler's evaluations."""
 START_S = 30
-"""How long a new replica is not ready."""
+"""Time until a new replica is ready."""
 TOLERANCE = 0.1
-"""What is so near to its target changes nothing."""
+"""A metric this close to its target, relatively, changes nothing."""
 
 QUEUE, DEVICE, LOOP = "attnserve_queue_requests", "attnserve_device_busy_ratio", "attnserve_event_loop_busy_ratio"
 FULL = {
-    # Of 8 heads of 64 over 128 tokens: the device is the bottleneck, the queue grows until it refuses.
+    # 8 heads of 64 over 128 tokens: the device is the bottleneck, the queue grows until it rejects requests.
     "128 tokens": {QUEUE: 50.0, DEVICE: 1.0, LOOP: 0.5},
-    # Over 16 tokens: they wait in their connections.
+    # Over 16 tokens: requests wait in their connections.
     "16 tokens": {QUEUE: 7.0, DEVICE: 0.4, LOOP: 0.97},
-    # One at a time, each of which takes seconds.
+    # One at a time, each taking seconds.
     "huge": {QUEUE: 4.0, DEVICE: 1.0, LOOP: 0.01},
 }
-"""What a replica that has more than it can do says, by what it is asked."""
+"""Metrics of an overloaded replica, by kind of request."""
 
 
 @dataclass
 class Autoscaler:
-    """One of a manifest's, from its fewest replicas on, and what happened until now."""
+    """An autoscaler as a manifest defines it, starting at its fewest replicas, and its history so far."""
 
     spec: dict[str, Any]
     replicas: int = 0
@@ -51,14 +51,14 @@ class Autoscaler:
 
     @property
     def targets(self) -> dict[str, float]:
-        """The average of each metric that is aimed at."""
+        """The target average of each metric."""
         return {
             metric["pods"]["metric"]["name"]: quantity(metric["pods"]["target"]["averageValue"])
             for metric in self.spec["metrics"]
         }
 
     def look(self, ready: int, metrics: dict[str, float]) -> None:
-        """Looks once at the averages of the replicas that are ready, and may change how many there are."""
+        """Evaluates the averages over the ready replicas once, and may change the number of replicas."""
         wanted = max(self._wants(ready, metrics[name] / target) for name, target in self.targets.items())
         self.wanted.append(min(max(wanted, self.spec["minReplicas"]), self.spec["maxReplicas"]))
         up, down = (self.spec["behavior"][direction] for direction in ("scaleUp", "scaleDown"))
@@ -71,7 +71,7 @@ class Autoscaler:
 
     def _wants(self, ready: int, ratio: float) -> int:
         if ratio > 1:
-            ratio *= ready / self.replicas  # those that start will have their part of it
+            ratio *= ready / self.replicas  # starting replicas will take their share
             if ratio <= 1:
                 return self.replicas
             return self.replicas if ratio - 1 <= TOLERANCE else math.ceil(self.replicas * ratio)
@@ -88,10 +88,10 @@ class Autoscaler:
 
 
 def replicas_under(load: Iterable[float], full: dict[str, float], drop: frozenset[str] = frozenset()) -> list[int]:
-    """How many replicas there are at each step under a load in units of what one can do."""
+    """The number of replicas at each step, under a load in units of one replica's capacity."""
     rendered = combine("autoscaling")
     (manifest,) = rendered.of_kind("HorizontalPodAutoscaler")
-    # Callers find new replicas when they connect anew.
+    # Callers find new replicas when they reconnect.
     found_s = START_S + rendered.config.max_connection_age
     spec = manifest["spec"]
     kept = [metric for metric in spec["metrics"] if metric["pods"]["metric"]["name"] not in drop]
@@ -102,7 +102,7 @@ def replicas_under(load: Iterable[float], full: dict[str, float], drop: frozense
             min([scaler.replicas, *scaler.history[-math.ceil(seconds / STEP_S) :]]) for seconds in (START_S, found_s)
         )
         share = now / found
-        # A queue stays empty until there is nearly too much.
+        # A queue stays empty until the replica is nearly overloaded.
         says = {name: value * (share**8 if name == QUEUE else share) for name, value in full.items()}
         minute = [*minute[1:], {name: min(value, full[name]) * found / ready for name, value in says.items()}]
         scaler.look(ready, {name: sum(past[name] for past in minute) / len(minute) for name in full})
@@ -110,13 +110,13 @@ def replicas_under(load: Iterable[float], full: dict[str, float], drop: frozense
 
 
 def minutes(count: float) -> int:
-    """So many minutes as steps."""
+    """Minutes converted to steps."""
     return round(count * 60 / STEP_S)
 
 
 @pytest.fixture(params=FULL)
 def full(request: pytest.FixtureRequest) -> dict[str, float]:
-    """What a full replica says, one kind of request after another."""
+    """The metrics of a full replica, for each kind of request."""
     return FULL[request.param]
 
 

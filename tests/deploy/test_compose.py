@@ -1,4 +1,4 @@
-"""compose.yaml: as the Compose specification's schema says, with files that are there and settings that exist."""
+"""compose.yaml: valid by the Compose specification's schema, with files and settings that exist."""
 
 from __future__ import annotations
 

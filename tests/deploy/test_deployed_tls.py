@@ -1,4 +1,4 @@
-"""The component tls, as its pods have it: a real server with its settings, and a certificate with its names."""
+"""The tls component as in its pods: a real server with its settings, and a certificate with its names."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> certificates.Authorit
 def deployed(
     rendered: Rendered, authority: certificates.Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server with the pods' environment, whose Secret is a directory of this test's."""
+    """A server with the pods' environment, with a directory of the test as the Secret."""
     names = rendered.named("Certificate", "attnserve")["spec"]["dnsNames"]
     issued = authority.issue("issued", names=tuple(map(x509.DNSName, names)))
     secret = tmp_path_factory.mktemp("secret")
-    # What cert-manager writes into a Secret, by its names.
+    # What cert-manager writes into a Secret, under its names.
     for name, source in (("tls.crt", issued.certificate), ("tls.key", issued.key), ("ca.crt", authority.ca)):
         (secret / name).write_bytes(source.read_bytes())
     (volume,) = (volume["name"] for volume in rendered.pod["volumes"] if "secret" in volume)
@@ -53,7 +53,7 @@ def deployed(
             inside = PurePosixPath(value)
             there = inside.is_relative_to(mount["mountPath"])
             patched.setenv(name, str(secret / inside.relative_to(mount["mountPath"])) if there else value)
-        # Nobody is left to hear of its end.
+        # No caller needs notice of its shutdown.
         server = Server(("--drain-delay", "0"), tmp_path_factory.mktemp("deployed") / "stderr")
     yield server
     assert server.stop() == 0, server.stderr()
@@ -106,18 +106,18 @@ def test_operators_look_at_it_as_the_document_says(
     said = (DEPLOY.parent / "docs" / "operations.md").read_text()
     (found,) = re.findall(r"`attnserve top --ca (\S+) --server-name (\S+)`", said)
     (mount,) = (mount for mount in rendered.container["volumeMounts"] if mount["name"] == "tls")
-    # Which Secret that is, and that cert-manager writes ca.crt into it, is held above.
+    # Which Secret this is, and that cert-manager writes ca.crt into it, is tested above.
     assert found == (f"{mount['mountPath']}/ca.crt", "attnserve.attnserve.svc")
     flags = ("--ca", str(authority.ca), "--server-name", found[1], "--once", "--interval", "0.1", "--timeout", "60")
     assert cli.main(["top", deployed.http_address, *flags]) == 0
     assert "serving" in capsys.readouterr().out
-    # Without an address it asks where the pods listen.
+    # Without an address, it queries the port on which the pods listen.
     assert parse_address(rendered.config.http_listen).port == 8002
     assert f"`kubectl -n {rendered.workload['metadata']['namespace']} exec -it POD -- attnserve top`" in said
 
 
 def fetch(server: Server, path: str, context: ssl.SSLContext, server_name: str | None = None) -> int:
-    """The status of a page over HTTPS, from a server that goes by a name."""
+    """The status of a page over HTTPS, from a server verified under a name."""
     address = parse_address(server.http_address)
     with (
         socket.create_connection(address, timeout=30) as plain,

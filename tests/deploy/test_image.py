@@ -1,4 +1,4 @@
-"""The image, as far as it can be told without building it: what the Dockerfile says, and what it refers to."""
+"""The image, as far as it can be tested without building it: what the Dockerfile says, and what it refers to."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from attnserve_server.settings.units import parse_address
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 EXTRAS = ("server", "tracing", "top")
-"""What the image has unless it is built with others."""
+"""The image's default extras."""
 
 
 class Instruction(NamedTuple):
-    """One instruction of a Dockerfile, with the stage that it is in: 0 for what stands before the first."""
+    """One instruction of a Dockerfile, with its stage: 0 for instructions before the first."""
 
     stage: int
     word: str
@@ -66,7 +66,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 def test_every_variant_is_a_stage_of_the_same_python(dockerfile: list[Instruction]) -> None:
     build, *variants, last = values(dockerfile, "FROM")
     assert build == "${PYTHON_IMAGE} AS build"
-    # A virtual environment names its python by its path, and works with that very version.
+    # A virtual environment refers to its python by path, and works only with that version.
     assert variants == ["${PYTHON_IMAGE} AS cpu", "${PYTHON_IMAGE} AS cuda"]
     assert last == "${VARIANT}"
     devices = [re.findall(r"ATTNSERVE_DEVICE=(\S+)", rest) for rest in values(dockerfile, "ENV")]
@@ -82,7 +82,7 @@ def test_the_last_stage_only_takes_what_was_installed(dockerfile: list[Instructi
     (run,) = values(last, "RUN")
     assert run.startswith("useradd ")
     assert not values(dockerfile, "ADD")
-    # Of others nothing is compiled: whatever has no wheel fails the build.
+    # No dependency is compiled: one without a wheel fails the build.
     assert all(
         "--only-binary :all:" in run or "--no-deps ." in run
         for run in values(dockerfile, "RUN")
@@ -102,9 +102,9 @@ def test_the_compiler_is_where_the_native_kernel_is_built_and_stays_there(docker
 
 def test_it_is_started_as_nobody_in_particular(dockerfile: list[Instruction]) -> None:
     last = last_stage(dockerfile)
-    assert values(last, "USER") == ["10001:10001"]  # by number: Kubernetes cannot tell whether a name is root's
+    assert values(last, "USER") == ["10001:10001"]  # numeric: Kubernetes cannot tell whether a name is root
     assert "--uid 10001" in values(last, "RUN")[0]
-    assert values(last, "ENTRYPOINT") == ['["attnserve-server"]']  # no shell that would keep SIGTERM to itself
+    assert values(last, "ENTRYPOINT") == ['["attnserve-server"]']  # no shell, which would not pass on SIGTERM
     assert values(last, "STOPSIGNAL") == ["SIGTERM"]
     environment = " ".join(values(last, "ENV"))
     assert "PATH=/opt/attnserve/bin:" in environment
@@ -142,7 +142,7 @@ def test_everything_copied_is_there_and_not_ignored(dockerfile: list[Instruction
 
 
 def test_everything_installed_is_pinned() -> None:
-    """Whatever the image's extras ask for, and what that asks for, has its version in constraints.txt."""
+    """The requirements of the image's extras, transitive ones included, are pinned in constraints.txt."""
     pinned = {
         canonicalize_name(line.partition("==")[0])
         for line in (ROOT / "constraints.txt").read_text().splitlines()

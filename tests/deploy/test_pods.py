@@ -1,6 +1,6 @@
-"""Pods as they are rendered, with any components: what they may do, what they are asked, and when they are ended.
+"""Pods as rendered, with any components: their permissions, probes, resources and shutdown.
 
-What the manifests say is held to the server: its settings, its ports, the answers of a running one.
+The manifests are checked against the server: its settings, its ports, the answers of a running one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from attnserve_server.settings.units import parse_address, parse_size
 pytestmark = needs_kubectl
 
 CLOSING_S = 10
-"""What the server may take for closing, after its drain: a second for streams, and for Python to end."""
+"""Time that the server may take to close after its drain: a second for streams, the rest for Python to exit."""
 
 
 @pytest.fixture(params=[pytest.param(names, id="+".join(names) or "base") for names in combinations()])
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    """One after another, the base with every choice of components."""
+    """The base with every combination of components, one after another."""
     return combine(*request.param)
 
 
@@ -60,7 +60,7 @@ def test_pods_pass_the_restricted_standard(rendered: Rendered) -> None:
         "secret",
     }
     assert {kind for volume in pod["volumes"] for kind in volume if kind != "name"} <= allowed
-    # Written out rather than allowed: what is not listed here is not in the security contexts.
+    # An exact comparison: the security contexts contain nothing that is not listed here.
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
         "runAsUser": 10001,
@@ -88,8 +88,8 @@ def test_the_server_understands_its_settings(rendered: Rendered) -> None:
     ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
     grpc_address, http_address = parse_address(config.listen), parse_address(config.http_listen)
     assert {"grpc": grpc_address.port, "http": http_address.port} == ports
-    assert grpc_address.host == http_address.host == "0.0.0.0"  # the pod's address is not known before there is a pod
-    assert not rendered.container.keys() & {"command", "args"}  # settings are in one place
+    assert grpc_address.host == http_address.host == "0.0.0.0"  # the pod's address is unknown beforehand
+    assert not rendered.container.keys() & {"command", "args"}  # settings have a single place
     # A Service named attnserve would otherwise set variables like ATTNSERVE_PORT.
     assert rendered.pod["enableServiceLinks"] is False
 
@@ -103,11 +103,11 @@ def test_ending_adds_up(rendered: Rendered) -> None:
     config = rendered.config
     before = rendered.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert before > 0
-    # kube-proxies hear of an endpoint that leaves within seconds of its pod's end having begun.
+    # kube-proxies learn within seconds that a terminating pod's endpoint is leaving.
     assert before + config.drain_delay >= 5
     most = before + config.drain_delay + config.drain_grace + CLOSING_S
     assert most <= rendered.pod["terminationGracePeriodSeconds"]
-    # The defaults of the server would do as well.
+    # The server's defaults fit, too.
     assert (
         before + Config().drain_delay + Config().drain_grace + CLOSING_S
         <= rendered.pod["terminationGracePeriodSeconds"]
@@ -123,21 +123,21 @@ def test_probes_are_three_questions(rendered: Rendered) -> None:
         probe: spec["periodSeconds"] * spec["failureThreshold"]
         for probe, spec in zip(PROBES, (startup, liveness, readiness), strict=True)
     }
-    # Loading weights takes longer than a node is ever busy, which takes longer than callers should wait for replies.
+    # Loading weights takes longer than a node stays busy, and that is longer than callers should wait for replies.
     assert patience["startup"] >= 300 > 60 >= patience["liveness"] > patience["readiness"]
     assert question(startup) == question(readiness)
     assert question(liveness) != question(readiness)
 
 
 def question(probe: dict[str, Any]) -> tuple[str, str]:
-    """How a probe asks, and for what."""
+    """A probe's protocol, and what it asks for."""
     if "grpc" in probe:
         return "grpc", probe["grpc"]["service"]
     return "http", probe["httpGet"]["path"]
 
 
 def test_a_server_answers_the_probes(server: Server) -> None:
-    """In the words of every rendering. That draining and failing answer differently is tested where health is."""
+    """For the probes of every rendering. Answers while draining or failing are covered by the tests of health."""
     questions = {
         (probe, question(combine(*names).container[f"{probe}Probe"])) for names in combinations() for probe in PROBES
     }
@@ -159,7 +159,7 @@ def test_probes_ask_ports_that_are_there(rendered: Rendered) -> None:
     for probe in PROBES:
         spec = rendered.container[f"{probe}Probe"]
         if "grpc" in spec:
-            # The kubelet's gRPC probes know no TLS, and take no names of ports.
+            # The kubelet's gRPC probes support neither TLS nor named ports.
             assert spec["grpc"]["port"] == ports["grpc"]
         else:
             assert spec["httpGet"]["port"] == "http"
@@ -173,19 +173,19 @@ def test_memory_holds_what_the_settings_allow(rendered: Rendered) -> None:
         for volume in rendered.pod["volumes"]
         if volume.get("emptyDir", {}).get("medium") == "Memory"
     )
-    caches = config.cache_bytes  # on a GPU they are in its memory, and 0
+    caches = config.cache_bytes  # on a GPU they are in its memory, so 0 here
     assert caches or config.device == "cuda"
     assert limit >= PROCESS_BYTES + caches + COPIES * config.max_bytes + in_memory
-    # Several may arrive at once that are more than there is room for, and be refused.
+    # Several of the largest messages may arrive at once; those beyond the limit are rejected.
     assert config.max_bytes >= 8 * config.max_message_bytes
-    # Memory that is there only while others do not need it ends in a killed server.
+    # A server that relies on memory beyond its request gets killed when others need that memory.
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
 
 
 def test_threads_follow_the_limit_of_processors(rendered: Rendered) -> None:
     resources = rendered.container["resources"]
     assert resources["requests"]["cpu"] == resources["limits"]["cpu"]
-    assert int(resources["limits"]["cpu"]) >= 2  # whole: a part of a processor would be no thread (see `host.cpus`)
+    assert int(resources["limits"]["cpu"]) >= 2  # an integer: a fraction of a CPU gives no thread (see `host.cpus`)
     assert rendered.config.threads == 0
     assert not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & rendered.environment.keys()
 
@@ -214,7 +214,7 @@ def test_services_are_for_both_ways_of_balancing(rendered: Rendered) -> None:
     assert not headless.get("publishNotReadyAddresses")
     assert cluster["type"] == "ClusterIP"
     assert "clusterIP" not in cluster
-    # For meshes and gateways, which balance calls where they know that they are HTTP/2, and can read it.
+    # For meshes and gateways, which balance single calls if they know that the port is HTTP/2 and can read it.
     tls = bool(rendered.config.tls_certificate)
     assert [port["appProtocol"] for port in cluster["ports"]] == ["https" if tls else "kubernetes.io/h2c"]
 
@@ -223,7 +223,7 @@ def test_an_upgrade_leaves_replicas_spread(rendered: Rendered) -> None:
     constraints = rendered.pod["topologySpreadConstraints"]
     assert [each["topologyKey"] for each in constraints] == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
     strategy = rendered.workload["spec"].get("strategy", {}).get("rollingUpdate", {})
-    # New ones come while old ones are there, and must not be placed around them. A StatefulSet's come afterwards.
+    # New pods start beside old ones, which must not affect their spread. A StatefulSet's start after the old ones end.
     assert (rendered.workload["kind"] == "Deployment") == (strategy.get("maxSurge", 0) > 0)
     for constraint in constraints:
         assert constraint.get("matchLabelKeys", []) == (["pod-template-hash"] if strategy else [])
@@ -246,14 +246,14 @@ def test_replicas_say_where_they_are(rendered: Rendered) -> None:
     if config.tls_certificate:
         names = rendered.named("Certificate", "attnserve")["spec"]["dnsNames"]
         if not any(name in (host, f"*.{host.partition('.')[2]}") for name in names):
-            host = ""  # callers could not tell that it is the server
+            host = ""  # callers could not verify the server
     assert config.advertise_address == (f"{host}:{parse_address(config.listen).port}" if host else "")
-    # New replicas are found; what is in flight on an old connection may still end as on a server that drains.
+    # Callers find new replicas; calls in flight on an old connection may still end, as on a draining server.
     assert 60 <= config.max_connection_age <= 600
 
 
 def test_components_change_nothing_else_of_the_pods() -> None:
-    """A StatefulSet's pods are the Deployment's, but for their names, and for which of them are spread."""
+    """A StatefulSet's pods equal the Deployment's except for their names and for which pods are spread."""
     for names in combinations():
         if "stateful" not in names:
             continue
@@ -270,7 +270,7 @@ def nameless(rendered: Rendered) -> dict[str, Any]:
 
 
 def test_every_file_is_used() -> None:
-    """A file that nobody refers to is not rendered, and its mistakes would not be seen."""
+    """A file that nothing refers to is not rendered, so its mistakes would go unnoticed."""
     used = {"adapter.yaml"}  # for the metrics adapter, and not for the API server
     for kustomization in DEPLOY.glob("[bco]*/**/kustomization.yaml"):
         text = kustomization.read_text()

@@ -1,8 +1,8 @@
-"""Every overlay and every combination of components renders to what the API server takes.
+"""Every overlay and every combination of components renders to manifests that the API server accepts.
 
-Kubernetes' own kinds are held to its published schemas (PyPI's kubernetes-validate), strictly: a field that is not
-there is an error. Custom resources are held to the models that PyPI's cloudcoil.models.* make of the definitions that
-cert-manager, KEDA and the Prometheus operator publish.
+Kubernetes' own kinds are checked strictly against its published schemas (PyPI's kubernetes-validate): an unknown field
+is an error. Custom resources are checked against the models that PyPI's cloudcoil.models.* derive from the definitions
+published by cert-manager, KEDA and the Prometheus operator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manifests import (
 pytestmark = needs_kubectl
 
 KUBERNETES = ("1.30", kubernetes_validate.latest_version())
-"""The oldest version that has everything used here (preStop's sleep), and the newest whose schemas there are."""
+"""The oldest version with everything used here (preStop's sleep), and the newest with published schemas."""
 CUSTOM: dict[tuple[str, str], Any] = {
     ("cert-manager.io/v1", "Certificate"): cert_manager.Certificate,
     ("cert-manager.io/v1", "Issuer"): cert_manager.Issuer,
@@ -45,7 +45,7 @@ CLUSTER_WIDE = ("Namespace",)
 
 
 def renderings() -> list[Any]:
-    """What renders everything there is, to be a parameter of tests."""
+    """Test parameters that render every overlay and combination."""
     directories = [DEPLOY / "base", *sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))]
     made: list[tuple[str, Callable[[], Rendered]]] = [
         (str(directory.relative_to(DEPLOY)), lambda directory=directory: render(directory)) for directory in directories
@@ -56,14 +56,14 @@ def renderings() -> list[Any]:
 
 @pytest.fixture(params=renderings())
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    """One after another, everything that can be rendered."""
+    """Everything that can be rendered, one after another."""
     made: Rendered = request.param()
     return made
 
 
 @cache
 def fault(text: str) -> str | None:
-    """What is wrong with a manifest, given as JSON: the same one is in many renderings."""
+    """The fault in a manifest, if any. The manifest is JSON for caching: the same one is in many renderings."""
     manifest = json.loads(text)
     model = CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
     try:
@@ -145,7 +145,7 @@ def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
         assert rendered.named(issuer["kind"], issuer["name"])
     volumes = {volume["name"] for volume in rendered.pod["volumes"]}
     assert {mount["name"] for mount in rendered.container["volumeMounts"]} == volumes
-    assert rendered.config  # which the server would refuse otherwise
+    assert rendered.config  # raises if the server would reject it
 
 
 def test_a_field_that_is_not_there_is_found() -> None:
@@ -156,8 +156,8 @@ def test_a_field_that_is_not_there_is_found() -> None:
 
 
 def test_the_order_of_components_does_not_matter() -> None:
-    # What goes wrong between components goes wrong between two of them; and all at once, to be sure. But tls is the
-    # last, because it says how what monitoring has made reads the metrics.
+    # Conflicts between components show in pairs; all at once is tested to be sure. But tls comes last, because it
+    # patches how the objects of monitoring read the metrics.
     most = len(components()) - len(AUTOSCALINGS) + 1
     for names in combinations():
         if len(names) in (2, most):
@@ -178,7 +178,7 @@ def _by_identity(rendered: Rendered) -> dict[tuple[str, str, str], Manifest]:
 
 
 def _sorted(value: Any) -> Any:
-    """A manifest whose lists have an order that says nothing."""
+    """A manifest with its lists sorted, so that their order does not matter."""
     if isinstance(value, dict):
         return {key: _sorted(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What is measured in a cluster: everything asked for by name is a metric that a server has."""
+"""Metrics in a cluster: every metric that is referred to by name is exposed by a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scripts import prometheus_rule
 
 @pytest.fixture(scope="module")
 def series(server: Server) -> dict[str, set[str]]:
-    """The labels of every series that a server exposes, by the name of the series."""
+    """The labels of every series that a server exposes, by the series' name."""
     with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=30) as reply:
         text = reply.read().decode()
     found: dict[str, set[str]] = {}
@@ -39,7 +39,7 @@ ADAPTER: list[dict[str, Any]] = _VALUES["rules"]["custom"]
 
 
 def scaling_queries() -> Iterator[str]:
-    """What Prometheus is asked, so that there are as many replicas as are needed."""
+    """The Prometheus queries for autoscaling."""
     for rule in ADAPTER:
         yield from (rule["seriesQuery"], rule["metricsQuery"])
     scaled = yaml.safe_load((DEPLOY / "components/autoscaling-keda/scaledobject.yaml").read_text())
@@ -48,7 +48,7 @@ def scaling_queries() -> Iterator[str]:
 
 
 def measured(query: str) -> str:
-    """The one series that a query is about."""
+    """The single series that a query is about."""
     (name,) = set(re.findall(r"attnserve_\w+", query))
     return name
 
@@ -63,7 +63,7 @@ def test_what_autoscaling_asks_for_is_measured(series: dict[str, set[str]]) -> N
 )
 def test_what_autoscaling_asks_is_a_query(tmp_path: Path) -> None:
     rules = [
-        # What the adapter puts in its places.
+        # The adapter's placeholders, filled in.
         {
             "record": f"query:{number}",
             "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="a"'),
@@ -79,7 +79,7 @@ def test_what_autoscaling_asks_is_a_query(tmp_path: Path) -> None:
 def test_the_adapter_says_whose_a_metric_is() -> None:
     for rule in ADAPTER:
         assert measured(rule["seriesQuery"]) == measured(rule["metricsQuery"])
-        # The labels that say it: what the PodMonitor has scraped has both.
+        # The labels that identify a pod: series scraped by the PodMonitor have both.
         assert set(rule["resources"]["overrides"]) == {"namespace", "pod"}
 
 
@@ -98,7 +98,7 @@ def test_both_autoscalings_want_the_same() -> None:
         for trigger in scaled["triggers"]
     }
     assert wanted.keys() == set(given.values())
-    # What an overloaded server reaches: so many may always wait, and more than all of the time is there not.
+    # Targets that an overloaded server reaches: ALWAYS_WAIT requests may always queue, and a busy share is at most 1.
     assert 1 <= wanted["attnserve_queue_requests"] < ALWAYS_WAIT
     for thread in ("device", "event_loop"):
         assert 0.5 <= wanted[f"attnserve_{thread}_busy_seconds_total"] < 1
@@ -111,14 +111,14 @@ def test_both_autoscalings_want_the_same() -> None:
     down, up = horizontal["behavior"]["scaleDown"], horizontal["behavior"]["scaleUp"]
     assert down["stabilizationWindowSeconds"] >= 300 > up["stabilizationWindowSeconds"]
     assert all(policy["type"] == "Pods" and policy["value"] == 1 for policy in down["policies"])
-    # KEDA asks for the namespace by name.
+    # KEDA's query names the namespace.
     (namespace,) = combine("autoscaling-keda").of_kind("Namespace")
     selector = f'{{namespace="{namespace["metadata"]["name"]}"}}'
     assert all(selector in trigger["metadata"]["query"] for trigger in scaled["triggers"])
 
 
 def quantity(text: str) -> float:
-    """A quantity as Kubernetes writes it, whole or in thousandths."""
+    """Parses a Kubernetes quantity, whole or in thousandths."""
     return int(text[:-1]) / 1000 if text.endswith("m") else int(text)
 
 
@@ -147,7 +147,7 @@ def test_the_rules_are_those_of_prometheus() -> None:
     rules = prometheus_rule.RULES.read_text()
     assert prometheus_rule.RESOURCE.read_text() == prometheus_rule.resource(rules), "make docs writes it anew"
     (resource,) = combine("monitoring").of_kind("PrometheusRule")
-    # Kustomize adds empty lines to expressions of several lines, which mean nothing.
+    # Kustomize adds meaningless empty lines to multi-line expressions.
     assert without_line_breaks(resource["spec"]) == without_line_breaks(yaml.safe_load(rules))
 
 
@@ -157,7 +157,7 @@ def test_the_dashboard_is_the_file() -> None:
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
     dashboard = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text())
     assert {name: json.loads(text) for name, text in found["data"].items()} == {"attnserve.json": dashboard}
-    # `kubectl apply` keeps a copy in an annotation, which may have 256 KiB.
+    # `kubectl apply` keeps a copy in an annotation, limited to 256 KiB.
     assert len(json.dumps(found)) < 200_000
 
 

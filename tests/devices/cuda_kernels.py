@@ -1,8 +1,8 @@
-"""Stand-ins for torch's CUDA kernels, in plain torch on CPU tensors: as exact as they can be, and with their traps.
+"""Stand-ins for torch's CUDA kernels, in plain torch on CPU tensors: as exact as possible, with the kernels' traps.
 
-They refuse what the kernels refuse, and get wrong what the kernels get wrong: rows with nothing to attend, scales that
-are not positive, excluded NaN, window bounds beyond the longest sequence, rows that are not aligned. What gives right
-results with them prepares calls, and reads results, rightly; the kernels themselves are for `tests/gpu`.
+They reject what the kernels reject, and get wrong what the kernels get wrong: rows with nothing to attend to, scales
+that are not positive, excluded NaN, window bounds beyond the longest sequence, rows that are not aligned. Code that
+gets right results from them prepares calls and reads results correctly; the kernels themselves are for `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, excluded: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of query [..., L, D]; masked before it is scaled, as kernels do, and NaN gets through."""
+    """Output and lse of query [..., L, D]; scores are masked before scaling, as in the kernels, and NaN propagates."""
     assert query.shape[-1] == key.shape[-1]
     s = (query.double() @ key.double().mT).masked_fill(excluded, -math.inf) * scale
     if bias is not None:
@@ -30,7 +30,7 @@ def _attend(
 
 
 def _is_aligned(tensor: Tensor, elements: int) -> bool:
-    """Whether loads of 16 bytes at a time find them all aligned: where the tensor begins, and each of its rows."""
+    """Whether 16-byte loads are all aligned: at the start of the tensor and of each of its rows."""
     rows = all(stride % elements == 0 for stride in tensor.stride()[:-1])
     return tensor.data_ptr() % 16 == 0 and tensor.stride(-1) == 1 and rows
 
@@ -89,7 +89,7 @@ def efficient_ragged(
     """`aten::_efficient_attention_forward` with sequences packed end to end."""
     assert bias is None
     assert dropout == 0
-    assert mask in (0, 2)  # none, causal from the bottom right
+    assert mask in (0, 2)  # none, or causal aligned to the bottom right
     assert query.dtype == torch.float32
     assert query.shape[0] == key.shape[0] == value.shape[0] == 1
     assert query.shape[2] == key.shape[2] == value.shape[2]
@@ -118,7 +118,7 @@ def _ragged(
     window: tuple[int, int],
     empty_lse: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, Dv] and lse [H, T]; rows without keys have output 0, or NaN where that is their lse."""
+    """Output [T, H, Dv] and lse [H, T]; rows without keys have output 0, or NaN if `empty_lse` is NaN."""
     assert query_starts.dtype == kv_starts.dtype == torch.int32
     assert 1 < len(query_starts) == len(kv_starts) <= 65536
     assert query_starts[0] == kv_starts[0] == 0
@@ -172,7 +172,7 @@ def _flash(
 
 
 def oldest_varlen(*tensors: Any, longest: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
-    """`varlen_attn` of torch 2.11. Where each sequence has one query, only a window keeps it from dividing the keys."""
+    """`varlen_attn` of torch 2.11. With one query per sequence, it divides the keys unless there is a window."""
     assert tensors[5] > 1 or options["window_size"] != (-1, -1)
     return _flash(*tensors, **options)
 

@@ -1,4 +1,4 @@
-"""What devices compute of requests, against the oracle, and with and without company."""
+"""The results of devices, against the oracle, and with and without company."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = {
     pb.SCORE_STAGE_MASKED: "masked",
     pb.SCORE_STAGE_WEIGHTS: "weights",
 }
-"""What the oracle calls the stages of scores."""
+"""The oracle's names for the score stages."""
 
 
 def contents(result: RequestResult) -> tuple[bytes | None, ...]:
@@ -27,7 +27,7 @@ def contents(result: RequestResult) -> tuple[bytes | None, ...]:
 
 
 def assert_company_changes_nothing(devices: dict[int, CpuDevice], requests: list[Request]) -> None:
-    """Alone and together, with one thread and with two: the same bits, of the promised length."""
+    """Asserts the same bits, of the promised length, alone and together, with one thread and with two."""
     alone = [contents(devices[1].run([request]).results[0]) for request in requests]
     for threads, device in devices.items():
         for order in (requests, requests[::-1]):

@@ -1,4 +1,4 @@
-"""Whole batches on a CUDA device that has no contents: what goes there and what comes back, of any requests."""
+"""Whole batches on a fake CUDA device without contents: what is sent there and what comes back, for any requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RETURNED = st.fixed_dictionaries(
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of CUDA, for `meta`, too."""
+    """Makes the CUDA kernels available for `meta` too."""
     rows = [replace(kernel, device="meta") for kernel in KERNELS if kernel.device == "cuda"]
     monkeypatch.setattr(table, "KERNELS", (*rows, *KERNELS))
     monkeypatch.setitem(math.BLOCK_ELEMENTS, "meta", 1 << 26)
@@ -70,7 +70,7 @@ def test_the_calls_that_load_kernels(device: torch.device) -> None:
 
 
 def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a driver there is none: it is asked for, all the same."""
+    """Without a driver there is none, but it must still be requested."""
     asked: list[bool] = []
     zeros = torch.zeros
 

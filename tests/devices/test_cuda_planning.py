@@ -1,6 +1,6 @@
-"""What surrounds the CUDA kernels, on CPU tensors: what goes together, how it is packed, what is made of the results.
+"""The code around the CUDA kernels, on CPU tensors: how requests are grouped and packed, and how results are read.
 
-Torch's own kernels are replaced by stand-ins that have their traps; everything else is what runs on a GPU.
+Torch's own kernels are replaced by stand-ins that have the same traps; everything else is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FEW = settings(max_examples=max(15, settings().max_examples // 10))
 
 
 class HostTransfers:
-    """Transfers to the host itself. What is uploaded is a copy: nothing may be read from host memory afterwards."""
+    """Transfers from the host to itself. An upload is a copy: nothing may be read from host memory afterwards."""
 
     def allocate(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -55,7 +55,7 @@ class HostTransfers:
 
 @pytest.fixture(autouse=True, params=["oldest", "newest"], scope="module")
 def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The CUDA kernels of the table, for CPU tensors, on top of stand-ins for those of the oldest and newest torch."""
+    """The table's CUDA kernels for CPU tensors, on top of stand-ins for the kernels of the oldest and newest torch."""
     varlen = getattr(cuda_kernels, f"{request.param}_varlen")
     parameters = {"oldest": frozenset[str](), "newest": frozenset({"enable_gqa", "num_splits"})}[request.param]
     rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
@@ -73,7 +73,7 @@ def request_of(case: Case, **returned: Any) -> Request:
 
 
 def result_of(case: Case, result: Any, request: Request) -> Any:
-    """A request's result in arrays, in the shapes in which a reply has them."""
+    """A request's result as arrays, in the shapes of a reply."""
     problem = request.problem
     sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
     assert sum(sizes) == request.reply_bytes
@@ -106,7 +106,7 @@ def check(asked: list[tuple[Case, dict[str, Any]]]) -> BatchResult:
 
 
 def packable(plan: Plan) -> Plan:
-    """The plan without what no ragged kernel computes."""
+    """The plan without options that no ragged kernel computes."""
     plain = replace(plan, score="dot", key_dim=plan.head_dim, softcap=0.0, mask_shape=None, bias_shape=None)
     return replace(plain, alibi=False)
 
@@ -139,7 +139,7 @@ def test_random_batches_that_can_be_packed(plans: list[Plan], seeds: list[int], 
 @pytest.mark.parametrize("layout", ["heads_first", "length_first", "packed"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_sequences_of_all_lengths_are_one_call(dtype: str, layout: str, sinks: bool) -> None:
-    """Causal from the bottom right, as in serving: prefills, chunks and single queries, with and without a past."""
+    """Bottom-right causal, as in serving: prefills, chunks and single queries, with and without a past."""
     rng = np.random.default_rng(0)
     asked = []
     for seed in range(40):
@@ -162,7 +162,7 @@ def test_single_queries_are_one_call() -> None:
 
 
 def test_windows_of_long_and_short_sequences() -> None:
-    """For sequences that are shorter than the window it is causality alone: a second call, not a third."""
+    """For sequences shorter than the window, only causality is left: a second call, not a third."""
     plans = [
         Plan(dtype="float16", query_length=n, key_length=n, window=(6, -1), causal="bottom_right") for n in range(1, 20)
     ]
@@ -180,11 +180,11 @@ def test_only_those_with_nan_are_computed_again(dtype: str) -> None:
     masked = [Plan(dtype=dtype, batch=3, mask_shape=(5, 7)).case(seed) for seed in range(6)]
     masked[2].value[1, 0, -1] = np.nan
     batch = check([(case, {"return_lse": True}) for case in masked])
-    assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # of three sequences, the one
+    assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # only one of three sequences
 
 
 def test_what_lies_beyond_the_lengths_is_never_looked_at() -> None:
-    """Padding of garbage makes nobody suspect."""
+    """Garbage in the padding makes no sequence suspect."""
     case = Plan(dtype="float16", causal="bottom_right", kv_lengths=(3, 6), key_length=9).case(0)
     case.key[0, :, 3:], case.value[0, :, 3:], case.value[1, :, 6:] = np.nan, np.inf, np.nan
     assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_varlen": 1}
@@ -199,7 +199,7 @@ def test_a_bias_of_minus_infinity_is_no_reason_to_compute_again(dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", *HALF])
 def test_a_bias_for_some_of_the_keys_begins_where_loads_are_aligned(dtype: str) -> None:
-    """One row of a bias, cut at the window or at the lengths, is packed as it lies there, wherever that begins."""
+    """A row of a bias, cut at the window or the lengths, may start anywhere in memory; packing it must align it."""
     window = Plan(dtype=dtype, query_length=1, key_length=20, bias_shape=(20,), window=(15, 0), causal="bottom_right")
     shorter = Plan(dtype=dtype, query_length=3, key_length=17, bias_shape=(2, 1, 1, 17), kv_lengths=(17, 16))
     for plan in (window, shorter):
@@ -207,7 +207,7 @@ def test_a_bias_for_some_of_the_keys_begins_where_loads_are_aligned(dtype: str) 
 
 
 def test_keys_that_lie_in_pages_or_rows_are_read_where_they_are() -> None:
-    """A copy would be as much to read and write as the kernel has to read."""
+    """A copy would read and write as much as the kernel has to read."""
     pages, rows = (
         torch.zeros(4, 3, 40, 16)[1:3, :, :17],
         torch.zeros(9, 160)[:, 48:96].view(1, 9, 3, 16).transpose(1, 2),
@@ -247,7 +247,7 @@ def test_more_sequences_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks, biases and scores are made for some queries at a time, where there are many."""
+    """If there are many queries, masks, biases and scores are made for some of them at a time."""
     monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_ELEMENTS", 40)
     monkeypatch.setitem(math.BLOCK_ELEMENTS, "cpu", 100)
     for options in ({"alibi": True}, {"window": (2, 1)}, {"mask_shape": (3, 1, 11, 7)}, {"softcap": 1.0}):
@@ -265,7 +265,7 @@ def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bands_from_the_bottom_right(
     lengths: tuple[int, int], offset: int, causal: bool, window: tuple[int, int], companion: int
 ) -> None:
-    """Whatever is said of a band, kernels make the same of it, beside longer sequences."""
+    """However a band is described, kernels give the same result, also beside longer sequences."""
     band, begin, end = Band.of(*lengths, offset, causal, window).narrowed()
     found = band.from_bottom_right() if begin < end else None
     if found is None:

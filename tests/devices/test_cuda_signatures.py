@@ -1,4 +1,4 @@
-"""The CUDA kernels of this torch are called as it declares them: with tensors that have shapes and nothing else."""
+"""The CUDA kernels are called as the installed torch declares them: tested with tensors that have shapes only."""
 
 from __future__ import annotations
 

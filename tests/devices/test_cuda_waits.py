@@ -1,4 +1,4 @@
-"""What batches on a CUDA device wait for: each for its own, whatever others ask meanwhile; and how often they look."""
+"""What batches on a CUDA device wait for: only their own work, whatever others submit meanwhile; and how often."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attnserve_server.kernels import AttentionCall, AttentionResult, math
 
 @dataclass
 class Stream:
-    """A stream: what it has been asked, and how much of that somebody has waited for."""
+    """A stream: how much work was submitted to it, and how much of that has been waited for."""
 
     asked: int = 0
     waited: int = 0
 
 
 class Event:
-    """Of such streams."""
+    """An event on such streams."""
 
     def __init__(self, blocking: bool) -> None:
         assert blocking, "the thread is to sleep"
@@ -38,7 +38,7 @@ class Event:
 
 
 class StreamTransfers(CudaTransfers):
-    """Transfers from the host to itself, with such streams: each tensor that is brought or fetched is asked of one."""
+    """Transfers from the host to itself on such streams: each upload or fetch is submitted to one."""
 
     def __init__(self) -> None:
         self._compute_stream, self._fetch_stream = Stream(), Stream()  # type: ignore[assignment]
@@ -59,7 +59,7 @@ class StreamTransfers(CudaTransfers):
 
 
 class Pair(StreamTransfers):
-    """Another batch asks for more whenever this one waits."""
+    """Another batch submits more work whenever this one waits."""
 
     def asked(self) -> Asked:
         self.own = [stream.asked for stream in self.streams]
@@ -80,7 +80,7 @@ def _events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_does_not_wait_for_what_another_asks_while_it_waits() -> None:
-    """The next one is staged while it computes: were that waited for, both would end together, and none be staged."""
+    """The next batch is staged while one computes: waiting for that too, both would end together, with none staged."""
     transfers = Pair()
     (result,) = run_batch([messages.read(messages.random_attend(0, 4))], transfers, ()).results
     assert result.output
@@ -90,7 +90,7 @@ def test_a_batch_does_not_wait_for_what_another_asks_while_it_waits() -> None:
 
 
 def calls_of(count: int) -> list[AttentionCall]:
-    """Calls of two sequences each, with values that are not finite in the second of every other call."""
+    """Calls of two sequences each; in every other call, the second sequence has non-finite values."""
     generator = torch.Generator().manual_seed(0)
     calls = []
     for n in range(count):
@@ -102,7 +102,7 @@ def calls_of(count: int) -> list[AttentionCall]:
 
 
 def quick(call: AttentionCall) -> AttentionResult:
-    """A kernel that spoils sequences with values that are not finite, and tells."""
+    """A kernel that gets sequences with non-finite values wrong, and reports them as suspect."""
     exact = math.attend_each(call)
     suspect = ~call.value.isfinite().flatten(1).all(1)
     spoilt = exact.output.clone()
@@ -113,7 +113,7 @@ def quick(call: AttentionCall) -> AttentionResult:
 def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Excluded as it is, what is not finite reaches no other row."""
+    """Excluded non-finite values reach no other row."""
     monkeypatch.setattr(cuda, "attend", quick)
     device = object.__new__(CudaDevice)
     device._transfers = transfers = StreamTransfers()
@@ -135,7 +135,7 @@ def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again
 def test_attentions_one_after_the_other_are_looked_at_when_all_have_been_asked(
     monkeypatch: pytest.MonkeyPatch, finite: bool, waits: int, ran: int
 ) -> None:
-    """As a layer has them; each of the second after the first, which is exact then."""
+    """As in a layer; each second attention follows a first one, which is exact by then."""
     monkeypatch.setattr(cuda, "attend", quick)
     device = object.__new__(CudaDevice)
     device._transfers = transfers = StreamTransfers()

@@ -1,4 +1,4 @@
-"""Devices: scores, lengths, sizes of 0, sinks and masks come back as they are meant."""
+"""Devices: results are right for scores, lengths, sizes of 0, sinks and masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 2**31 - 1
 @pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
 @pytest.mark.parametrize("kv_lengths", [(5, 5), (5, 2), (0, 3), (2, 2), (0, 0)])
 def test_scores_with_lengths(devices: dict[int, CpuDevice], stage: int, kv_lengths: tuple[int, int]) -> None:
-    """Raw and capped scores exist for all keys, masked ones and weights are -inf and 0 beyond a sequence's own."""
+    """Raw and capped scores cover all keys; beyond a sequence's length, masked scores are -inf and weights 0."""
     lengths = np.array(kv_lengths)
     message = messages.random_attend(
         0, 3, kv_length=5, batch=2, return_scores=stage, softcap=2.0, kv_lengths=lengths, return_lse=True
@@ -66,7 +66,7 @@ def test_zero_sizes(
 def test_what_has_no_queries_costs_nothing_however_long_its_other_axes_are(
     shape: list[int], native: str | None, stage: int
 ) -> None:
-    """Axes beside one of length 0 need no payload: nothing may be done for each element of them."""
+    """With an axis of length 0, the other axes need no payload: no work may be done per element of theirs."""
     message = messages.random_attend(0, 0, return_scores=stage, return_lse=True)
     for name in ("query", "key", "value"):
         getattr(message, name).shape[:] = shape
@@ -77,7 +77,7 @@ def test_what_has_no_queries_costs_nothing_however_long_its_other_axes_are(
 
 
 def test_sinks_without_keys(devices: dict[int, CpuDevice]) -> None:
-    """A sink is all that there is to attend: the log-sum-exp is its own."""
+    """Only the sink is attended to: the log-sum-exp is the sink's."""
     sinks = np.array([0.5, -3.0], np.float32)
     request = messages.read(messages.random_attend(0, 2, kv_length=0, sinks=sinks, return_lse=True))
     output, lse, _ = contents(devices[1].run([request]).results[0])

@@ -1,4 +1,4 @@
-"""Devices: a request's bits do not depend on its company or on threads, and what comes back is what was promised."""
+"""Devices: a request's bits do not depend on company or threads, and results have the promised size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_stacks_equal_single_runs(devices: dict[int, CpuDevice], dtype: Any, cau
 def test_work_that_is_divided_equals_work_that_is_not(
     devices: dict[int, CpuDevice], dtype: Any, lengths: list[int]
 ) -> None:
-    """Alone, each but the first is too small to be divided among threads; together they are not."""
+    """Alone, all but the first are too small to be divided among threads; together they are not."""
     batch = [
         messages.read(messages.random_attend(seed, length, heads=4, kv_heads=2, width=64, dtype=dtype, return_lse=True))
         for seed, length in enumerate(lengths)
@@ -91,7 +91,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_results_stay_as_they_are_when_more_is_computed(devices: dict[int, CpuDevice], kind: str) -> None:
-    """Inputs of requests that are alike may lie where those of the last one lay; results may not."""
+    """Memory for inputs may be reused for similar requests; memory of results may not."""
     one, other = (messages.read(messages.random_attend(seed, 4, heads=4, **ALONE[kind])) for seed in (0, 1))
     found = devices[1].run([one]).results[0]
     before = contents(found)
@@ -224,7 +224,7 @@ def test_every_kernel_for_requests_is_warm_before_they_come(
     device = tensor_devices[2]
     device.take_kernel_calls()
     with monkeypatch.context() as patch:
-        patch.setattr(device, "take_kernel_calls", Counter)  # which leaves them to be looked at
+        patch.setattr(device, "take_kernel_calls", Counter)  # so that the counts stay
         device.warm_up()
     assert set(device.take_kernel_calls()) == {kernel.name for kernel in KERNELS if kernel.device in ("cpu", "any")}
 

@@ -1,6 +1,6 @@
-"""Errors that should not be: what a caller is told of them, and what goes on beside them.
+"""Internal errors: what a caller is told of them, and what goes on unaffected.
 
-The service is the real one on a socket; the one thing that is not as it should be is a reader of requests, which fails.
+The service is the real one on a socket; the only fault is a reader of requests, which fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_badly(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    """An engine that is open."""
+    """An open engine."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 10**15)
     queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
@@ -56,7 +56,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server that reads Attend as it should, and fails at Apply."""
+    """A channel to a server that reads Attend correctly and fails on Apply."""
     readers = {"attend": read_attention, "apply": read_badly}
     metrics = Metrics("0", "0", "cpu")
     service = AttentionService(engine, metrics, Rpcs(Callers(), metrics), readers, 64, 64, pb.ServerInfoResponse)
@@ -70,7 +70,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def check(status: status_pb2.Status) -> None:
-    """The caller knows that the server failed, and nothing of how."""
+    """Asserts that the caller learns that the server failed, and nothing about how."""
     assert status.code == grpc.StatusCode.INTERNAL.value[0]
     assert SECRET not in str(status)
     assert "OSError" not in str(status)
@@ -106,8 +106,8 @@ async def test_a_bug_fails_one_call_of_a_stream(channel: grpc.aio.Channel, caplo
 
 
 class LeftContext:
-    """What gRPC gives the server of a stream whose caller sent a call and left: there is no telling when, from outside,
-    so that a write begins between its leaving and the end of its stream.
+    """What gRPC gives the server when a stream's caller sent a call and left. A fake, because a test over a socket
+    cannot time a write to begin between the caller's leaving and the end of its stream.
     """
 
     def __init__(self, message: bytes) -> None:

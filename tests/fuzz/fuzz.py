@@ -1,11 +1,11 @@
 """Fuzzing, from the command line: `python tests/fuzz/fuzz.py codec --inputs 1000000`.
 
     codec           random and mutated bytes into the wire codec, compared with stock protobuf
-    server          the same into every RPC of a live server, which must not crash, hang, leak or say INTERNAL
+    server          the same into every RPC of a live server, which must not crash, hang, leak or return INTERNAL
     guided-codec    the codec, with inputs that atheris chooses by the code that they reach (extra `fuzz`)
     guided-server   the readers and RPCs of a server in the same process, likewise
 
-What is found is written below `fuzz-findings/`, and belongs into a test. The exit status says whether anything was.
+Findings are written below `fuzz-findings/`, and should become tests. The exit status tells whether there were any.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FINDINGS = Path("fuzz-findings")
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 MAX_GROWTH = 1.05
-"""Resident memory at the end, over that after half of the inputs: until then, what is remembered fills up."""
+"""The largest ratio of resident memory at the end to that after half of the inputs: until then, caches fill up."""
 
 
 def codec(inputs: int, seed: int) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def server(inputs: int, seed: int) -> dict[str, Any]:
 
 
 def guided(target: str, inputs: int, seed: int) -> dict[str, Any]:
-    """A target of `guided.py`, in a process for each processor, which libFuzzer ends as it pleases. Each finds its own
-    way, from a seed of its own.
+    """A target of `guided.py`, in one process per processor, each with its own seed. Subprocesses, because libFuzzer
+    ends its process itself.
     """
     FINDINGS.mkdir(exist_ok=True)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -136,12 +136,12 @@ def resident(pid: str) -> int:
 
 
 def descriptors(pid: str) -> int:
-    """How many descriptors a process has open."""
+    """The number of open file descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def keep(name: str, data: bytes) -> None:
-    """Writes an input down that found something."""
+    """Saves an input that found something."""
     FINDINGS.mkdir(exist_ok=True)
     (FINDINGS / name).write_bytes(data)
 

@@ -1,9 +1,9 @@
-"""Fuzzing that is guided by coverage: atheris keeps the inputs that reach new code, and mutates those.
+"""Coverage-guided fuzzing: atheris keeps the inputs that reach new code, and mutates those.
 
-`python guided.py codec|server [libFuzzer's flags]`. The first byte of an input says which message type or which RPC the
-rest is for. The server runs in this process, because coverage is seen there, and is spoken to over a real socket.
-The seed corpus is made by `sound`. libFuzzer ends the process: with 0 after `-runs` inputs, else when it has found
-something, which it writes below `-artifact_prefix`.
+`python guided.py codec|server [libFuzzer's flags]`. The first byte of an input selects the message type or the RPC for
+the rest. The server runs in this process, because coverage is measured there, and is called over a real socket.
+The seed corpus is made by `sound`. libFuzzer ends the process: with 0 after `-runs` inputs, or else on a finding, which
+it writes below `-artifact_prefix`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import atheris
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 MAX_BYTES = {"codec": 1024, "server": 4096}
-"""The longest inputs. To the codec longer ones are more of the same, and more of it takes longer."""
+"""The longest inputs. For the codec, longer ones reach nothing new and take longer."""
 ROUND = 2000
 
 
 def codec() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
-    """Message types; seeds; what is done with an input."""
+    """Message types; seeds; the function that tests an input."""
     with atheris.instrument_imports(include=["attnserve._fields", "attnserve._wire"]):
         from attnserve import _wire  # noqa: F401 (the one that is watched)
     from random_codec import MESSAGE_TYPES, SEEDS, check
@@ -36,7 +36,7 @@ def codec() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
 
 
 def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
-    """RPCs; seeds; what is done with an input."""
+    """RPCs; seeds; the function that tests an input."""
     with atheris.instrument_imports(include=["attnserve_server", "attnserve._fields", "attnserve._wire"]):
         from attnserve_server.server import Server
     import checkpoints
@@ -65,7 +65,7 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     assert is_ready.wait(300)
     attack = Attack(grpc.insecure_channel(ready[0]), Random(0))
     attack.prepare()
-    # Loading takes long, and is nothing but files that no caller brings.
+    # Loading is slow, and only reads files, which no caller sends.
     methods = [name for name in METHODS if name not in ("LayerService/Load", "LayerService/Unload")]
     inputs = 0
 
@@ -81,7 +81,7 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
 
 
 def main() -> None:
-    """Fuzzes until libFuzzer has enough."""
+    """Fuzzes until libFuzzer ends the process."""
     kinds, seeds, take = {"codec": codec, "server": server}[sys.argv[1]]()
     from mutation import mutated
     from sound import METHODS

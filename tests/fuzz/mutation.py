@@ -1,4 +1,4 @@
-"""Mutations of serialised messages: bytes that are broken anyhow, and messages whose fields say what they must not.
+"""Mutations of serialised messages: arbitrarily corrupted bytes, and messages with invalid values in their fields.
 
 In: a message type, its bytes, and a `random.Random`. Out: other bytes. The same seed gives the same bytes.
 """
@@ -35,7 +35,7 @@ BOUNDS: Final[dict[int, tuple[int, int]]] = {
 
 
 def mutated(random: Random, message_type: type[Message], data: bytes, other: bytes = b"") -> bytes:
-    """The bytes after one to four mutations; parts of `other` may come in."""
+    """The bytes after one to four mutations; parts of `other` may be mixed in."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
         if random.random() < 0.7:
             data = _with_other_fields(random, message_type, data)
@@ -45,7 +45,7 @@ def mutated(random: Random, message_type: type[Message], data: bytes, other: byt
 
 
 def is_message(message_type: type[Message], data: bytes) -> bool:
-    """Whether stock protobuf takes the bytes for a message of the type."""
+    """Whether stock protobuf parses the bytes as a message of the type."""
     try:
         message_type.FromString(data)
     except DecodeError:
@@ -54,11 +54,11 @@ def is_message(message_type: type[Message], data: bytes) -> bool:
 
 
 def random_bytes(random: Random) -> bytes:
-    """Bytes that nobody meant to be anything."""
+    """Purely random bytes."""
     return random.randbytes(random.choice((0, 1, 2, 3, 5, 8, 13, 40, 200)))
 
 
-# Messages that remain messages.
+# Mutations that keep a message valid.
 
 
 def _with_other_fields(random: Random, message_type: type[Message], data: bytes) -> bytes:
@@ -79,7 +79,7 @@ def _with_other_fields(random: Random, message_type: type[Message], data: bytes)
         given = getattr(owner, field.name)
         given.SetInParent()
         same = [inner for inner in _inner(message) if inner.DESCRIPTOR is given.DESCRIPTOR]
-        if same and random.random() < 0.7:  # what fits one field and not another: a mask for a bias
+        if same and random.random() < 0.7:  # one field's value in another, such as a mask for a bias
             given.CopyFrom(random.choice(same))
     else:
         setattr(owner, field.name, _value(random, field, getattr(owner, field.name)))
@@ -132,7 +132,7 @@ def _value(random: Random, field: FieldDescriptor, old: Any) -> Any:
 
 
 def _other_payload(random: Random, old: bytes) -> bytes:
-    """A payload of another length, or of the same with contents that mean something: NaN, infinities, large numbers."""
+    """A payload of another length, or of the same length with special contents: NaN, infinities, large numbers."""
     choice = random.randrange(5)
     if choice == 0:
         return old[: random.randrange(len(old) + 1)]
@@ -145,7 +145,7 @@ def _other_payload(random: Random, old: bytes) -> bytes:
     return random.randbytes(len(old))
 
 
-# Bytes that may be a message or not.
+# Mutations whose bytes may or may not be a message.
 
 
 def _flip(random: Random, data: bytes, other: bytes) -> bytes:
@@ -187,7 +187,7 @@ def _splice(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _field(random: Random, data: bytes, other: bytes) -> bytes:
-    """One more field, of any number, wire type and length."""
+    """Adds a field with any number, wire type and length."""
     number = random.choice((1, 2, 3, 12, 15, 16, 17, 18, 25, 300, 2**29 - 1))
     tag = _fields.varint(number << 3 | random.randrange(8))
     length = random.choice((b"", _fields.varint(random.choice(WHOLE_NUMBERS))))

@@ -1,4 +1,4 @@
-"""The wire codec under random and mutated bytes, each compared with what stock protobuf makes of it."""
+"""The wire codec on random and mutated bytes, each result compared with stock protobuf's."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MESSAGE_TYPES: Final = sorted(
 )
 SHORT: Final = 4096
 POOL: Final = 512
-"""So many inputs that protobuf accepted are mutated further."""
+"""Inputs accepted by protobuf that are kept to be mutated further."""
 
 
 class Inputs:
-    """Inputs, few of them purely random, most mutations of messages and of such mutations."""
+    """Inputs: a few purely random, most of them mutations of messages or of earlier mutations."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
         self._pool = list(SEEDS)
 
     def take(self, count: int) -> Iterator[tuple[type[Message], bytes]]:
-        """The next ones, as a message type and bytes."""
+        """The next `count` inputs, each a message type and bytes."""
         for _ in range(count):
             yield self._next()
 
@@ -43,7 +43,7 @@ class Inputs:
             return random.choice(MESSAGE_TYPES), random_bytes(random)
         message_type, data = random.choice(pool)
         data = mutated(random, message_type, data, random.choice(pool)[1])
-        # What is no message leads nowhere, and long ones take long.
+        # Mutating invalid messages leads nowhere, and long ones are slow.
         if len(data) <= SHORT and is_message(message_type, data):
             if len(pool) < len(SEEDS) + POOL:
                 pool.append((message_type, data))
@@ -53,5 +53,5 @@ class Inputs:
 
 
 def check(message_type: type[Message], data: bytes) -> None:
-    """Raises whatever the codec does wrong."""
+    """Raises if the codec gets the input wrong."""
     assert_same_meaning(message_type, data)

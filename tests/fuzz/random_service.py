@@ -1,8 +1,8 @@
 """Every RPC of a live server under random and mutated bytes.
 
-In: the addresses of a server that has the layers of `checkpoints`. Out: how many inputs it took, and what came of them;
-`Finding` if a reply is INTERNAL, does not come, or says what it must not. What inputs changed (caches made, layers
-unloaded) is put right after each round.
+In: a channel to a server that has the layers of `checkpoints`. Out: the number of inputs sent, and the status codes;
+`Finding` if a reply is INTERNAL, missing, or contains what it must not. State changed by inputs (caches created, layers
+unloaded) is restored after each round.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ IN_FLIGHT: Final = 32
 CALLS: Final = 64
 ROUND: Final = 2000
 POOL: Final = 64
-"""So many mutations of each RPC's requests are mutated further."""
+"""Mutations of each RPC's requests that are kept to be mutated further."""
 
 FLAGS: Final = (
     "--device", "cpu", "--cache-bytes", "16MiB", "--cache-page-bytes", "4KiB", "--max-caches", "64",
     "--log-level", "error",
 )  # fmt: skip
-"""A server that cannot be filled up with what inputs leave behind."""
+"""Flags for a server that cannot be filled up by what inputs leave behind."""
 
 MAY_BE: Final = {
     grpc.StatusCode[name]
@@ -49,20 +49,20 @@ MAY_BE: Final = {
 NAMES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 WAYS: Final = {"unary": 0.3, "calls": 0.6, "messages": 0.1}
-"""How inputs are sent, and how often so."""
+"""How inputs are sent, and the probability of each way."""
 RARE: Final = {"LayerService/Load": 0.02, "LayerService/Unload": 0.1}
-"""Of these RPCs only such a part of the inputs is sent: they take long, or spoil what comes after."""
+"""The share of inputs that is sent to these RPCs: they are slow, or spoil the state for later inputs."""
 
 FORBIDDEN: Final = re.compile(
     rb"Traceback|File \"|\.py\b|site-packages|<frozen|object at 0x|/(?:home|root|usr|tmp|var|proc|work|opt)/|"
     rb"Exception|Unexpected <|torch\.|SECRET-FINGERPRINT"
 )
-"""What no reply may hold: traces, paths, names of the server's own classes, and what another caller has sent."""
+"""What no reply may contain: tracebacks, paths, names of the server's own classes, and another caller's data."""
 SECRET: Final = b"SECRET-FINGERPRINT--"
 
 
 class Finding(AssertionError):
-    """Something that the server should not have done, and the input that made it."""
+    """A fault of the server, and the input that caused it."""
 
     def __init__(self, what: str, method: str, data: bytes) -> None:
         super().__init__(f"{what}\n{method}\n{data.hex()}")
@@ -71,14 +71,14 @@ class Finding(AssertionError):
 
 @dataclass
 class Attack:
-    """One caller that sends what it should not."""
+    """A caller that sends bad inputs."""
 
     channel: grpc.Channel
     random: Random
     codes: Counter[str] = field(default_factory=Counter)
     """How often each RPC ended with each code."""
     sent: Counter[str] = field(default_factory=Counter)
-    """How many inputs each way has had."""
+    """Inputs sent in each way."""
 
     def __post_init__(self) -> None:
         self._caches = Caches("", "")
@@ -87,11 +87,11 @@ class Attack:
         self._flight: deque[tuple[str, bytes, Any]] = deque()
 
     def run(self, inputs: int) -> None:
-        """Sends so many inputs. Raises Finding."""
+        """Sends at least `inputs` inputs. Raises Finding."""
         while inputs > 0:
             self.prepare()
             begin = inputs
-            for way in WAYS:  # each at least once, whatever comes by chance
+            for way in WAYS:  # each at least once, whatever the random choice
                 inputs -= self._some(way)
             while inputs > 0 and begin - inputs < ROUND:
                 inputs -= self._some(self.random.choices(list(WAYS), list(WAYS.values()))[0])
@@ -99,7 +99,7 @@ class Attack:
                 self._settle()
 
     def send(self, method: str, data: bytes) -> None:
-        """Sends one input and waits for what comes of it. Raises Finding."""
+        """Sends one input and waits for its outcome. Raises Finding."""
         if METHODS[method].streaming:
             self._send_messages(data, wait=True)
         else:
@@ -107,7 +107,7 @@ class Attack:
             self._settle()
 
     def input(self, method: str) -> bytes:
-        """One input of the random's choice."""
+        """A random input."""
         if not self._pool:
             self.prepare()
         return self._input(method)
@@ -117,7 +117,7 @@ class Attack:
         return self._pool[method][: self._kinds[method]]
 
     def prepare(self) -> None:
-        """Caches and layers as the sound requests need them."""
+        """Restores the caches and layers that the sound requests need."""
         caches = [cache.name for cache in self._ask("CacheService/List").caches]
         self._ask("CacheService/Delete", names=[*caches, "nothing"])
         if len(self._ask("LayerService/List").layers) < 10:
@@ -127,7 +127,7 @@ class Attack:
         )
         self._caches = Caches(plain, decoder)
         self._ask("CacheService/Append", name=plain, key=tensor(HK, S, D), value=tensor(HK, S, D))
-        # What another caller has here, and an attacker must not see.
+        # Another caller's data, which the attacker must not see.
         secret = messages.tensor(np.frombuffer(SECRET * HK * D, np.float32).reshape(HK, -1, D))
         self._ask("CacheService/Append", name=others, key=secret, value=secret)
         self._pool = {
@@ -145,7 +145,7 @@ class Attack:
         pool = self._pool[method]
         begin = self.random.choice(pool[: self._kinds[method]] if self.random.random() < 0.6 else pool)
         data = mutated(self.random, METHODS[method].request, begin, self.random.choice(pool))
-        if is_message(METHODS[method].request, data):  # what is none leads nowhere
+        if is_message(METHODS[method].request, data):  # invalid messages lead nowhere
             kinds = self._kinds[method]
             if len(pool) < kinds + POOL:
                 pool.append(data)
@@ -154,7 +154,7 @@ class Attack:
         return data
 
     def _some(self, way: str) -> int:
-        """Sends some inputs in one way; how many."""
+        """Sends some inputs in one way; returns how many."""
         if way == "calls":
             return self._send_calls()
         if way == "messages":
@@ -186,7 +186,7 @@ class Attack:
         self._parse(method, data, METHODS[method].response, reply)
 
     def _send_calls(self) -> int:
-        """Sound calls with mutated requests: each gets one reply, and the stream ends well."""
+        """Sound calls with mutated requests: each gets one reply, and the stream ends normally."""
         sent: dict[int, tuple[str, bytes]] = {}
         pieces = []
         for call_id in range(CALLS):
@@ -209,7 +209,7 @@ class Attack:
         return CALLS
 
     def _send_messages(self, data: bytes, wait: bool) -> None:
-        """What may be a message of a stream: it ends, with an error or well. Or its caller does not wait."""
+        """Possible messages of a stream, which ends normally or with an error; or the caller does not wait."""
         method = "AttentionService/AttendStream"
         self.sent[method] += 1
         call = self.channel.stream_stream(METHODS[method].path)(iter([data]), timeout=PATIENCE_S)

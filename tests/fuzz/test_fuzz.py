@@ -1,4 +1,4 @@
-"""A little fuzzing in every run of the tests; `make fuzz` does more. What either has found is here too."""
+"""A little fuzzing in every test run; `make fuzz` does more. Tests for the findings of both are here too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = [name for name in METHODS if name not in ("LayerService/Load", "LayerServi
 
 @pytest.fixture(scope="module")
 def attacked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that must have outlived all attacks, and have nothing to say of them but that they were refused."""
+    """A server that must survive all attacks with an empty error log."""
     flags = (*FLAGS, "--layers", str(models.directory / "layers.toml"))
     server = Server(flags, tmp_path_factory.mktemp("attacked") / "stderr")
     yield server
@@ -76,7 +76,7 @@ def test_the_judge_lets_nothing_pass(channel: grpc.Channel, code: grpc.StatusCod
 
 
 def test_lifetimes_beyond_all_time(channel: grpc.Channel) -> None:
-    """Found by fuzzing: such a cache was made, and then its lifetime could not be told."""
+    """Found by fuzzing: such a cache was created, and then its lifetime could not be reported."""
     name = ask(channel, "CacheService/Create", **PLAIN_CACHE).cache.name
     for ttl, field in (
         ({"seconds": 2**63 - 1}, "ttl.seconds"),

@@ -1,4 +1,4 @@
-"""The CUDA device that tests share."""
+"""The CUDA device shared by the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnserve_server.devices.cuda import CudaDevice
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CudaDevice]:
-    """The first CUDA device, warm."""
+    """The first CUDA device, warmed up."""
     device = open_device("cuda", 0, 0)
     assert isinstance(device, CudaDevice)
     device.warm_up()

@@ -1,4 +1,4 @@
-"""A CUDA device by itself: what its kernels are called with, what is left in memory, and what fails."""
+"""A CUDA device by itself: arguments of its kernels, memory that stays in use, and failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request_of(case: Case, **returned: Any) -> Request:
 
 
 def arrays_of(case: Case, result: Any) -> Any:
-    """Output and lse of a result, in arrays."""
+    """Output and lse of a result, as arrays."""
     expected = case.expected
     return SimpleNamespace(
         output=np.frombuffer(result.output, case.query.dtype).reshape(expected.output.shape),
@@ -60,7 +60,7 @@ def test_it_says_what_it_is(device: CudaDevice) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_the_axes_of_the_lse(device: CudaDevice, dtype: str, tokens: int) -> None:
-    """With as many heads as tokens, no shape tells which axis is which."""
+    """With as many heads as tokens, the shape does not tell which axis is which."""
     for group in (1, 2):
         plan = Plan(dtype=dtype, batch=1, key_heads=tokens, group=group, causal=True)
         case = replace(plan, query_length=tokens * group, key_length=tokens * group).case(0)
@@ -85,7 +85,7 @@ def test_ragged_batches_are_one_call(device: CudaDevice, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("mask", [False, True])
 def test_results_that_are_still_held_are_not_overwritten(device: CudaDevice, dtype: str, mask: bool) -> None:
-    """Batches follow each other through the same pinned memory while the replies of the first wait to be sent."""
+    """Batches reuse the same pinned memory while replies of the first batch wait to be sent."""
     plan = Plan(dtype=dtype, query_length=200, key_length=200, head_dim=64, key_dim=64, value_dim=64)
     if mask:
         plan = Plan(dtype=dtype, query_length=200, key_length=200, mask_shape=(200, 200))
@@ -117,7 +117,7 @@ def test_nan_is_computed_again_and_only_where_it_is(device: CudaDevice) -> None:
 
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
-    """What torch may allocate on the device is 1 GiB."""
+    """Limits torch's memory on the device to 1 GiB."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(2**30 / total, 0)
@@ -127,7 +127,7 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_little_memory")
 async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice) -> None:
-    """In one batch of an engine: it gets its own error, and what it had allocated does not stand in others' way."""
+    """Within one engine batch: only it gets an error, and the memory that it had allocated does not block others."""
     queue: BatchQueue[Entry] = BatchQueue(10**15, 64, 0.1)
     engine = Engine(device, queue, Admission(100, 10**12, 10**16), Metrics("0", torch.__version__, device.name))
     engine.open()

@@ -1,4 +1,4 @@
-"""What a real CUDA device does when it fails, in a process of its own: a context that is lost stays so."""
+"""How a real CUDA device fails, in a separate process: a lost context cannot be recovered."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ for what in (
 
 
 def test_who_is_to_blame() -> None:
-    """No memory, shapes that do not fit, and an index that a kernel asserts, after which nothing works."""
+    """Out of memory, mismatched shapes, and an index that trips a kernel's assertion, after which nothing works."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.split() == ["memory", "request", "device"], done.stderr

@@ -1,4 +1,4 @@
-"""Two batches on one CUDA device: one is copied while the other computes, and neither gets what is the other's."""
+"""Two batches on one CUDA device: one is copied while the other computes, and neither gets the other's results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 CYCLES = 1_000_000_000
-"""For which a kernel does nothing: some half a second."""
+"""Cycles for which a kernel just spins: about half a second."""
 
 
 def test_what_is_staged_does_not_wait_for_what_computes(device: CudaDevice) -> None:
     transfers = device._transfers
     begin, computed, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     host = device.allocate(1 << 24)
-    device.upload(host)  # so that there is memory for it: to be given some may take until the device has nothing to do
+    device.upload(host)  # allocates memory now: allocating may wait until the device is idle
     torch.cuda.synchronize()
     with transfers.computing():
         begin.record()

@@ -1,6 +1,6 @@
 """The whole contract through a real server on a CUDA device, against the oracle, within the contract's tolerances.
 
-With `GPU_TESTS_ON=cpu` on a CPU: to see, without a GPU, that the tests themselves are right.
+With `GPU_TESTS_ON=cpu` it runs on a CPU, to check the tests themselves without a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FEW = settings(max_examples=max(30, settings().max_examples // 2))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on the first such device, whose batches are as large as they come."""
+    """A server on the first such device, with very large batch limits."""
     flags = ("--device", DEVICE, "--max-batch-requests", "1024", "--max-batch-flops", "1e12")
     server = Server(flags, tmp_path_factory.mktemp("cuda-server") / "stderr")
     yield server
@@ -53,7 +53,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def check_all(client: Client, cases: list[Case], **returned: Any) -> list[Any]:
-    """Asserts that requests which are all in flight at once have the right results; the results."""
+    """Asserts that requests all in flight at once get the right results; returns these."""
     futures = [case.submit(client, **returned) for case in cases]
     results = [future.result() for future in futures]
     for case, result in zip(cases, results, strict=True):
@@ -106,7 +106,7 @@ def test_hundreds_of_sequences_of_all_lengths(client: Client, layout: str, dtype
 @EVERY_DTYPE
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 20)}, {"alibi": True}, {"softcap": 5.0}])
 def test_long_sequences(client: Client, dtype: str, options: dict[str, Any]) -> None:
-    """Longer than any block of any kernel, of lengths that are multiples of nothing."""
+    """Longer than any kernel's blocks, and not multiples of any block size."""
     plan = Plan(dtype=dtype, batch=1, group=2, key_heads=1, query_length=1531, key_length=1777, **options)
     plan = replace(plan, head_dim=64, key_dim=64, value_dim=64)
     check_all(client, [plan.case(0)], return_lse=True)
@@ -127,7 +127,7 @@ COMPANY: dict[str, dict[str, Any]] = {
 @EVERY_DTYPE
 @pytest.mark.parametrize("kind", COMPANY)
 def test_bits_in_company_are_measured(client: Client, record_property: Any, capsys: Any, kind: str, dtype: str) -> None:
-    """Results in company are as right as alone. Whether they are the same bits is said, not demanded."""
+    """Results in company are as right as alone. Whether the bits are equal is reported, not asserted."""
     plan = Plan(dtype=dtype, head_dim=64, key_dim=64, value_dim=64, **COMPANY[kind])
     lengths = [plan] if plan.mask_shape or plan.bias_shape else [plan, replace(plan, key_length=plan.key_length + 9)]
     cases = [each.case(seed) for seed in range(32) for each in lengths]

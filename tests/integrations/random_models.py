@@ -1,4 +1,4 @@
-"""Tiny random transformers models, built from their config classes, and what they give with eager attention and through
+"""Tiny random transformers models, built from their config classes, and their results with eager attention and through
 the service.
 """
 
@@ -68,7 +68,7 @@ ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 class Recorder:
-    """Passes calls on to a client and keeps their arguments."""
+    """Forwards calls to a client and records their arguments."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -105,7 +105,7 @@ def build(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def both(model: PreTrainedModel, **inputs: Any) -> tuple[Any, Any]:
-    """What the model gives with eager attention and through the service."""
+    """The model's results with eager attention and through the service."""
     outputs = []
     for implementation in ("eager", "attnserve"):
         model.set_attn_implementation(implementation)
@@ -115,7 +115,7 @@ def both(model: PreTrainedModel, **inputs: Any) -> tuple[Any, Any]:
 
 
 def generated(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
-    """The tokens that a greedy search finds with eager attention and through the service."""
+    """The tokens found by greedy search with eager attention and through the service."""
     sequences = []
     for implementation in ("eager", "attnserve"):
         model.set_attn_implementation(implementation)

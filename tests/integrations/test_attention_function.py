@@ -1,4 +1,4 @@
-"""The attention function that transformers calls: what it makes of what models hand to it, and what it refuses."""
+"""The attention function that transformers calls: how it treats the models' arguments, and what it rejects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_function(*tensors: Tensor, mask: Tensor | None = None, **arguments
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, **arguments: Any) -> Tensor:
-    """The same by torch's own attention."""
+    """The same with torch's own attention."""
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, **arguments).transpose(1, 2)
 
 
@@ -52,7 +52,7 @@ def test_position_bias_joins_an_additive_mask(recorder: Recorder) -> None:
 
 
 def test_a_mask_longer_than_the_keys(recorder: Recorder) -> None:
-    """Both a mask of the caller's and one whose pattern is known but speaks of other keys."""
+    """Both a caller's mask and one whose pattern is known but is for other keys."""
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8)
     mask = torch.rand(1, 1, 3, 9) < 0.7
     mask[..., 0] = True
@@ -60,7 +60,7 @@ def test_a_mask_longer_than_the_keys(recorder: Recorder) -> None:
     made = forward_mask(batch_size=1, q_length=3, kv_length=9, q_offset=6)
     assert made is not None
     assert_same(reference(query, key, key), attention_function(query, key, key, mask=made))
-    assert "causal" not in recorder.calls[-1]  # the last of 3 queries is not the last of 5 keys
+    assert "causal" not in recorder.calls[-1]  # the last of 3 queries is not at the last of 5 keys
 
 
 def test_expanded_masks_travel_unexpanded(recorder: Recorder) -> None:
@@ -71,7 +71,7 @@ def test_expanded_masks_travel_unexpanded(recorder: Recorder) -> None:
 
 
 def test_causal_without_a_mask(recorder: Recorder) -> None:
-    """As the text towers of some models ask for it; a single query has seen all keys."""
+    """As the text towers of some models request it; a single query attends to all keys."""
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8)
     assert_same(reference(query, key, key, is_causal=True), attention_function(query, key, key, is_causal=True))
     last = query[:, :, -1:]

@@ -1,4 +1,4 @@
-"""`make demo`: it runs, agrees with itself, and reads the service's metrics rightly."""
+"""`make demo`: it runs, agrees with itself, and reads the service's metrics correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_demo_with_a_service_of_its_own() -> None:
     assert "ranking           the same" in demo.stdout
     difference = re.search(r"largest difference (\S+),", demo.stdout)
     assert difference is not None
-    assert 0 < float(difference[1]) <= 1e-5  # exactly 0 would mean that the service was not asked
+    assert 0 < float(difference[1]) <= 1e-5  # exactly 0 would mean that the service was not used
     assert "24 attention calls over the wire" in demo.stdout
     assert "requests          24 OK" in demo.stdout
     resident = re.search(r"the whole model there +4 .* KiB +.* KiB +.* ms +(\S+)\n", demo.stdout)
@@ -38,7 +38,7 @@ def test_demo_with_a_service_of_its_own() -> None:
 
 
 def test_demo_with_a_running_service(server: Server, client: Client) -> None:
-    """Its counts are of its own run, however much the service has done before."""
+    """Its counts cover only its own run, however much the service has done before."""
     for causal in (False, True):
         client.attend(*np.ones((3, 2, 4, 8), np.float32), causal=causal)
     demo = run("--address", server.address, "--http-address", server.http_address)

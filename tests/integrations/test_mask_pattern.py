@@ -1,4 +1,4 @@
-"""The pattern of a mask means the mask, and is found wherever there is one."""
+"""The pattern of a mask is equivalent to the mask, and is found wherever there is one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_mask_without_a_pattern() -> None:
     mask = torch.tensor([[[[True, False, True], [False, True, True], [True, True, False]]]])
     assert recognise(mask, 0, None) is None
     assert recognise(mask, 0, 2) is None
-    assert recognise(torch.ones(1, 2, 3, 3, dtype=torch.bool), 0, None) is None  # masks that differ by head
+    assert recognise(torch.ones(1, 2, 3, 3, dtype=torch.bool), 0, None) is None  # differs by head
 
 
 def test_what_restricts_nothing_is_not_said() -> None:

@@ -1,4 +1,4 @@
-"""transformers models through the service give what they give with their own eager attention.
+"""transformers models give the same results through the service as with their own eager attention.
 
 The models are tiny and random; one has real weights. All of them run through the real server. Float32, largest
 difference below 1e-5, at every position that is not padding.
@@ -57,7 +57,7 @@ def test_encoder(recorder: Recorder, side: str) -> None:
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_encoder_decoder(recorder: Recorder, name: str, side: str) -> None:
-    """In float64: T5 does not scale its scores, so that what float32 rounds off grows to 1e-5."""
+    """In float64: T5 does not scale its scores, so that rounding errors in float32 grow to 1e-5."""
     model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER[name]()).double()
     ids, mask = tokens(3, 11), padding(side, 3, 11)
     expected, actual = both(model, input_ids=ids, attention_mask=mask, decoder_input_ids=tokens(3, 6))
@@ -85,7 +85,7 @@ def test_encoder_decoder_generation(recorder: Recorder, name: str) -> None:
 
 
 def test_generation_with_a_static_cache(recorder: Recorder) -> None:
-    """The cache is as long from the start as it will ever be: what is not written yet has to stay out."""
+    """The cache has its full length from the start: positions not yet written must be excluded."""
     model = build(AutoModelForCausalLM, CAUSAL["llama"]())
     inputs = {"input_ids": tokens(2, 7), "attention_mask": padding("left", 2, 7), "cache_implementation": "static"}
     expected, actual = generated(model, **inputs)
@@ -95,7 +95,7 @@ def test_generation_with_a_static_cache(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_prefill_in_chunks(recorder: Recorder, name: str) -> None:
-    """Queries that begin behind the first key."""
+    """Queries that start after the first key."""
     model = build(AutoModelForCausalLM, CAUSAL[name]())
     ids = tokens(2, 12)
     expected = model(ids).logits
@@ -160,7 +160,7 @@ def test_unpadded_encoder_sends_neither_mask_nor_copies(recorder: Recorder) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_of_the_caller(recorder: Recorder, dtype: torch.dtype) -> None:
-    """A mask of rank 4 goes to the attention function as the caller made it."""
+    """A mask of rank 4 reaches the attention function unchanged."""
     model = build(AutoModelForCausalLM, CAUSAL["llama"]())
     allowed = (torch.rand(2, 1, 9, 9) < 0.5) | torch.eye(9, dtype=torch.bool)
     additive = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(torch.float32).min)
@@ -173,7 +173,7 @@ def test_masks_of_the_caller(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 def test_sequences_packed_into_one_row(recorder: Recorder) -> None:
-    """A mask that no option says travels as itself."""
+    """A mask that no option can express is sent as it is."""
     model = build(AutoModelForCausalLM, CAUSAL["llama"]())
     positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
     expected, actual = both(model, input_ids=tokens(1, 9), position_ids=positions, use_cache=False)
@@ -182,7 +182,7 @@ def test_sequences_packed_into_one_row(recorder: Recorder) -> None:
 
 
 def test_a_written_mask_is_read_again(recorder: Recorder) -> None:
-    """The pattern of a mask is void once somebody has written to the mask."""
+    """The pattern of a mask is void once the mask has been written to."""
     model = build(AutoModelForCausalLM, CAUSAL["llama"]())
     model.set_attn_implementation("attnserve")
     with torch.inference_mode():
@@ -234,7 +234,7 @@ def test_autocast(client: Client) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_model_on_a_gpu(recorder: Recorder, side: str) -> None:
-    """Tensors, masks and lengths that are not in the client's memory."""
+    """Tensors, masks and lengths that are not in host memory."""
     model = build(AutoModelForCausalLM, CAUSAL["gpt_oss"]()).cuda()
     ids, mask = tokens(3, 11).cuda(), padding(side, 3, 11)
     expected, actual = both(model, input_ids=ids, attention_mask=None if mask is None else mask.cuda())
@@ -243,9 +243,9 @@ def test_model_on_a_gpu(recorder: Recorder, side: str) -> None:
     assert len(recorder.calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # of torch, on that alone
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # from torch, only there
 def test_compiled_model(recorder: Recorder) -> None:
-    """What is compiled stops at the attention and goes on after it."""
+    """The compiled graph breaks at the attention and resumes after it."""
     model = build(AutoModel, CAUSAL["llama"]())
     ids = tokens(2, 5)
     expected, _ = both(model, input_ids=ids)

@@ -1,4 +1,4 @@
-"""Causal masks and windows as bands: every small one, against what each query reaches counted key by key."""
+"""Causal masks and windows as bands: every small one, against a key-by-key count of what each query reaches."""
 
 from __future__ import annotations
 

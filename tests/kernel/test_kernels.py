@@ -1,7 +1,7 @@
-"""The kernels themselves, without a service around them: against the oracle, and in the traps that torch lays.
+"""The kernels themselves, without a service around them: against the oracle, and on torch's known traps.
 
-The traps: a kernel that kills the process at zero lengths, a log-sum-exp of 0 where nothing is attended, NaN that is
-swallowed or leaks, and bits that depend on where in memory a tensor lies and on what is computed beside it.
+The traps: a kernel that kills the process at zero lengths, a log-sum-exp of 0 where nothing is attended to, NaN that is
+swallowed or leaks, and bits that depend on a tensor's memory address and on what is computed beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """One thread a call, as the CPU device has it: with more, the bits of torch's own kernels depend on the company."""
+    """One thread per call, as on the CPU device: with more, the bits of torch's own kernels depend on company."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -95,7 +95,7 @@ def test_rows_with_nothing_to_attend_have_an_lse_of_minus_infinity(dtype: str, h
 @EVERY_DTYPE
 def test_a_nan_in_a_query_spoils_its_own_row_and_no_other(dtype: str) -> None:
     case = Plan(dtype=dtype, causal=True, query_offset=-1).case(2)
-    case.query[:, :, [0, 3], 1] = np.nan  # row 0 has nothing to attend: what its query is does not matter
+    case.query[:, :, [0, 3], 1] = np.nan  # row 0 has nothing to attend to, so its query does not matter
     result = run(call_of(case, return_lse=True))
     assert np.isnan(result.output[:, :, 3].astype(np.float64)).all()
     assert np.isnan(result.lse[:, :, 3]).all()
@@ -107,7 +107,7 @@ def test_a_nan_in_a_query_spoils_its_own_row_and_no_other(dtype: str) -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "key_length": 5}, {"mask_shape": (5, 7)}])
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.5, 1e-45, 1e-310])
 def test_masks_survive_any_scale(dtype: str, scale: float, options: dict[str, Any]) -> None:
-    """Minus infinity that is scaled after it has been put there becomes NaN, or plus infinity."""
+    """Scaling after masking would turn minus infinity into NaN or plus infinity."""
     case = Plan(dtype=dtype, scale=scale, **options).case(3)
     accuracy.check(case, run(call_of(case, return_lse=True)))
 
@@ -118,7 +118,7 @@ def test_masks_survive_any_scale(dtype: str, scale: float, options: dict[str, An
 )
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_excluded_never_leaks(dtype: str, options: dict[str, Any], poison: float) -> None:
-    """The last key is NaN or infinite. Causal rows before it must not notice, and those that attend it must."""
+    """The last key is NaN or infinite. Causal rows before it must be unaffected; rows that attend to it must not."""
     case = Plan(dtype=dtype, causal=True, query_length=7, key_length=7, **options).case(3)
     case.value[:, :, -1] = poison
     result = run(call_of(case, return_lse=True))
@@ -156,7 +156,7 @@ def test_bits_do_not_depend_on_where_tensors_lie(dtype: str, length: int, option
 @pytest.mark.parametrize("length", [1, 2, 33])
 @pytest.mark.parametrize("options", [{}, {"group": 4}, {"softcap": 2.0}, {"score": "general"}])
 def test_bits_do_not_depend_on_strides(dtype: str, length: int, options: dict[str, Any]) -> None:
-    """Lengths first in memory, as a caller with that layout sends them."""
+    """Length-first in memory, as sent by a caller with that layout."""
     plan = Plan(dtype=dtype, query_length=length, key_length=40, **options)
     call = call_of(plan.case(5), return_lse=True)
     query, key, value = (
@@ -173,7 +173,7 @@ def test_bits_do_not_depend_on_strides(dtype: str, length: int, options: dict[st
 def test_against_torchs_own_attention(
     dtype: str, length: int, keys: int, width: int, value_width: int, group: int
 ) -> None:
-    """Of the sizes of real models; the yardstick is torch in float64 of the same numbers."""
+    """At the sizes of real models; the reference is torch in float64 on the same numbers."""
     plan = Plan(
         dtype=dtype,
         query_length=length,
@@ -198,7 +198,7 @@ def test_against_torchs_own_attention(
 
 @EVERY_DTYPE
 def test_long_sequences(dtype: str) -> None:
-    """Longer than the blocks that kernels work in, of a length that is a multiple of nothing."""
+    """Longer than the kernels' blocks, and not a multiple of any block size."""
     for options in ({"causal": True}, {"window": (30, 5)}, {"alibi": True, "sinks": True}):
         plan = Plan(dtype=dtype, batch=1, group=2, key_heads=1, query_length=531, key_length=777, **options)
         case = plan.case(7)
@@ -208,7 +208,7 @@ def test_long_sequences(dtype: str) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize(("length", "key_length"), [(63, 63), (64, 64), (97, 97), (97, 40), (250, 250), (513, 513)])
 def test_causal_lengths_that_are_computed_in_blocks(dtype: str, length: int, key_length: int) -> None:
-    """And those beside them; a sequence and a head have the bits that they have by themselves."""
+    """And neighbouring lengths; a sequence and a head have the same bits as when computed alone."""
     plan = Plan(dtype=dtype, causal=True, group=2, query_length=length, key_length=key_length, head_dim=20, key_dim=20)
     case = plan.case(11)
     call = call_of(case, return_lse=True)
@@ -231,7 +231,7 @@ def test_what_is_added_to_causal_scores_is_added_at_every_length(dtype: str, add
 
 @pytest.mark.parametrize("length", [9, 100])
 def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> None:
-    """The key is finite and its score is not: queries before it must not notice, nor other sequences."""
+    """The key is finite but its score is not: earlier queries and other sequences must be unaffected."""
     case = Plan(causal=True, query_length=length, key_length=length).case(12)
     expected = run(call_of(case, return_lse=True))
     case.key[1, :, -1] = 3e38
@@ -243,7 +243,7 @@ def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> N
 
 
 def test_a_score_that_overflows_leaves_other_heads_their_bits() -> None:
-    """Heads may be computed apart: their bits must not show it."""
+    """Heads may be computed separately: their bits must not show it."""
     plan = Plan(causal=True, query_length=500, key_length=500, head_dim=64, key_dim=64)
     call = call_of(plan.case(12), return_lse=True)
     first = call.kv_heads(0, 1)
@@ -259,7 +259,7 @@ def test_a_score_that_overflows_leaves_other_heads_their_bits() -> None:
     "excluding", [{"mask_shape": (2, 1, 9, 7)}, {"window": (2, 1)}, {"alibi": True, "causal": True}]
 )
 def test_an_excluded_score_that_overflows_is_excluded(dtype: str, excluding: dict[str, Any]) -> None:
-    """Query and key are finite and their score is not: plus minus infinity it would be NaN."""
+    """Query and key are finite but their score is not: adding minus infinity would make it NaN."""
     case = Plan(dtype=dtype, query_length=9, key_length=7, **excluding).case(13)
     if "mask" in case.options:
         case.options["mask"][..., -1] = False
@@ -269,7 +269,7 @@ def test_an_excluded_score_that_overflows_is_excluded(dtype: str, excluding: dic
 
 
 def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:
-    """Heads may be computed apart: their bits must not show it."""
+    """Heads may be computed separately: their bits must not show it."""
     plan = Plan(batch=1, key_heads=8, group=1, query_length=1536, key_length=1536, alibi=True, causal=True)
     call = call_of(plan.case(14), return_lse=True)
     half, whole = run(call.kv_heads(0, 4)), run(call)

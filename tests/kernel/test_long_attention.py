@@ -1,6 +1,6 @@
-"""Kernels where there are many queries and keys: blocks of scores, whatever excludes keys and however large they are.
+"""The kernel for many queries and keys: blocks of scores, whatever excludes keys and however large the scores are.
 
-What the kernel for that computes is compared with the oracle, with the math kernel, or with itself in other company.
+Its results are compared with the oracle, with the math kernel, or with its own in other company.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG: dict[str, Any] = {"batch": 1, "query_length": 301, "key_length": 333, "hea
 
 @pytest.fixture(autouse=True, scope="module")
 def _blocked() -> Iterator[None]:
-    """One thread a call, as the CPU device has it, and sequences need not be so long as to slow tests down."""
+    """One thread per call, as on the CPU device, and a lower length threshold to keep tests fast."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +39,7 @@ def _blocked() -> Iterator[None]:
 
 
 def check(case: Any) -> None:
-    """Asserts that a case is computed in blocks, where this machine can, and what the oracle says."""
+    """Asserts that a case is computed in blocks, where this machine can, and agrees with the oracle."""
     call = call_of(case, return_lse=True)
     result = run(call)
     assert result.kernel == blocked_cpu.NAME or not blocked_cpu.AVAILABLE
@@ -106,7 +106,7 @@ def test_against_the_oracle(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": "bottom_right", "key_length": 1500}])
 def test_scores_of_any_size(options: dict[str, Any]) -> None:
-    """Rows whose weights would overflow or vanish stand beside others, of small scores, whose bits are as ever."""
+    """Rows whose weights would overflow or vanish leave the bits of neighbouring rows with small scores unchanged."""
     case = Plan(**{**LONG, **options}).case(1)
     expected = run(call_of(case, return_lse=True))
     case.query[:, 0, 5] *= 400
@@ -141,7 +141,7 @@ def test_large_biases_are_values() -> None:
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("options", [{"causal": True, "key_length": 301}, {"mask_shape": (301, 333)}])
 def test_what_is_not_finite(options: dict[str, Any], poison: float) -> None:
-    """It reaches who attends it, and nobody else; whether in queries, keys or values."""
+    """It reaches the rows that attend to it and no others, whether in queries, keys or values."""
     for name in ("query", "key", "value"):
         case = Plan(**{**LONG, **options}).case(3)
         getattr(case, name)[:, 1, 290, 3] = poison
@@ -166,7 +166,7 @@ def test_rows_that_a_mask_leaves_nothing() -> None:
     "options", [{}, {"causal": True, "group": 3}, {"mask_shape": (4, 1, 301, 333), "sinks": True}, {"window": (50, 3)}]
 )
 def test_bits_depend_on_the_sequence_alone(options: dict[str, Any]) -> None:
-    """Not on other sequences, on other heads, on where they lie in memory, or on strides; one of them holds a NaN."""
+    """Not on other sequences (one holds a NaN), other heads, memory addresses or strides."""
     call = call_of(Plan(**{**LONG, "batch": 4, **options}).case(5), return_lse=True)
     call.value[2, 0, 40, 1] = torch.nan
     call.query[3, 0, 9] *= 500
@@ -185,7 +185,7 @@ def test_bits_depend_on_the_sequence_alone(options: dict[str, Any]) -> None:
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, lengths first in memory, from an address that is a multiple of nothing."""
+    """The same elements, length-first in memory, at an unaligned address."""
     room = torch.empty(tensor.numel() + 3)
     count, heads, length, width = tensor.shape
     return room[3:].view(count, length, heads, width).transpose(1, 2).copy_(tensor)
@@ -200,7 +200,7 @@ def test_narrower_keys(narrower: torch.dtype) -> None:
 
 
 def test_which_calls_are_for_other_kernels() -> None:
-    """Those that are short, have learned scores or are of another precision."""
+    """Calls that are short, have learned scores or have another precision."""
     query = torch.randn(1, 2, 256, 64)
     call = AttentionCall(query, query, query, 0.125)
     for mine in (call, replace(call, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))):

@@ -1,4 +1,4 @@
-"""The real Prometheus, with the configuration that is deployed, on loopback and in a hurry.
+"""The real Prometheus with the deployed configuration, on loopback and with short intervals.
 
 `REQUIRE_PROMETHEUS` in the environment makes its absence a failure instead of a skip.
 """
@@ -26,7 +26,7 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES: dict[str, Any] = yaml.safe_load((MONITORING / "rules.yaml").read_text("utf-8"))
 PATIENCE_S = 60.0
 
-# Between the two, Prometheus 3 names a component, and 2 names none.
+# Prometheus 3 names a component in between; Prometheus 2 does not.
 _LISTENS = re.compile(r'msg="Listening on" (?:.* )?address=(\S+)')
 
 
@@ -42,7 +42,7 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: str, page: str | None = None) -> str:
-    """What promtool says, which must find no fault."""
+    """The output of promtool, which must succeed."""
     command = [program("promtool"), *arguments]
     done = subprocess.run(command, input=page, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     said = done.stdout + done.stderr
@@ -51,14 +51,14 @@ def promtool(*arguments: str, page: str | None = None) -> str:
 
 
 class Sample(NamedTuple):
-    """One series and its value at one moment, or its values at the moments of scrapes."""
+    """One series with its value at one time, or its values at scrape times."""
 
     labels: Mapping[str, str]
     values: list[tuple[float, float]]
 
     @property
     def value(self) -> float:
-        """The value at one moment."""
+        """The value at one time."""
         ((_, value),) = self.values
         return value
 
@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 class Prometheus:
     """Prometheus, scraping one address every second, until the block ends.
 
-    `job` is what the configuration of the scraping has besides.
+    `job` is further configuration for the scrape job.
     """
 
     def __init__(self, directory: Path, target: str, **job: Any) -> None:
@@ -124,17 +124,17 @@ class Prometheus:
             self._process.stdout.close()
 
     def ask(self, path: str, **parameters: str | float) -> Any:
-        """The data of an answer of its API."""
+        """The data in an answer of its API."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            with error:  # it is an open answer, too
+            with error:  # the error is also an open response
                 raise
 
     def query(self, expression: str, at: float | None = None) -> list[Sample]:
-        """The series that an expression gives, now or at a moment in seconds."""
+        """The series that an expression gives, now or at a time in seconds."""
         moment = {} if at is None else {"time": at}
         return [
             Sample(series["metric"], [(float(t), float(v)) for t, v in series.get("values") or [series["value"]]])
@@ -142,23 +142,23 @@ class Prometheus:
         ]
 
     def value(self, expression: str) -> float:
-        """The value of an expression that gives one series now."""
+        """The current value of an expression that gives a single series."""
         (found,) = self.wait_for(expression)
         return found.value
 
     def by(self, label: str, expression: str) -> dict[str, float]:
-        """The values of an expression now, by one of its labels."""
+        """The current values of an expression, by one of its labels."""
         return {sample.labels[label]: sample.value for sample in self.wait_for(expression)}
 
     def wait_for(self, expression: str) -> list[Sample]:
-        """The series that an expression gives, once it gives any: a scrape that came too late leaves a gap."""
+        """The series that an expression gives, once it gives any: a late scrape leaves a gap."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 if found := self.query(expression):
                     return found
             except OSError:
-                pass  # it listens before it answers
+                pass  # it listens before it can answer
             assert self._process.poll() is None, "".join(self._said)
             assert time.monotonic() < deadline, f"still nothing: {expression}"
             time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""An operator asks Prometheus about a server under load; the answers are compared with what its callers saw.
+"""An operator queries Prometheus about a server under load; the answers are compared with what its callers saw.
 
-Nothing depends on speed: answers are of the time between two scrapes, whatever happened then, and bounds are what the
-callers know of it.
+Nothing depends on speed: answers cover the time between two scrapes, whatever happened then, and the bounds come from
+what the callers observed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from attnserve_server.observability.metrics import OPERATIONS
 
 RECORDS = {rule["record"]: rule["expr"] for group in RULES["groups"] for rule in group["rules"] if rule.get("record")}
 SCRAPES = 8
-"""The answers are of so many scrapes at least."""
+"""The answers cover at least this many scrapes."""
 
 
 @dataclass
 class Observed:
-    """What happened, as its callers saw it: all replies and bursts; and what Prometheus saw, from scrape to scrape."""
+    """What happened as the callers saw it (all replies and bursts), and as Prometheus saw it from scrape to scrape."""
 
     server: Server
     prometheus: Prometheus
@@ -44,7 +44,7 @@ class Observed:
     begin: float
     end: float
     lag: float
-    """How much later than the moment of a scrape its values may be, in seconds."""
+    """How much later than its timestamp a scrape's values may be, in seconds."""
     waiting: tuple[int, int]
     refused: int
     pool_used: int
@@ -55,18 +55,18 @@ class Observed:
         return self.end - self.begin
 
     def series(self, expression: str) -> list[Sample]:
-        """What an expression gives over that time, by which its ranges are replaced."""
+        """What an expression gives over the observed time, which replaces its ranges."""
         return self.prometheus.query(re.sub(r"\[5m\]", f"[{round(self.seconds * 1000) + 1}ms]", expression), self.end)
 
     def ask(self, expression: str) -> float:
-        """The same of an expression of one series."""
+        """The same for an expression that gives a single series."""
         (sample,) = self.series(expression)
         return sample.value
 
     def total(self, value: Callable[[Reply], float]) -> tuple[float, float]:
-        """The least and the most that the replies of that time may come to.
+        """The lower and upper bound of a sum over the replies of that time.
 
-        A scrape counts what has been answered, some of which has not arrived then: calls of one burst, no more.
+        A scrape counts calls that were answered but whose replies may still be on the way: at most one burst.
         """
         replies = sorted(self.replies, key=lambda reply: reply.at)
         surely = [reply for reply in replies if self.begin + self.lag <= reply.at <= self.end][BURST:]
@@ -75,7 +75,7 @@ class Observed:
         return sum(map(value, surely)), sum(map(value, perhaps))
 
     def quantile(self, q: float, operation: str, value: Callable[[Reply], float], *, above: bool) -> float:
-        """The bound of the histogram's bucket below or above a quantile of the operation's replies."""
+        """The bound of the histogram bucket below or above a quantile of the operation's replies."""
         values = sorted(
             value(reply)
             for reply in self.replies
@@ -90,7 +90,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """A server that has had callers of every kind, and Prometheus, which watched."""
+    """A server after traffic of every kind, and the Prometheus that scraped it."""
     directory = tmp_path_factory.mktemp("monitoring")
     flags = (
         *("--layers", traffic.write_layer(directory)),
@@ -112,7 +112,7 @@ def _observe(server: Server, prometheus: Prometheus, client: Client) -> Observed
     enough = f"count_over_time(attnserve_streams[1h]) > {SCRAPES}"
     bursts = callers.flow(lambda: time.time() < start + 4 or not prometheus.query(enough))
     stop = time.time()
-    # From the first scrape during the load to the last, to the millisecond; those that failed have no values.
+    # From the first scrape under load to the last, to the millisecond; failed scrapes have no values.
     (up,), (durations,) = prometheus.query("up[1h]"), prometheus.query("scrape_duration_seconds[1h]")
     answered = {at for at, value in up.values if value}
     scrapes = [(at, duration) for at, duration in durations.values if start <= at <= stop and at in answered]
@@ -144,7 +144,7 @@ def _observe(server: Server, prometheus: Prometheus, client: Client) -> Observed
 
 
 def assert_within(value: float, bounds: tuple[float, float]) -> None:
-    """A value that the callers' figures allow, to the rounding of floats."""
+    """Asserts that a value is within the callers' bounds, up to float rounding."""
     least, most = bounds
     assert least * (1 - 1e-6) <= value <= most * (1 + 1e-6), f"{value} is not within {least} and {most}"
 
@@ -176,7 +176,7 @@ def test_throughput_in_tokens(observed: Observed) -> None:
 
 @pytest.mark.parametrize(("name", "q"), [("p50_5m", 0.5), ("p99_5m", 0.99)])
 def test_latency_by_operation(observed: Observed, name: str, q: float) -> None:
-    """It is at least what the server told in its replies, and at most what the callers waited."""
+    """It is at least what the server reported in its replies, and at most what the callers waited."""
     latencies = {
         sample.labels["operation"]: sample.value
         for sample in observed.series(RECORDS[f"attnserve:request_duration_seconds:{name}"])
@@ -193,7 +193,7 @@ def test_requests_in_a_batch(observed: Observed) -> None:
     requests = observed.total(lambda reply: 1)
     batches = observed.total(lambda reply: 1 / reply.batch_size)
     mean = observed.ask(RECORDS["attnserve:batch_requests:mean5m"])
-    # Each is a batch by itself, of which no reply here tells.
+    # Each is a batch by itself, which no reply recorded here reports.
     truncations = len(observed.bursts) / TRUNCATE_EVERY + 1
     assert_within(mean, (requests[0] / (batches[1] + truncations), (requests[1] + truncations) / batches[0]))
 
@@ -202,7 +202,7 @@ def test_use_of_the_device(observed: Observed) -> None:
     use = observed.ask(RECORDS["attnserve:device_busy:ratio_rate5m"])
     least, _ = observed.total(lambda reply: reply.device)
     begin, end, lag = observed.begin, observed.end, observed.lag
-    # It was idle while nobody waited for anything.
+    # The device was idle while no call was in flight.
     most = sum(max(0.0, min(at, end + lag) - max(since, begin)) for since, at in observed.bursts)
     assert_within(use * observed.seconds, (least, most))
     assert use < 1
@@ -252,7 +252,7 @@ def test_every_rule_is_evaluated(observed: Observed) -> None:
     assert all(rule["health"] == "ok" for rule in rules), rules
     for name in RECORDS:
         assert any(math.isfinite(sample.value) for sample in observed.prometheus.wait_for(name)), name
-    # What little there was of trouble (appends to a full pool) is no emergency.
+    # The little trouble there was (appends to a full pool) is no emergency.
     firing = {sample.labels["alertname"] for sample in observed.prometheus.query('ALERTS{alertstate="firing"}')}
     assert not firing
 
@@ -279,7 +279,7 @@ def test_the_metrics_follow_the_conventions(observed: Observed) -> None:
 
 
 def test_prometheus_shows_its_token_over_tls(tmp_path: Path, start_server: Callable[..., Server]) -> None:
-    """And sees callers by their names."""
+    """And sees callers by name."""
     authority = certificates.Authority(tmp_path)
     files = authority.issue_for_server()
     tokens = {name: new_token() for name in ("ranker", "prometheus")}

@@ -1,4 +1,4 @@
-"""The rules and the dashboard as files: promtool and Grafana's own types find no fault, every alert has its tests and
+"""The rules and the dashboard as files: promtool and Grafana's own types accept them, and every alert has its tests and
 its page.
 """
 
@@ -61,16 +61,16 @@ def test_operations_links_to_what_is_there() -> None:
 
 
 def test_grafana_knows_every_word_of_the_dashboard() -> None:
-    """Grafana ignores what it does not know, and shows something else than was meant."""
+    """Grafana ignores fields that it does not know, and then shows something other than intended."""
     register_default_plugins()
     known = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
-    # What the data source or the editor reads.
+    # Fields that only the data source or the editor reads.
     theirs = re.compile(r"annotations\.list\.\d+\.(title|text)Format|templating\.list\.\d+\.definition")
     assert [path for path in _lost(DASHBOARD, known) if not theirs.fullmatch(path)] == []
 
 
 def _lost(given: Any, known: Any, path: str = "") -> Iterator[str]:
-    """The paths of all that is given and not the same in what is known."""
+    """The paths of everything in `given` that is missing from `known` or differs there."""
     if isinstance(given, dict | list) and type(given) is type(known):
         items = given.items() if isinstance(given, dict) else enumerate(given)
         for key, value in items:

@@ -1,4 +1,4 @@
-"""Callers of a server whose metrics are watched, and what they saw: replies with their times, batches and tokens."""
+"""Callers of a server whose metrics are scraped, and what they saw: replies with their times, batches and tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Result = AttentionResult[Any] | LayerResult[Any]
 LAYER = "score"
 WIDTH = 8
 BURST = 8
-"""So many calls are in flight."""
+"""Calls in flight at once."""
 TRUNCATE_EVERY = 8
-"""So many bursts append to a cache until it is cut off again."""
+"""Bursts that append to a cache before it is truncated again."""
 _PAUSE_S = 0.02
 _DEFINITION = f"""
 [[layers]]
@@ -32,7 +32,7 @@ parameters.score.weight = "weight"
 
 
 def write_layer(directory: Any) -> str:
-    """Writes a layer and its definition; the path of the definition."""
+    """Writes a layer and its definition; returns the definition's path."""
     from safetensors.numpy import save_file
 
     save_file({"weight": np.eye(WIDTH, dtype=np.float32)}, directory / "score.safetensors")
@@ -41,7 +41,7 @@ def write_layer(directory: Any) -> str:
 
 
 class Reply(NamedTuple):
-    """One call that was answered: times are seconds since the epoch."""
+    """One answered call; times are in seconds since the epoch."""
 
     operation: str
     sent_at: float
@@ -49,9 +49,9 @@ class Reply(NamedTuple):
     tokens: int
     batch_size: int
     device: float
-    """Its part of the device's time, in seconds: all requests of a batch together had the whole."""
+    """Its share of the device's time, in seconds; the shares of a batch add up to the batch's time."""
     in_server: float
-    """How long the server had it, by the phases that it told, in seconds."""
+    """Time in the server in seconds, by the phases in the reply."""
 
 
 def arrays(*shape: int) -> list[Any]:
@@ -68,7 +68,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def send(self, operation: str, tokens: int, submit: Callable[[], Future[Any]]) -> Future[Any]:
-        """Sends a call and notes its reply."""
+        """Sends a call and records its reply."""
         sent_at = time.time()
         future = submit()
 
@@ -84,9 +84,9 @@ class Traffic:
         return future
 
     def flow(self, go_on: Callable[[], bool]) -> list[tuple[float, float]]:
-        """Bursts of attentions of two sizes, applications and a decoder's step, with pauses between them.
+        """Bursts of attentions of two sizes, layer applications and a decoder's step, with pauses between them.
 
-        The begin and the end of each burst.
+        Returns the start and end of each burst.
         """
         small, large = arrays(4, 16, 32), arrays(4, 128, 32)
         x = arrays(24, WIDTH)[0]
@@ -109,15 +109,15 @@ class Traffic:
                 bursts.append((begin, time.time()))
                 if not go_on():
                     return bursts
-                time.sleep(_PAUSE_S)  # what callers do with their results; an idle device shows in its use
+                time.sleep(_PAUSE_S)  # as if callers used their results; the idle device shows in its utilisation
         raise AssertionError("unreachable")
 
     def crowd(self, seen: Callable[[], bool]) -> tuple[int, int]:
-        """Makes requests wait until the queue has been seen: some that take long, which go first, and many others.
+        """Keeps requests queued until the queue has been seen: a few slow ones, which go first, and many others.
 
-        How many waited at least, and how many were in flight at most.
+        Returns how many waited at least, and how many were in flight at most.
         """
-        # Of float64, which no fast kernel computes.
+        # In float64, which no fast kernel computes.
         long, small = [array.astype(np.float64) for array in arrays(8, 1024, 64)], arrays(4, 16, 32)
         while True:
             first = [self.client.submit(*long, softcap=1.0, priority=8) for _ in range(4)]
@@ -133,6 +133,6 @@ class Traffic:
 
 
 def fill(cache: Cache, tokens: int) -> None:
-    """Appends so many tokens to a cache of 4 heads of 32."""
+    """Appends `tokens` tokens to a cache with 4 heads of 32."""
     _, key, value = arrays(4, tokens, 32)
     cache.append(key, value)

@@ -1,7 +1,7 @@
-"""Calls of the native kernel made of arrays, and what the oracle says of them.
+"""Calls of the native kernel built from arrays, and the oracle's results for them.
 
-Inputs lie where a `Place` puts them: at any address, with any strides, between bytes that are NaN in every dtype, so
-that what is read beside an array shows. Outputs lie between bytes that must stay as they are.
+Inputs lie where a `Place` puts them: at any address, with any strides, surrounded by bytes that are NaN in every dtype,
+so that reads outside an array show. Outputs are surrounded by bytes that must not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HALF_A_UNIT: Final[dict[np.dtype[Any], float]] = {
     np.dtype(np.float16): 2.0**-11,
     BFLOAT: 2.0**-8,
 }
-"""By how much, relatively, rounding to a dtype changes a result at most, beside what float32 may."""
+"""The largest relative change by rounding a result to a dtype, on top of the tolerance for float32."""
 
 NAN_BYTE, CANARY = 0xFF, 0xA5
 
@@ -53,22 +53,22 @@ needs_native = pytest.mark.skipif(
 each_instructions = pytest.mark.parametrize(
     "instructions", available() or [pytest.param("", marks=needs_native, id="none")]
 )
-"""The test runs with each set of instructions of this processor."""
+"""Runs the test with each instruction set of this processor."""
 
 
 class Place(NamedTuple):
-    """How an array lies in memory: which of its first two axes comes first, gaps, and the first byte's address."""
+    """An array's memory layout: which of its first two axes is outermost, gaps, and the first byte's address."""
 
     tokens_first: bool = False
     token_gap: int = 0
     """Elements between tokens."""
     address: int = 0
-    """Bytes behind a multiple of 64."""
+    """Bytes past a multiple of 64."""
 
 
 PACKED: Final = Place()
 Room: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any], Place, int], tuple[Array, Array]]
-"""An array of a shape [heads, tokens, width] and a dtype at a place, and all memory around it, filled with a byte."""
+"""Given shape [heads, tokens, width], dtype, place and fill byte: an array, and the filled memory that it lies in."""
 
 
 def room(shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, fill: int) -> tuple[Array, Array]:
@@ -81,14 +81,14 @@ def room(shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, fill: int) 
 
 
 def steps(shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> tuple[int, int, int]:
-    """From head to head, from token to token and from element to element, in bytes."""
+    """Strides between heads, tokens and elements, in bytes."""
     heads, tokens, width = shape
     row = (width + place.token_gap) * dtype.itemsize
     return (row, heads * row, dtype.itemsize) if place.tokens_first else (tokens * row, row, dtype.itemsize)
 
 
 def laid(array: Array, place: Place = PACKED, room: Room = room) -> Array:
-    """A copy of an array [heads, tokens, width], which lies as a place says, between NaN."""
+    """A copy of an array [heads, tokens, width], laid out as a place says, surrounded by NaN."""
     copy, _ = room(array.shape, array.dtype, place, NAN_BYTE)
     copy[...] = array
     return copy
@@ -96,7 +96,7 @@ def laid(array: Array, place: Place = PACKED, room: Room = room) -> Array:
 
 @dataclass(frozen=True)
 class Call:
-    """One sequence. query [Hq, Lq, D], key [Hk, S, D], value [Hk, S, Dv] by any strides, the last axis adjacent."""
+    """One sequence. query [Hq, Lq, D], key [Hk, S, D], value [Hk, S, Dv]; any strides, but the last axis contiguous."""
 
     query: Array
     key: Array
@@ -105,7 +105,7 @@ class Call:
     left: int = -1
     right: int = -1
     mask: Array | None = None
-    """[Hq or 1, Lq or 1, S or 1], as biases."""
+    """[Hq or 1, Lq or 1, S or 1], as for `bias`."""
     bias: Array | None = None
     slopes: Array | None = None
     sinks: Array | None = None
@@ -114,13 +114,13 @@ class Call:
     output: Place = PACKED
     page_tokens: int = 0
     key_pages: tuple[Array, ...] = ()
-    """Where the keys are if `page_tokens`: [Hk, page_tokens, D] each, of equal strides. `key` is for the oracle."""
+    """The keys if `page_tokens` is set: [Hk, page_tokens, D] each, of equal strides; `key` is then for the oracle."""
     value_pages: tuple[Array, ...] = ()
     shared: int = 0
 
     @property
     def expected(self) -> oracle.Expected:
-        """What the oracle says."""
+        """The oracle's result."""
         return oracle.attend(
             self.query,
             self.key,
@@ -138,7 +138,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call: output [Hq, Lq, Dv], lse [Hq, Lq], and whether that is finite."""
+    """The result of a call: output [Hq, Lq, Dv], lse [Hq, Lq], and whether the kernel reported it as finite."""
 
     output: Array
     lse: Array
@@ -146,7 +146,7 @@ class Outcome:
 
 
 class _Packed:
-    """A call as the kernel reads it, and what must live until it has."""
+    """A call as the kernel reads it, and the memory that must stay alive until then."""
 
     def __init__(self, call: Call, room: Room) -> None:
         (heads, length, width), value_width = call.query.shape, call.value.shape[2]
@@ -189,7 +189,7 @@ class _Packed:
         self.bytes = pack(cast(Addresses, addresses), shape.packed(), call.shared)
 
     def outcome(self, finite: bool) -> Outcome:
-        """What has come of it. Around that nothing may have been written."""
+        """The call's result. Asserts that nothing was written around it."""
         outcome = Outcome(self.output.copy(), self.lse.copy(), finite)
         for array in (self.output, self.lse):
             array[...] = np.frombuffer(bytes([CANARY] * array.itemsize), array.dtype)[0]
@@ -198,7 +198,7 @@ class _Packed:
 
 
 def attend(library: Library, calls: Sequence[Call], threads: int = 1, room: Room = room) -> list[Outcome]:
-    """What comes of calls that are computed together. `room` is for the results."""
+    """The results of calls that are computed together. `room` allocates the results."""
     packed = [_Packed(call, room) for call in calls]
     shared = Threads(_team(threads - 1), threads - 1) if threads > 1 else None
     not_finite = library.attend(bytearray().join(each.bytes for each in packed), shared)
@@ -207,14 +207,14 @@ def attend(library: Library, calls: Sequence[Call], threads: int = 1, room: Room
 
 @cache
 def _team(helpers: int) -> Team:
-    """A team all of whose helpers take part in all that is computed with it."""
+    """A team whose helpers all take part in everything computed with it."""
     team = Team(helpers, patient=True)
     assert len(team) == helpers
     return team
 
 
 def paged(call: Call, page_tokens: int, order: Sequence[int]) -> Call:
-    """The same call with its keys and values in pages, which lie in memory in this order."""
+    """The same call with its keys and values in pages, laid out in memory in this order."""
     pages = []
     for array in (call.key, call.value):
         heads, tokens, width = array.shape
@@ -229,17 +229,17 @@ def paged(call: Call, page_tokens: int, order: Sequence[int]) -> Call:
 
 
 def assert_right(call: Call, outcome: Outcome, tolerance: float = 2e-6) -> None:
-    """Asserts that a call came out finite and as the oracle has it."""
+    """Asserts that a call's result is finite and matches the oracle's."""
     expected = call.expected
     assert outcome.finite
-    # Scores are float32: their errors grow with the products that they are sums of, those of exponentials with them.
+    # Scores are float32: their errors grow with the products summed, and the errors of exponentials grow with them.
     seen = [np.where(expected.attended, scores, 0.0) for scores in (expected.raw, expected.masked)]
     steep = 1.0 if call.scale is None else abs(call.scale) * call.query.shape[2] ** 0.5
     tolerance *= max(1.0, steep, float(np.abs(seen).max(initial=0)) / 8)
     output, error = outcome.output.astype(np.float64), HALF_A_UNIT[call.query.dtype]
     limit = tolerance * max(1.0, float(np.abs(expected.output).max(initial=0))) + error * np.abs(expected.output)
     if call.query.dtype == np.float16:
-        limit = limit + 2.0**-25  # half of its smallest number
+        limit = limit + 2.0**-25  # half of the dtype's smallest number
     assert (np.abs(output - expected.output) <= limit).all(), np.abs(output - expected.output).max()
     nothing = np.isneginf(expected.lse)
     np.testing.assert_array_equal(np.isneginf(outcome.lse), nothing)
@@ -253,7 +253,7 @@ def _strides(array: Array) -> Strides:
 
 
 def _steps(array: Array | None) -> tuple[int, ...]:
-    """From head to head, query to query and key to key; 0 where there is but one."""
+    """Strides between heads, queries and keys; 0 for an axis of length 1."""
     if array is None:
         return 0, 0, 0
     return tuple(

@@ -1,7 +1,7 @@
-"""`python dismissed.py LIBRARY TEAMS`: teams whose helpers are sent home while somebody computes with them.
+"""`python dismissed.py LIBRARY TEAMS`: teams that are closed while a caller is computing with their helpers.
 
-In: the path of a library, and how many teams. Out: `sound` if what was computed is right whenever that happened; with a
-library that was built with sanitizers, nothing was touched that is no longer there.
+In: the path of a library, and the number of teams. Out: `sound` if all results are right, whenever the team was closed;
+with a library built with sanitizers, also that no freed memory was touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnserve_server.native import library
 
 
 def main() -> None:
-    """Ends with an exception, or is killed, if anything is wrong."""
+    """Raises, or the process is killed, if anything is wrong."""
     library.PATH = Path(sys.argv[1])  # type: ignore[misc]
     library._found.cache_clear()
     kernel, numbers = library.Library(library.available()[-1]), default_rng(0)

@@ -1,9 +1,9 @@
-"""`python guarded.py LIBRARY CALLS`: random calls, products and layers by a library, in guarded memory; and messages.
+"""`python guarded.py LIBRARY CALLS`: random calls, products, layers and messages by a library, in guarded memory.
 
-Each array ends where the process may not read any further, or begins where it may not read before it, so that whoever
-does is killed. In: the path of a library, and how many calls. Out: `sound` if all came out as the oracle has them. With
-a library that was built with sanitizers, what it keeps for itself is watched as well, and what messages
-lie in, if Python takes its memory by `malloc`.
+Each array ends right before, or begins right after, a page that the process may not read, so that reading past it kills
+the process. In: the path of a library, and the number of calls. Out: `sound` if all results match the oracle's. With a
+library built with sanitizers, the library's own memory is watched as well, and so is that of messages if Python
+allocates with `malloc`.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Guarded:
-    """Memory against forbidden pages. What is mapped lives as long as this."""
+    """Memory adjacent to inaccessible pages. The mappings live as long as this object."""
 
     def __init__(self, at_end: bool) -> None:
         self._at_end = at_end
         self._mapped: list[mmap.mmap] = []
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, fill: int) -> tuple[Array, Array]:
-        """A `Room` without any space on one side."""
+        """A `Room` with no space on one side."""
         place = Place(place.tokens_first)
         memory, offset = self._memory(int(np.prod(shape)) * dtype.itemsize, fill)
         return np.ndarray(shape, dtype, memory.data, offset, steps(shape, dtype, place)), memory
 
     def page(self, page: Array, tokens: int) -> Array:
-        """A copy of a page [heads, tokens, width] up to so many tokens of the last head, with the page's strides."""
+        """A copy of a page [heads, tokens, width] that ends after this many tokens of the last head; same strides."""
         memory, offset = self._memory(page.nbytes - (page.shape[1] - tokens) * page.strides[1], NAN_BYTE)
         copy: Array = np.ndarray((len(page), tokens, page.shape[2]), page.dtype, memory.data, offset, page.strides)
         copy[...] = page[:, :tokens]
         return copy
 
     def _memory(self, size: int, fill: int) -> tuple[Array, int]:
-        """Pages that hold so many bytes, and where those begin."""
+        """Pages that hold `size` bytes, and the offset at which these begin."""
         inner = max(-(-size // PAGE), 1) * PAGE
         mapped = mmap.mmap(-1, inner + 2 * PAGE)
         self._mapped.append(mapped)
@@ -78,7 +78,7 @@ class Guarded:
         return memory, inner - size if self._at_end else 0
 
     def call(self, call: Call) -> Call:
-        """A call with all its inputs so."""
+        """The call with all its inputs in guarded memory."""
         place = call.output
         call = replace(
             call,
@@ -98,7 +98,7 @@ class Guarded:
 
 
 def main() -> None:
-    """Ends with an exception, or is killed, if anything is wrong."""
+    """Raises, or the process is killed, if anything is wrong."""
     library.PATH = Path(sys.argv[1])  # type: ignore[misc]
     library._found.cache_clear()
     libraries = [library.Library(instructions) for instructions in library.available()]
@@ -106,7 +106,7 @@ def main() -> None:
     for number in range(int(sys.argv[2])):
         random = Random(number)
         guarded = Guarded(at_end=random.random() < 0.7)
-        many_keys = [(1, 2, 5), (2047, 2049, 4500)] if number % 5 == 4 else []  # which are divided into ranges
+        many_keys = [(1, 2, 5), (2047, 2049, 4500)] if number % 5 == 4 else []  # enough to be divided into ranges
         call = guarded.call(random_call(random, *many_keys))
         for each in libraries:
             (outcome,) = attend(each, [call], random.choice((1, 3)), guarded.room)

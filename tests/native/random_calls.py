@@ -1,4 +1,4 @@
-"""Calls of the native kernel drawn at random: every option, shape, dtype and place in memory, alone and together."""
+"""Random calls of the native kernel: every option, shape, dtype and place in memory, alone and together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEYS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 66, 100, 127, 128, 129
 FLOATS = (np.dtype(np.float32), np.dtype(np.float32), np.dtype(np.float16), BFLOAT)
 
 randoms = st.integers(0, 2**32 - 1).map(Random)
-"""What calls are drawn with."""
+"""Random generators to draw calls with."""
 
 
 def random_call(random: Random, lengths: Sequence[int] = LENGTHS, many_keys: Sequence[int] = KEYS) -> Call:
-    """A call of any kind, with so many queries and keys. Arrays are unit-normal, rounded to their dtypes."""
+    """A call of any kind, with query and key counts from these. Arrays are unit-normal, rounded to their dtypes."""
     numbers = np.random.default_rng(random.randrange(2**32))
     kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 3, 4, 7))
     heads, length, keys = kv_heads * group, random.choice(lengths), random.choice(many_keys)
@@ -63,9 +63,9 @@ def random_call(random: Random, lengths: Sequence[int] = LENGTHS, many_keys: Seq
 
 
 def sharing(random: Random, count: int, page_tokens: int) -> list[Call]:
-    """Calls over pages of one pool, of which each has the first so many in common with the one before it.
+    """Calls over pages of one pool; each shares some leading pages with the call before it.
 
-    Some pages hold NaN, which windows may keep from some of the calls.
+    Some pages hold NaN, which windows may hide from some of the calls.
     """
     numbers = np.random.default_rng(random.randrange(2**32))
     kv_heads, group, length = random.choice((1, 2)), random.choice((1, 2, 4)), random.choice((1, 1, 2, 3, 5, 8))
@@ -87,7 +87,7 @@ def sharing(random: Random, count: int, page_tokens: int) -> list[Call]:
         shared = random.randint(1, len(table)) if number else 0
         if number:
             table = table[:shared] + [random.randrange(12) for _ in range(random.randint(0, 3))]
-        # It may end within a page that others have more of.
+        # The call may end within a page of which others use more.
         keys = random.randint(1, len(table) * page_tokens)
         key_pages, value_pages = (tuple(array[page] for page in table) for array in pool)
         key, value = (np.concatenate(pages, 1)[:, :keys] for pages in (key_pages, value_pages))
@@ -114,7 +114,7 @@ def _place(random: Random) -> Place:
 
 
 def _shrunk(random: Random, array: Array) -> Array:
-    """An array as it is, or with fewer axes along which it differs: the rest is broadcast."""
+    """The array as it is, or with some axes reduced to length 1, to be broadcast."""
     for axis, length in enumerate(array.shape):
         if length and random.random() < 0.35:
             array = array.take([0], axis)
@@ -122,6 +122,6 @@ def _shrunk(random: Random, array: Array) -> Array:
 
 
 def normal(numbers: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Unit-normal numbers of float32."""
+    """Unit-normal float32 numbers."""
     drawn: Array = numbers.standard_normal(shape).astype(np.float32)
     return drawn

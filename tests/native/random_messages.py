@@ -1,6 +1,6 @@
-"""Messages of requests that the library knows the layouts of, what it must make of them, and the same spoilt.
+"""Messages of requests whose layouts the library knows, the results that it must give, and corrupted messages.
 
-The judge is the way that all other messages take: protobuf, the wire codec, and a device.
+The reference is the ordinary path of messages: protobuf, the wire codec, and a device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from attnserve_server.requests.work import Phases
 
 DTYPES: Final = (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
 MOST: Final = 40
-"""Requests in a message."""
+"""The most requests in a message."""
 
 
 def random_request(random: Random) -> pb.AttendRequest:
-    """A request that has no tensors but query, key and value."""
+    """A request whose only tensors are query, key and value."""
     heads, width, sequences = random.choice((1, 2, 4)), random.choice((1, 8, 17)), random.choice((1, 1, 3))
     queries, keys = random.choice((1, 2, 5)), random.choice((1, 3, 6))
     dtype, rng = _dtypes.NUMPY[random.choice(DTYPES)], np.random.default_rng(random.randrange(1 << 30))
@@ -51,7 +51,7 @@ def with_other_contents(random: Random, request: pb.AttendRequest) -> pb.AttendR
 
 
 def known_requests(random: Random, of: Messages, count: int) -> list[pb.AttendRequest]:
-    """So many requests whose layouts are known from now on."""
+    """`count` requests whose layouts the library now knows."""
     found: list[pb.AttendRequest] = []
     while len(found) < count:
         request = random_request(random)
@@ -62,7 +62,7 @@ def known_requests(random: Random, of: Messages, count: int) -> list[pb.AttendRe
 
 
 def known_steps(random: Random, of: Stepping, count: int) -> list[pb.AttendRequest]:
-    """So many requests to caches, likewise. Some caches are of two, and some expect a length."""
+    """`count` requests to caches, likewise. Some address two caches, and some expect lengths."""
     caches = [of.create(tokens, seed=tokens) for tokens in (0, 3, 8, 150)]
     found: list[pb.AttendRequest] = []
     for seed in range(count):
@@ -91,7 +91,7 @@ def random_message(
     count: int,
     another: Callable[[Random, pb.AttendRequest], pb.AttendRequest] | None = None,
 ) -> pb.AttendStreamRequest:
-    """A message of so many calls that ask for such requests, each with other contents."""
+    """A message of `count` calls with such requests, each with other contents."""
     another = with_other_contents if another is None else another
     ids = random.sample(range(1, 1 << random.choice((7, 20, 50))), count)
     calls = []
@@ -106,7 +106,7 @@ def random_message(
 
 
 def spoilt(random: Random, message: bytes) -> bytes:
-    """A message some of whose bytes are others, or none, or more; most of them among those that are no contents."""
+    """A message with bytes changed, removed or inserted, mostly outside the tensors' contents."""
     changed = bytearray(message)
     for _ in range(random.choice((1, 1, 2, 4))):
         at = random.randrange(len(changed)) if random.random() < 0.3 else random.randrange(min(len(changed), 64))
@@ -125,8 +125,8 @@ def spoilt(random: Random, message: bytes) -> bytes:
 
 
 def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -> int:
-    """Asserts that what the library takes for its own is what protobuf reads there, and that its answer has what a
-    device makes of the requests, bit for bit. Returns how many there are, or that it is for others.
+    """Asserts that a message the library accepts is read as protobuf reads it, and that the answer equals a device's
+    results bit for bit. Returns the number of requests, or 0 or less if the library leaves it to the ordinary path.
     """
     asked = of.read_message(message, MOST)
     if asked.requests <= 0:
@@ -135,7 +135,7 @@ def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -
         parsed = pb.AttendStreamRequest.FromString(message)
     except DecodeError as error:
         raise AssertionError("what is no message was taken for one") from error
-    assert parsed.SerializeToString() == message  # nothing else is in it
+    assert parsed.SerializeToString() == message  # it contains nothing else
     assert len(parsed.calls) == asked.requests
     assert of.ids(asked) == [call.id for call in parsed.calls]
     _assert_adds_up(asked, parsed)
@@ -157,13 +157,13 @@ def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -
 
 
 def assert_reads_steps_as_others_do(of: Stepping, message: bytes) -> int:
-    """The same of requests to caches. What is appended is taken back."""
+    """The same for requests to caches. Appends are undone."""
     asked = of.messages.read_message(message, MOST)
     if asked.requests <= 0:
         return asked.requests
     try:
         parsed = pb.AttendStreamRequest.FromString(message)
-    except DecodeError:  # for a name that is none, of which the library knows nothing
+    except DecodeError:  # an invalid name, which the library does not check
         assert of.turn(message) is None
         return 0
     assert parsed.SerializeToString() == message

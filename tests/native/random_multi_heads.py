@@ -1,4 +1,4 @@
-"""Random multi-head layers on random sequences, in memory of one's choice, and what they come to in float64."""
+"""Random multi-head layers on random sequences, in memory from any `Room`, and their results in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT = np.dtype(np.float32)
 
 @dataclass
 class RandomMultiHead:
-    """A layer as the library reads it, the rows of some sequences [n, inputs], and what is expected of each."""
+    """A layer as the library reads it, the rows of some sequences [n, inputs], and the expected result of each."""
 
     layer: bytes
     sequences: list[Array]
@@ -32,7 +32,7 @@ class RandomMultiHead:
     alive: list[Any]
 
     def outcome(self, layers: MultiHeads, threads: Threads | None = None) -> tuple[list[Array], list[int]]:
-        """The outputs of the sequences, and which of them have no meaning. Around them nothing may be written."""
+        """The sequences' outputs, and which ones are invalid. Asserts that nothing was written around them."""
         outputs, memories = [], []
         for rows, expected in zip(self.sequences, self.expected, strict=True):
             output, memory = self.room((1, len(rows), expected.shape[1]), FLOAT, PACKED, CANARY)
@@ -50,7 +50,7 @@ class RandomMultiHead:
         return found, broken
 
     def assert_right(self, outcome: tuple[list[Array], list[int]]) -> None:
-        """Asserts that all came out finite and as the oracle has them."""
+        """Asserts that all outputs are finite and match the oracle's."""
         found, broken = outcome
         assert not broken
         for one, expected in zip(found, self.expected, strict=True):
@@ -58,7 +58,7 @@ class RandomMultiHead:
 
 
 def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room = room) -> RandomMultiHead:
-    """One, on sequences of these lengths or of random ones."""
+    """A random layer on sequences of these lengths, or of random ones."""
     draw, alive = np.random.default_rng(random.getrandbits(64)), []
 
     def laid(array: Array) -> Array:
@@ -68,7 +68,7 @@ def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room 
         return copy if array.ndim == 3 else np.asarray(copy[0])
 
     def weight(inputs: int, outputs: int, biased: bool) -> tuple[PackedWeight, Array, Array | float]:
-        """Packed, as [outputs, inputs], and its bias."""
+        """A weight packed and as [outputs, inputs], and its bias."""
         panels = laid(draw.standard_normal((outputs // PANEL, inputs, PANEL), np.float32) / np.float32(inputs**0.5))
         bias = laid(draw.standard_normal((1, outputs), np.float32))[0] if biased else None
         packed = PackedWeight(torch.from_numpy(panels), None if bias is None else torch.from_numpy(bias))

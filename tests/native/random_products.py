@@ -1,4 +1,4 @@
-"""Random products of rows with weights, and what they come to in float64."""
+"""Random products of rows with weights, and their results in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT = np.dtype(np.float32)
 
 
 class RandomProduct(NamedTuple):
-    """A weight, rows [n, inputs], their product in float64 and that of magnitudes. `alive` is the memory of these."""
+    """A weight, rows [n, inputs], their product in float64 and that of magnitudes. `alive` keeps their memory."""
 
     weight: PackedWeight
     rows: torch.Tensor
@@ -27,13 +27,13 @@ class RandomProduct(NamedTuple):
     alive: list[Array]
 
     def assert_right(self, found: torch.Tensor) -> None:
-        """Within what float32 may differ by where so many products are added up."""
+        """Asserts agreement within float32's error for a sum of this many products."""
         assert found.shape == self.expected.shape
         assert (np.abs(found.numpy() - self.expected) <= 5e-7 * self.magnitude).all()
 
 
 def random_product(random: Random, counts: tuple[int, ...] = (), room: Room = room) -> RandomProduct:
-    """One, in memory of `room`: rows of any number, or one of `counts`, at any address and with gaps between them."""
+    """One, in memory from `room`: any number of rows, or one of `counts`, at any address and with gaps in between."""
     draw = np.random.default_rng(random.getrandbits(64))
     inputs = random.choice([1, 15, 16, 17, 64, 255, 256, 257, 300, 513, 600])
     outputs, count = PANEL * random.randint(1, 9), random.choice(counts or (*range(1, 31), 55, 56, 57, 113, 130))
@@ -54,7 +54,7 @@ def random_product(random: Random, counts: tuple[int, ...] = (), room: Room = ro
 
 
 def _laid(array: Array, place: Place, room: Room) -> tuple[Array, list[Array]]:
-    """A copy of an array of rank 3 between NaN, and the memory that it lies in."""
+    """A copy of an array of rank 3 surrounded by NaN, and the memory that it lies in."""
     copy, memory = room(array.shape, FLOAT, place, NAN_BYTE)
     copy[...] = array
     return copy, [memory]

@@ -1,4 +1,4 @@
-"""The bits of a native result follow from its call alone: not from company, threads, addresses or layouts."""
+"""The bits of a native result depend on its call alone: not on company, threads, addresses or layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnserve_server.native.library import Library
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    """To the last bit; of what is not finite nothing else has any meaning."""
+    """To the last bit; if not finite, only that flag is compared."""
     assert one.finite == other.finite
     if one.finite:
         assert_same_bits(one.output, other.output)
@@ -84,7 +84,7 @@ def test_pages_of_whole_blocks_change_no_bits(instructions: str, random: Random)
 
 @each_instructions
 def test_the_work_of_many_threads_is_done_once(instructions: str) -> None:
-    """More threads than units, and calls that are many units, over and over."""
+    """More threads than work units, and calls of many units, over and over."""
     numbers, library = np.random.default_rng(0), Library(instructions)
     calls = [
         Call(*(normal(numbers, (heads, length, 16)) for _ in range(3)), right=0)

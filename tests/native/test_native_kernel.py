@@ -1,4 +1,4 @@
-"""The native kernel against the oracle, by every set of instructions of this processor."""
+"""The native kernel against the oracle, with every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from random_calls import normal, random_call, randoms
 from attnserve_server.native.library import Library
 
 FAR = 2**63 - 1
-"""The largest number that an offset or the bound of a window can be."""
+"""The largest possible offset or window bound."""
 
 
 def call_of(heads: int, length: int, keys: int, width: int = 64, kv_heads: int = 0, seed: int = 0) -> Call:
-    """A call without options, unit-normal."""
+    """A call without options on unit-normal inputs."""
     numbers = np.random.default_rng(seed)
     kv_heads = kv_heads or heads
     return Call(
@@ -137,7 +137,7 @@ def test_positions_and_windows_may_be_as_far_as_numbers_go(instructions: str, fa
         (replace(call, offset=-far, left=0), call),
         (replace(call, offset=-far, left=far), call),
     ]
-    if far < FAR - 4:  # beyond it the positions of queries run together
+    if far < FAR - 4:  # beyond this, queries' positions coincide
         cases.append((replace(call, offset=far, left=far, right=0), replace(call, left=0)))
         cases.append((replace(call, offset=-far, right=far), replace(call, right=0)))
     for distant, near in cases:
@@ -154,7 +154,7 @@ def test_extreme_scales_lose_nothing_but_what_float32_cannot_hold(instructions: 
     (outcome,) = attend(Library(instructions), [call])
     expected = call.expected
     assert outcome.finite
-    # With large scales all weight is one key's: that whose score is the greatest, unless float32 cannot tell.
+    # With large scales all the weight is on the key with the greatest score, unless float32 cannot tell which it is.
     np.testing.assert_allclose(outcome.output, expected.output, atol=2e-6)
     np.testing.assert_allclose(outcome.lse, expected.lse, rtol=2e-6, atol=2e-6)
 
@@ -173,9 +173,9 @@ def test_numbers_next_to_nothing_stay_numbers(instructions: str) -> None:
 
 
 @each_instructions
-@pytest.mark.parametrize("length", [1, 9])  # by few rows at once, and by many
+@pytest.mark.parametrize("length", [1, 9])  # few rows at once, and many
 def test_no_weight_is_subnormal(instructions: str, length: int) -> None:
-    """What would be is 0: some processors take many times as long to compute with it."""
+    """Those that would be become 0: computing with subnormals is many times slower on some processors."""
     call = call_of(1, length, 70)
     call = replace(call, query=np.zeros_like(call.query))
     for exponent in range(1, 105):
@@ -190,7 +190,7 @@ def test_no_weight_is_subnormal(instructions: str, length: int) -> None:
 
 @each_instructions
 def test_excluded_by_a_bias_is_not_excluded_by_a_mask(instructions: str) -> None:
-    """Of -inf alone no weights can be made: the kernel says so. Beside anything else it weighs nothing."""
+    """If all scores are -inf there are no weights, which the kernel reports; beside finite scores, -inf weighs 0."""
     call, library = call_of(1, 2, 70), Library(instructions)
     bias = np.zeros((1, 2, 70), np.float32)
     bias[0, 0, 3:] = -np.inf

@@ -1,6 +1,6 @@
 """The native kernel reads nothing but its inputs, writes nothing but its results, and has no undefined behaviour.
 
-`attend` of `binding` looks at what lies around results in all other tests; here, what is read beside inputs kills.
+In all other tests, `binding.attend` checks the memory around results; here, reading outside an input kills the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_what_lies_beside_inputs_is_never_read() -> None:
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library with what finds bad addresses, and all else that C leaves undefined."""
+    """The library built with the sanitizers for addresses and for undefined behaviour."""
     built = tmp_path_factory.mktemp("sanitized") / "attention.so"
     flags = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     subprocess.run(["gcc", *sources.command(Path(library.__file__).parent, built, flags)], check=True)
@@ -46,7 +46,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runtime(name: str) -> str | None:
-    """Where a library of gcc is, if there is a gcc that has it."""
+    """The path of one of gcc's libraries, if there is a gcc that has it."""
     try:
         said = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Whole messages by the library: what it takes for its own is what everybody else reads there, and so is its answer."""
+"""Whole messages by the library: it reads those it accepts, and answers them, as the ordinary path does."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_references_to_caches_are_read_as_everybody_reads_them_or_not_at_all(
 def test_references_that_are_unusual_are_for_others(
     native: Messages, device: CpuDevice, field: str, reference: bytes
 ) -> None:
-    """Each takes as many bytes as one that is usual, so that the layout is known."""
+    """Each takes as many bytes as a usual one, so that the layout is known."""
     caches = Stepping(device, native)
     request = step(caches.create(3))
     request.caches[0].ClearField("name")
@@ -205,7 +205,7 @@ def test_layouts_that_are_used_stay_when_there_are_too_many(native: Messages) ->
         return message
 
     learnt = [know(number) for number in range(MOST_LAYOUTS)]
-    know(MOST_LAYOUTS)  # all were used of late: the first goes, and is looked at anew are they all
+    know(MOST_LAYOUTS)  # all were used recently: the first is evicted, and all are marked unused
     assert native.read_request(learnt[0]).requests == -1
     assert not native.knows(messages.read_request(learnt[0]).problem)
     for number in range(MOST_LAYOUTS - 1):

@@ -1,4 +1,4 @@
-"""Multi-head layers by the native library in one call: what they give, and what a sequence's bits may depend on."""
+"""Multi-head layers by the native library in one call: their results, and what a sequence's bits may depend on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_company_and_helpers_change_nothing(instructions: str, random: Random) -
 
 @each_instructions
 def test_what_is_not_finite_is_told(instructions: str) -> None:
-    """Of that sequence; the others are what they are without."""
+    """Only for the sequence that has it; the others keep their results."""
     layers, each = MultiHeads(instructions), random_multi_head(Random(2), (3, 20, 1, 7))
     before, _ = each.outcome(layers)
     for value in (np.nan, np.inf):

@@ -1,4 +1,4 @@
-"""Products of rows with packed weights by the native library: what they give, and what a row's bits may depend on."""
+"""Products of rows with packed weights by the native library: their results, and what a row's bits may depend on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_it_is_the_product(instructions: str, random: Random) -> None:
 @settings(max_examples=30)
 @given(random=randoms)
 def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> None:
-    """Not from the other rows, nor from their number, nor from where they lie."""
+    """Not from the other rows, their number or their addresses."""
     products, product = Products(instructions), random_product(random)
     everything = products.multiply(product.weight, product.rows)
     first = random.randrange(len(product.rows))
@@ -89,7 +89,7 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str) -> None:
 
 @each_instructions
 def test_rows_of_any_strides(instructions: str) -> None:
-    """Such as the columns of others, or none at all."""
+    """Such as the rows of a transposed matrix; or no rows at all."""
     products, weight = Products(instructions), torch.randn(32, 40)
     packed = PackedWeight.of(weight, None)
     rows = torch.randn(40, 9).T

@@ -1,4 +1,4 @@
-"""Few rows over many keys: the native kernel meets them in ranges, on several threads, and merges what they give."""
+"""Few rows over many keys: the native kernel processes ranges of keys on several threads, and merges the results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from random_calls import normal, random_call, randoms, sharing
 from attnserve_server.native.library import Library
 
 RANGE = 2048
-"""Keys of a range, as the kernel has it."""
+"""Keys per range, as in the kernel."""
 KEYS = (RANGE - 1, RANGE, RANGE + 1, 2 * RANGE, 2 * RANGE + 1, 6000)
 LENGTHS = (1, 1, 1, 2, 5)
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    """To the last bit; of what is not finite nothing else has any meaning."""
+    """To the last bit; if not finite, only that flag is compared."""
     assert one.finite == other.finite
     if one.finite:
         assert_same_bits(one.output, other.output)
@@ -34,7 +34,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 @contextmanager
 def no_more_memory_than(size: int) -> Iterator[None]:
-    """So many bytes may be had beside those that the process has."""
+    """Limits further memory of the process to `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, before[1]))
@@ -73,7 +73,7 @@ def test_company_threads_and_pages_change_no_bits(instructions: str, random: Ran
 @settings(max_examples=8)
 @given(random=randoms)
 def test_reading_shared_pages_once_changes_no_bits(instructions: str, random: Random) -> None:
-    """Calls that share pages have different numbers of ranges, and pages with what is not finite in some of them."""
+    """Calls that share pages have different numbers of ranges, and some of their pages hold non-finite values."""
     library, calls = Library(instructions), sharing(random, random.choice((2, 3, 5)), 1024)
     apart = attend(library, [replace(call, shared=0) for call in calls])
     for threads in (1, 3):
@@ -94,7 +94,7 @@ def test_what_is_not_finite_shows_wherever_it_is(instructions: str, place: int) 
         mask = np.ones((1, 1, 3 * RANGE), np.bool_)
         mask[..., place] = False
         excluded = replace(call, mask=mask)
-        # It may be left to other kernels, but if it is not it is right.
+        # It may be left to other kernels, but if not, it must be right.
         (outcome,) = attend(Library(instructions), [excluded], 2)
         if outcome.finite:
             assert_right(excluded, outcome)
@@ -104,13 +104,13 @@ def test_what_is_not_finite_shows_wherever_it_is(instructions: str, place: int) 
 def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> None:
     numbers, library = np.random.default_rng(1), Library(instructions)
     query, key, value = (normal(numbers, (2, length, 16)) for length in (1, 3 * RANGE, 3 * RANGE))
-    window = Call(query, key, value, offset=RANGE + 500, left=700, right=0)  # in two ranges of three
+    window = Call(query, key, value, offset=RANGE + 500, left=700, right=0)  # in two of three ranges
     nothing = replace(window, offset=10**6)
     sinks = replace(nothing, sinks=np.array([0.0, 1.0], np.float32))
     mask = np.zeros((1, 1, 3 * RANGE), np.bool_)
     mask[..., 2 * RANGE + 7] = True
     one_key = Call(query, key, value, mask=mask)
-    far = Call(query, key, value, offset=3 * RANGE, slopes=np.array([0.5, 3.0], np.float32))  # the first weigh nothing
+    far = Call(query, key, value, offset=3 * RANGE, slopes=np.array([0.5, 3.0], np.float32))  # first keys weigh nothing
     for call in (window, nothing, sinks, one_key, far):
         (outcome,) = attend(library, [call], 3)
         assert_right(call, outcome)
@@ -118,11 +118,11 @@ def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> 
 
 @each_instructions
 def test_what_ranges_keep_is_bounded(instructions: str) -> None:
-    """Beyond that, a thread meets one range after the other, which changes no bits."""
+    """Beyond the bound, a thread processes one range after the other, which changes no bits."""
     numbers, library, heads = np.random.default_rng(2), Library(instructions), 64
     query = normal(numbers, (heads, 32, 1))
     key, value = (normal(numbers, (1, 1 << 20, width)).astype(np.float16) for width in (1, 9))
-    # Keys are the same for all heads, so that they are few, and there is much of which the ranges are merged.
+    # All heads share the same keys: these take little memory, and the partial results to be merged take much.
     call = Call(query, *(np.broadcast_to(array, (heads, *array.shape[1:])) for array in (key, value)))
     with no_more_memory_than(80 << 20):
         (outcome,) = attend(library, [call])
@@ -134,7 +134,7 @@ def test_what_ranges_keep_is_bounded(instructions: str) -> None:
 
 @each_instructions
 def test_ranges_that_no_query_reaches_take_no_memory(instructions: str) -> None:
-    """Nor time: as much as a window has keys, however many there are."""
+    """Nor time: the cost is that of the window's keys, however many keys there are."""
     numbers, library, length = np.random.default_rng(3), Library(instructions), 1 << 20
     query = normal(numbers, (1, 32, 1))
     key, value = (normal(numbers, (1, length, width)).astype(np.float16) for width in (1, 9))

@@ -1,4 +1,4 @@
-"""Requests by the native kernel in a device: many sequences, the memory of replies, threads that cannot be had."""
+"""Requests by the native kernel in a device: many sequences, the memory of replies, threads that cannot be started."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_of_many_sequences_has_the_bits_that_it_has_alone(device: CpuDevice
 def test_a_sequence_that_is_not_finite_is_computed_anew_and_no_other(
     device: CpuDevice, layout: str, lengths: tuple[int, ...] | None
 ) -> None:
-    """The others have the bits that they have where all are finite; and it has those that it has alone."""
+    """The others have the same bits as when all are finite, and it has the same bits as when alone."""
     rng, batch, heads, width, length = np.random.default_rng(5), 7, 2, 8, 5
     each = lengths or (length,) * batch
     query, key, value = (rng.standard_normal((batch, heads, length, width)).astype(np.float32) for _ in range(3))
@@ -104,14 +104,14 @@ def test_a_sequence_that_is_not_finite_is_computed_anew_and_no_other(
 
 
 def test_more_sequences_than_calls_are_made_of_are_left_to_other_kernels(device: CpuDevice) -> None:
-    """A call takes more memory than a sequence of one query and one key does."""
+    """A call takes more memory than a sequence with one query and one key."""
     for batch, native in ((requests.MOST_SEQUENCES, True), (requests.MOST_SEQUENCES + 1, False), (0, False)):
         found = device.run([request(2, batch, width=1, heads=1)])
         assert (found.kernel_calls[library.NAME] > 0) == native
 
 
 def test_a_reply_holds_no_memory_of_others(device: CpuDevice) -> None:
-    """Who is slow to take a small one must not keep a large one of somebody else's there."""
+    """A caller that is slow to read a small reply must not keep another caller's large reply in memory."""
     small, large = device.run([request(3, 1), request(4, 2000)]).results
     held = small.output.obj
     assert isinstance(held, np.ndarray)
@@ -137,7 +137,7 @@ def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
 
 
 class Watched(library.Library):
-    """A kernel that remembers who computed."""
+    """A kernel that records the threads given to it."""
 
     def __init__(self) -> None:
         super().__init__(library.available()[0])
@@ -160,7 +160,7 @@ def test_a_query_is_helped_to_read_what_takes_a_while(kv_length: int, helpers: i
 
 
 def test_who_finds_the_team_at_work_computes_alone(device: CpuDevice) -> None:
-    """Several callers at once have one team, which helps but one of them at a time."""
+    """Concurrent callers share one team, which helps only one of them at a time."""
     asked = [messages.read(messages.random_attend(seed, 200, heads=4, width=64)) for seed in range(4)]
     expected = [bytes(device.run([request]).results[0].output) for request in asked]
 

@@ -1,4 +1,4 @@
-"""Which native kernel a server has: by its setting, by what was built, by what the processor can."""
+"""Which native kernel a server has: by its setting, by what was built, by what the processor supports."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 
 def native_library() -> bytes:
-    """What was built, if it was."""
+    """The built library, or nothing if it was not built."""
     return library.PATH.read_bytes() if library.PATH.exists() else b""
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the library is looked for instead, a directory in which there is nothing yet."""
+    """An empty directory in which the library is looked for instead."""
     library._found.cache_clear()
     monkeypatch.setattr(library, "PATH", tmp_path / "attention.so")
     yield tmp_path
@@ -74,7 +74,7 @@ def test_where_it_was_not_built_torch_computes_and_the_log_says_so(caplog: pytes
 
 
 def of_another_architecture(built: bytes) -> bytes:
-    """A library's ELF header says for which machine it is."""
+    """The library with another machine in its ELF header."""
     return built[:18] + (183).to_bytes(2, "little") + built[20:]
 
 
@@ -115,7 +115,7 @@ def test_one_that_was_not_made_of_the_sources_beside_it_is_none(
 ) -> None:
     for path in (*NATIVE.glob("*.[ch]"), NATIVE / "attention.so"):
         shutil.copyfile(path, elsewhere / path.name)
-    for date in (0, 2**31):  # a copy may make either the older
+    for date in (0, 2**31):  # copying may make either file the older
         os.utime(elsewhere / "kernel.h", (date, date))
         library._found.cache_clear()
         assert library.available()

@@ -1,4 +1,4 @@
-"""NaN and infinities: excluded ones never reach a result, and of what attended ones reach the kernel says so."""
+"""NaN and infinities: excluded ones never reach a result; if attended ones do, the kernel reports it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BAD = (np.nan, np.inf, -np.inf)
 
 
 def with_keys(call: Call, excluded: Array, of_key: float, of_value: float) -> Call:
-    """A call with other contents of the keys and values [Hk, S] that are excluded."""
+    """The call with other contents in the keys and values that are excluded [Hk, S]."""
     key, value = call.key.copy(), call.value.copy()
     key[excluded], value[excluded] = of_key, of_value
     return replace(call, key=key, value=value, page_tokens=0)
 
 
 def attended(call: Call) -> Array:
-    """Which keys [Hk, S] any row attends."""
+    """Which keys [Hk, S] any row attends to."""
     rows: Array = call.expected.attended
     return np.array([of_head.any((0, 1)) for of_head in np.split(rows, len(call.key))])
 
@@ -46,7 +46,7 @@ def test_what_no_row_reaches_changes_no_bits(instructions: str, random: Random) 
 @each_instructions
 @given(random=randoms)
 def test_what_a_mask_excludes_never_shows(instructions: str, random: Random) -> None:
-    """A value that a mask excludes may make the kernel give up; a key may not."""
+    """For a masked value the kernel may report failure; for a masked key it may not."""
     library, call = Library(instructions), random_call(random)
     assume(call.mask is not None)
     keys = with_keys(call, ~attended(call), random.choice(BAD), 0.0)
@@ -68,7 +68,7 @@ def test_what_is_attended_is_told_of(instructions: str, random: Random) -> None:
     altered = {name: getattr(call, name).copy() for name in ("query", "key", "value")}
     name = random.choice(("query", "key", "value"))
     place = (head, query) if name == "query" else (kv_head, key)
-    # Of infinite queries and keys some scores are -inf, which weigh nothing.
+    # Infinite queries and keys make some scores -inf, which weigh nothing.
     altered[name][(*place, random.randrange(altered[name].shape[2]))] = (
         random.choice(BAD) if name == "value" else np.nan
     )
@@ -106,7 +106,7 @@ def test_options_that_are_no_numbers_are_told_of(instructions: str, name: str, l
     for bad in (np.nan, np.inf):
         altered = whole.copy()
         altered[(1, 0, 3) if name == "bias" else 1] = bad
-        # Infinite slopes leave the nearest key alone, and 0 * inf is not a number.
+        # An infinite slope excludes all but the key at distance 0, where 0 * inf is NaN.
         assert not attend(library, [replace(call, **{name: altered})])[0].finite
 
 

@@ -1,5 +1,5 @@
-"""A client in another language with other implementations of gRPC and protobuf (grpc-js, protobuf.js): the example for
-Node, as it is, against the real server.
+"""A client in another language with other implementations of gRPC and protobuf (grpc-js, protobuf.js): the unchanged
+Node example against the real server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def node() -> str:
-    """The path of node, which has the example's packages and the protocol."""
+    """The path of node, with the example's packages and the protocol's descriptors in place."""
     path = shutil.which("node")
     if path is None or not (EXAMPLE / "node_modules").is_dir():
         reason = "there is no node" if path is None else "the example for Node has no packages: make node"
@@ -59,7 +59,7 @@ def node() -> str:
 
 
 class Peer:
-    """A process that asks a server by the example's client."""
+    """A process that calls a server with the example's client."""
 
     def __init__(self, node: str, *arguments: str) -> None:
         command = [node, str(PEER), *arguments]
@@ -71,7 +71,7 @@ class Peer:
         self._reader.start()
 
     def ask(self, *requests: pb.AttendRequest, alone: bool = False) -> list[Any]:
-        """Makes calls at once; the replies, or dictionaries of what the errors say."""
+        """Makes concurrent calls; returns the replies, or the errors' contents as dictionaries."""
         assert self._process.stdin is not None
         places = {next(self._numbers): place for place in range(len(requests))}
         for number, request in zip(places, requests, strict=True):
@@ -88,7 +88,7 @@ class Peer:
         return [found[place] for place in range(len(requests))]
 
     def close(self) -> int:
-        """Has it end; its exit status."""
+        """Ends the process; returns its exit status."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -106,7 +106,7 @@ class Peer:
 
 @pytest.fixture
 def ask_by(node: str) -> Iterator[Callable[..., Peer]]:
-    """Starts processes that ask, which must end well."""
+    """Starts peers, which must exit with status 0."""
     peers: list[Peer] = []
 
     def start(*arguments: str) -> Peer:
@@ -119,7 +119,7 @@ def ask_by(node: str) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture(scope="module")
 def peer(node: str, server: Server) -> Iterator[Peer]:
-    """One that asks the shared server."""
+    """A peer of the shared server."""
     peer = Peer(node, server.address)
     yield peer
     assert peer.close() == 0
@@ -157,7 +157,7 @@ def request_of(case: Case, **more: Any) -> pb.AttendRequest:
     plan=strategies.plans(), seed=strategies.SEEDS, lse=st.booleans(), scores=st.sampled_from([None, *oracle.STAGES])
 )
 def test_random_combinations(peer: Peer, plan: Plan, seed: int, lse: bool, scores: str | None) -> None:
-    """Whatever a request may be, as protobuf.js writes it, on a stream and alone."""
+    """Any kind of request, as protobuf.js writes it, on a stream and as a unary call."""
     case = plan.case(seed)
     request = request_of(case, return_lse=lse, return_scores=scores)
     for reply in (*peer.ask(request), *peer.ask(request, alone=True)):
@@ -178,7 +178,7 @@ def test_everyone_gets_their_own_of_many_at_once(peer: Peer) -> None:
 
 
 def test_messages_of_many_megabytes(peer: Peer) -> None:
-    """Longer than the windows of HTTP/2, both ways."""
+    """Larger than HTTP/2's flow-control windows, both ways."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((4, length, 256), np.float32) for length in (4000, 3, 3))
     case = Case(query, key, value)
@@ -203,7 +203,7 @@ def test_it_leaves_a_stream_when_it_is_asked_to(
 ) -> None:
     server = start_server(
         "--max-connection-age", "300ms", "--drain-grace", f"{PATIENCE_S}s"
-    )  # then it would be cut off
+    )  # a client that stays is cut off after that
     peer, case = ask_by(server.address), Plan().case(0)
     request, connections, process = request_of(case), set[Any](), psutil.Process(server.process.pid)
     deadline = monotonic() + PATIENCE_S
@@ -217,7 +217,7 @@ def test_it_leaves_a_stream_when_it_is_asked_to(
 
 
 def test_replies_that_nobody_waits_for(ask_by: Callable[..., Peer]) -> None:
-    """They are passed over, and the calls that wait get theirs."""
+    """They are skipped, and the waiting calls get theirs."""
 
     def stream(messages: Iterator[bytes], context: object) -> Iterator[bytes]:
         for message in messages:

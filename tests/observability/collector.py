@@ -1,4 +1,4 @@
-"""A collector of traces that speaks OTLP, for tests: what is exported to it can be looked at, span by span."""
+"""An OTLP trace collector for tests: the spans exported to it can be inspected one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """The spans that have been exported so far, and the attributes of the resources that they come from."""
+    """The spans exported so far, and the attributes of the resources that they come from."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -38,7 +38,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     def spans(self, wanted: Callable[[Span], bool], count: int = 1) -> list[Span]:
-        """The spans wanted, once there are so many."""
+        """The wanted spans, once there are `count` of them."""
         with self._arrived:
             assert self._arrived.wait_for(lambda: sum(map(wanted, self._spans)) >= count, PATIENCE_S), (
                 f"of {count} spans, these came: {sorted(span.name for span in self._spans)}"
@@ -61,7 +61,7 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    """The attributes of a span: strings, whole numbers and lists of strings."""
+    """The attributes of a span: strings, integers and lists of strings."""
     return {each.key: _value(each.value) for each in span.attributes}
 
 

@@ -62,7 +62,7 @@ async def test_liveness_stays_while_draining(stub: Any, health: Health) -> None:
 
 async def test_a_state_that_lies_behind_is_ignored(health: Health) -> None:
     health.set("draining")
-    health.set("serving")  # the warm-up that went on while the server was told to stop
+    health.set("serving")  # by a warm-up that was still running when the server was told to stop
     assert health.state == "draining"
     health.set("failed")
     health.set("draining")
@@ -110,7 +110,7 @@ async def test_watchers_see_each_change_and_only_changes(stub: Any, health: Heal
     health.set("draining")
     assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * 3
     health.set("failed")
-    # Readiness did not change: the next thing that liveness says is that it ended.
+    # Readiness changes did not touch liveness: its next update is the failure.
     assert await read(watches["liveness"]) == NOT_SERVING
     for watch in watches.values():
         watch.cancel()
@@ -122,7 +122,7 @@ async def test_a_watcher_that_leaves_takes_no_other_along(stub: Any, health: Hea
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving.read()
-    await check(stub, "")  # by now, the server has seen the cancellation too
+    await check(stub, "")  # by now, the server has seen the cancellation
     health.set("serving")
     assert await read(staying) == SERVING
     staying.cancel()

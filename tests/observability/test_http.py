@@ -50,7 +50,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def send(port: int, raw: bytes) -> Answer | None:
-    """What comes back for these bytes until the server closes; None if nothing does."""
+    """The answer to these bytes, read until the server closes; None if there is none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
     answer = await asyncio.wait_for(reader.read(), 60)
@@ -144,12 +144,12 @@ async def test_a_peer_that_resets_the_connection_leaves_no_traceback(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", served.port))
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is resetting
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
 
     gone = asyncio.Event()
 
     def reset(writer: asyncio.StreamWriter) -> bool:
-        """In between the answer and its end."""
+        """Called after the answer is written and before the connection is closed."""
         peer.close()
         gone.set()
         return True
@@ -158,7 +158,7 @@ async def test_a_peer_that_resets_the_connection_leaves_no_traceback(
     peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
     await asyncio.wait_for(gone.wait(), 60)
     monkeypatch.undo()
-    assert (await get(served.port, "/healthz")).status == 200  # by now, what was due to be logged has been
+    assert (await get(served.port, "/healthz")).status == 200  # by now, anything due has been logged
     assert caplog.records == []
 
 
@@ -187,7 +187,7 @@ async def test_a_peer_that_never_closes_is_cut_off(served: Served) -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_stopping_ends_open_connections(turns: int) -> None:
-    """However far it has come with accepting one, which takes it some turns of this very loop."""
+    """However far the server has got with accepting one, which takes some turns of this event loop."""
     server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), patience_s=60)
     address = parse_address(await server.start())
     with socket.create_connection(address) as connection:
@@ -196,10 +196,10 @@ async def test_stopping_ends_open_connections(turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(0)
         await asyncio.wait_for(server.stop(), 30)
-        # By a reset, where something came that was not read.
+        # With a reset if received bytes were not read.
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 30) == b""
-    await server.stop()  # once more does nothing
+    await server.stop()  # stopping again does nothing
 
 
 async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
     server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), tls, patience_s=60)
     address = parse_address(await server.start())
     with socket.create_connection(address) as silent:
-        # It answers those who shake hands only after it has accepted those before them.
+        # The server completes this handshake only after it has accepted the earlier connection.
         _, writer = await asyncio.open_connection(*address, ssl=unverified())
         await asyncio.wait_for(server.stop(), 30)
         silent.shutdown(socket.SHUT_RDWR)
@@ -216,7 +216,7 @@ async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
 
 
 def unverified() -> ssl.SSLContext:
-    """A client's, for whom any server will do."""
+    """A client's context that accepts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

@@ -1,4 +1,4 @@
-"""Lines of the log: as people and machines read them, without payloads, and not without end."""
+"""Log lines: for people and for machines, without payloads, and rate-limited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnserve_server.observability import logs
 
 @pytest.fixture
 def root_logger() -> Iterator[logging.Logger]:
-    """The root logger, put back afterwards as it was."""
+    """The root logger, restored afterwards."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     root.handlers[:] = []
@@ -72,7 +72,7 @@ def test_payloads_are_never_written(log_format: str) -> None:
 @pytest.mark.usefixtures("root_logger")
 @pytest.mark.parametrize(("level", "lines"), [("info", 1), ("error", 0)])
 def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
-    """A message that is too large, in the midst of a stream, ends as a traceback in gRPC's own words."""
+    """For a message that is too large in mid-stream, gRPC itself logs a traceback."""
     out = io.StringIO()
     logs.configure(level, "text", out)
     theirs = logging.getLogger("grpc._cython.cygrpc")
@@ -91,7 +91,7 @@ def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
 
 @pytest.mark.usefixtures("root_logger")
 def test_what_goes_wrong_again_and_again_is_written_a_few_times() -> None:
-    """By place in the code; what is no warning always is."""
+    """Throttled by place in the code, from warnings up; lower levels are always written."""
     now, out = [0.0], io.StringIO()
     logs.configure("info", "json", out)
     (handler,) = logging.getLogger().handlers

@@ -1,4 +1,4 @@
-"""Traces: the real server and a collector that speaks OTLP; and what is recorded of requests that fail."""
+"""Traces: the real server with an OTLP collector; and what is recorded for failing requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named(name: str) -> Callable[[Span], bool]:
 
 
 def exemplars(http_address: str, name: str) -> set[str]:
-    """The trace ids that the buckets of a histogram lead to."""
+    """The trace ids in the exemplars of a histogram's buckets."""
     request = urllib.request.Request(
         f"http://{http_address}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
     )
@@ -50,7 +50,7 @@ def exemplars(http_address: str, name: str) -> set[str]:
 
 
 def assert_whole(spans: list[Span], batches: list[Span]) -> Span:
-    """The spans are one request's: itself, below its caller's, and its phases, one after the other. Returns its own."""
+    """Asserts that these spans are one request's: its own, below its caller's, and its phases in order. Returns it."""
     (request,) = (span for span in spans if span.name not in PHASES)
     assert request.parent_span_id == PARENT.to_bytes(8, "big")
     assert request.kind == Span.SPAN_KIND_SERVER
@@ -79,7 +79,7 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
         server = start_server("--tracing-endpoint", collected.endpoint, "--tracing-sample", "0", "--max-wait", "1ms")
         assert server.startup["traces_to"] == collected.endpoint.removeprefix("http://")
         with grpc.insecure_channel(server.address) as channel:
-            # Not recorded: no trace of the caller's (the share is 0), one that is not recorded, one that is malformed.
+            # Not recorded: no trace context (the sampled share is 0), one that is not sampled, a malformed one.
             for metadata in ((), (("traceparent", header(1, sampled=False)),), (("traceparent", "00-0-0-01"),)):
                 calls.unary(channel, "Attend", request.SerializeToString(), metadata=metadata)
 
@@ -108,7 +108,7 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
             stream.half_close()
             assert stream.rest() == []
 
-            # Of a unary request, and of those of one message, which are one batch.
+            # Batches of a unary request and of one message's requests, which form a single batch.
             batches = collected.spans(named("batch"), 2)
             alone = assert_whole(collected.spans(of_trace(2), 6), batches)
             assert alone.trace_state == "a=b"
@@ -133,7 +133,7 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
             assert set() < exemplars(server.http_address, duration) <= ids
             assert set() < exemplars(server.http_address, phase) <= ids
 
-            # What has no context of its own has that of its stream.
+            # A call without a trace context has its stream's.
             stream = calls.Stream(channel, (("traceparent", header(9)),))
             stream.send(calls.call(1, request), calls.call(2, request, traceparent=header(10)))
             stream.replies(2)

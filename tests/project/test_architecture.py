@@ -1,4 +1,4 @@
-"""The architecture is as docs/architecture.md says: every module has its row, and imports what it may and no more."""
+"""The architecture matches docs/architecture.md: every module has a row, and imports only what it may."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"attnserve": ROOT / "client", "attnserve_server": ROOT / "server"}
 OF_THE_SDK = {"attnserve._fields", "attnserve._wire", "attnserve._dtypes", "attnserve._version"}
-"""What the server may import of it, beside the generated messages."""
+"""What the server may import from the SDK, beside the generated messages."""
 
 
 class Row(NamedTuple):
-    """A module in a table, and whether it says that it imports torch, if it says so."""
+    """A module's row: its path, and the cell on whether it imports torch, if the table has one."""
 
     path: str
     torch: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module that is not generated, by its name; packages by theirs."""
+    """Every module that is not generated, by name; packages too."""
     found = {}
     for package, root in PACKAGES.items():
         for path in (root / package).rglob("*.py"):
@@ -40,7 +40,7 @@ def modules() -> dict[str, Path]:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of the document's tables of modules. In a cell, a name without a folder is in that of the one before."""
+    """The rows of the document's module tables. In a cell, a name without a folder is in that of the name before."""
     root, columns = "", 0
     for line in (ROOT / "docs" / "architecture.md").read_text("utf-8").splitlines():
         if line.startswith("## "):
@@ -60,7 +60,7 @@ def rows() -> Iterator[Row]:
 
 
 def rooms(package: str) -> list[str]:
-    """The folders of a package, in the order of the document: none imports one above it."""
+    """The folders of a package, in the document's order: none imports one above it."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     section = text[text.index(f"/{package}/`\n") :]
     table = section[section.index("| room |") :].split("\n\n")[0]
@@ -68,7 +68,7 @@ def rooms(package: str) -> list[str]:
 
 
 def imported(path: Path, *, in_functions: bool = False) -> Iterator[str]:
-    """What a module imports when it is imported, and later too if `in_functions`: never what it imports for types."""
+    """What a module imports at import time, and in functions too if `in_functions`; never type-checking imports."""
 
     def within(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
@@ -99,7 +99,7 @@ def test_every_module_has_its_row_and_every_row_its_module() -> None:
 
 
 def test_only_what_computes_imports_torch() -> None:
-    """What is decided without torch is imported without it: policy is apart from execution."""
+    """Code that decides without torch is importable without it: policy is separate from execution."""
     names = {str(path.relative_to(ROOT)): name for name, path in modules().items()}
     light = [names[row.path] for row in rows() if row.torch == "no"]
     assert len(light) > 50
@@ -130,7 +130,7 @@ def test_no_module_imports_one_that_imports_it() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_room_imports_one_above_it(package: str) -> None:
-    """Nor, of the modules beside the rooms, one that is put together of rooms above it, or of itself."""
+    """Nor a module outside the rooms that itself depends on a room above it or on the same room."""
     root, order = PACKAGES[package] / package, rooms(package)
     places = {name: path.relative_to(root).parts for name, path in modules().items() if path.is_relative_to(root)}
     room_of = {name: parts[0] for name, parts in places.items() if len(parts) > 1}

@@ -1,4 +1,4 @@
-"""The documents: what they link to is in the repository."""
+"""The documents: their links lead to files in the repository."""
 
 import re
 from pathlib import Path

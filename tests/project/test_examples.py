@@ -1,4 +1,4 @@
-"""The examples run as their users run them, and do what they say of bad days."""
+"""The examples run as users run them, and handle failures as they claim."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, 
         ranking.looked_at(USER, [42])
         await check()
         first = ranking._caches[USER]
-        await client.caches.delete(first.name)  # as when its lease ends, or its server is started again
+        await client.caches.delete(first.name)  # as when its lease ends, or its server restarts
         await check()
         second = ranking._caches[USER]
         assert second is not first
-        # An append that was given up and carried out all the same: the cache here does not know of it.
+        # An append that the client gave up on but the server carried out: the cache object here is unaware of it.
         ranking.looked_at(USER, [77])
         same = await client.open_cache(second.name)
         await same.append(embeddings[[77]], embeddings[[77]], layout="length_first")

@@ -1,4 +1,4 @@
-"""The command for the day when there is a GPU: it forgets nothing, and what it has done stays when the time is up."""
+"""The command for when there is a GPU: it omits no step, and finished work is kept when the time is up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ signal.pause()
 
 @pytest.fixture
 def endless(tmp_path: Path) -> tuple[gpu.Step, Path]:
-    """A step that starts a process without an end, and what opens once that has begun."""
+    """A step that starts a process that never ends, and a FIFO that opens once that process has begun."""
     told = tmp_path / "told"
     os.mkfifo(told)
     program = ENDLESS.format(told=str(told))
@@ -54,12 +54,12 @@ def endless(tmp_path: Path) -> tuple[gpu.Step, Path]:
 def test_what_was_said_before_the_time_was_up_is_in_the_log(
     tmp_path: Path, endless: tuple[gpu.Step, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes that a step has started end with it."""
+    """And the processes that a step has started end with it."""
     step, told = endless
     limits: list[float] = []
 
     class Timer(threading.Thread):
-        """Its time is up when the step has begun."""
+        """A timer that fires once the step has begun."""
 
         def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
             super().__init__()
@@ -87,7 +87,7 @@ def test_an_interrupt_leaves_nothing_running(
     step, _ = endless
 
     class Interrupted(io.StringIO):
-        """A terminal at which somebody sees that the step has begun, and ends all."""
+        """A terminal whose user interrupts everything on seeing that the step has begun."""
 
         def write(self, line: str) -> int:
             if line == "begun\n":
@@ -109,7 +109,7 @@ def test_an_interrupt_leaves_nothing_running(
 
 
 def test_the_tests_of_the_service_are_right_themselves() -> None:
-    """Some of them, on a CPU: those that only a GPU ever ran would be wrong by the day when there is one."""
+    """Some of them, on a CPU: tests that only ever run on a GPU would be broken by the time there is one."""
     some = "hundreds and float32 or measured and causal-float16 or long and float32 or alone and causal and float32"
     command = (
         sys.executable,
@@ -139,7 +139,7 @@ def test_without_a_device_nothing_looks_well(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_on_a_cpu_the_same_steps_run(tmp_path: Path) -> None:
-    """Those that ended well are not repeated, and figures of several runs of the benchmark become one file."""
+    """Steps that succeeded are not repeated, and the figures of several benchmark runs are merged into one file."""
 
     def command(*names: str) -> list[str]:
         chosen = ["--device", "cpu", "--results", str(tmp_path), "--steps", ",".join(names)]

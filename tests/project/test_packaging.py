@@ -1,4 +1,4 @@
-"""What gets installed: the wheel's content, what the SDK drags along, and the one place where the version is."""
+"""What gets installed: the wheel's content, the SDK's dependencies, and the single source of the version."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source distribution from which a wheel was built, and that wheel."""
+    """A source distribution, and a wheel built from it."""
     root = tmp_path_factory.mktemp("compiled") / "attnserve"
     shutil.copytree(unpacked, root)
     built, _ = built_from(root)
@@ -71,7 +71,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def required(metadata: Message, extra: str = "") -> set[str]:
-    """The names of the distributions that an installation with an extra, or with none, asks for directly."""
+    """The names of the direct requirements, with an extra or with none."""
     found = (Requirement(line) for line in metadata.get_all("Requires-Dist", []))
     return {
         canonicalize_name(requirement.name)
@@ -97,7 +97,7 @@ def test_the_sdk_is_light(metadata: Message) -> None:
 
 
 def test_dependencies_of_the_sdk_do_not_lead_to_torch(metadata: Message) -> None:
-    """Followed through what is installed here, as pip follows them."""
+    """Resolved through the packages installed here, as pip would."""
     reached: set[str] = set()
     ahead = required(metadata)
     while ahead:
@@ -200,7 +200,7 @@ import sys
 with open(sys.argv[sys.argv.index("-o") + 1], "w") as made:
     made.write(" ".join(sys.argv))
 """
-"""As much of a compiler as can be seen of one: what it makes has what it was told to define."""
+"""A fake compiler: its output is its own command line, with the definitions that it was given."""
 
 
 @needs_compiler
@@ -250,7 +250,7 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(
 
 
 def built_from(sources: Path, **environment: str) -> tuple[Path, str]:
-    """A wheel of these sources, and what was said when it was built."""
+    """A wheel of these sources, and the output of its build."""
     shutil.rmtree(sources / "dist", ignore_errors=True)
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""The protos and what is made of them: in step, documented, by the rules, and compatible with the baseline.
+"""The protos and the code generated from them: in step, documented, lint-free, and compatible with the baseline.
 
-Runs the same functions as `make check` does, and holds that they find what they are there to find.
+Runs the same functions as `make check`, and asserts that these find the faults that they are meant to find.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from scripts import protos
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the protos and the generated code that a test may spoil; returns the copy of attention.proto."""
+    """A copy of the protos and the generated code that a test may corrupt; returns the copy of attention.proto."""
     shutil.copytree(protos.PROTOS, tmp_path / "protos")
     shutil.copytree(protos.GENERATED / protos.PACKAGE, tmp_path / "client" / protos.PACKAGE)
     shutil.copy(protos.ROOT / "buf.yaml", tmp_path)
@@ -59,7 +59,7 @@ def test_the_protocol_as_one_file_has_whatever_it_needs(tmp_path: Path) -> None:
     messages = {f"{file.package}.{message.name}" for file in files for message in file.message_type}
     assert {"attnserve.v1.AttendRequest", "google.rpc.Status", "google.rpc.BadRequest"} <= messages
     known = set[str]()
-    for file in files:  # in an order in which they can be loaded
+    for file in files:  # in loading order
         assert known.issuperset(file.dependency)
         known.add(file.name)
 

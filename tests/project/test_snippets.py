@@ -1,4 +1,4 @@
-"""What documents show of the SDK works as it stands there."""
+"""The documents' SDK snippets work exactly as written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from attnserve import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:8001"
-"""Where documents say that a server is."""
+"""The server's address in the documents."""
 
 
 def snippets(document: str, server: Server) -> Iterator[CodeType]:
-    """The Python in a document, each piece compiled under the lines that it has there, for a server of the test's."""
+    """A document's Python snippets, compiled with their line numbers in it, for the test's server."""
     text = (ROOT / document).read_text("utf-8").replace(ADDRESS, server.address)
     for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield compile("\n" * text.count("\n", 0, found.start(1)) + found[1], document, "exec")

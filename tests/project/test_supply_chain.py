@@ -1,4 +1,4 @@
-"""The bill of materials, and the audit of what is pinned: against a vulnerability database of the test's own."""
+"""The bill of materials, and the audit of pinned versions: against the test's own vulnerability database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINNED = {
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#") and ((pin := Requirement(line)).marker is None or pin.marker.evaluate())
 }
-"""The versions of packages that are pinned for this Python."""
+"""The package versions pinned for this Python."""
 VULNERABILITY = {
     "id": "OSV-1",
     "summary": "",
@@ -100,7 +100,7 @@ def database() -> Iterator[tuple[str, type[Database]]]:
 
 
 def audit(url: str, cache: Path) -> tuple[int, str]:
-    """The exit status of an audit, and what it says."""
+    """The exit status of an audit, and its output."""
     command = [sys.executable, "scripts/audit.py", "--osv-url", url, "--cache-dir", str(cache)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     return run.returncode, run.stdout + run.stderr
