@@ -14,8 +14,8 @@ first attempt was carried out, the second meets FAILED_PRECONDITION, and the ser
 
 Everything else is the caller's to see: a length alone may be due to another writer, or to an operation that was given
 up and carried out all the same. What the SDK knows of lengths changes on success only: a caller who repeats what
-failed, but was done, is refused rather than doubled. A truncation has no id: one that is sent again has succeeded where
-the cache has the length that it was to have.
+failed, but was done, is refused rather than doubled. A truncation has an id as well: one that was carried out before
+has succeeded, and cuts off nothing that was appended since.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class CacheState:
         self.layers: Final = info.layers
         """How many layers it has."""
         self.dtype: Final = info.dtype
-        """The dtype in which it is stored, such as ``float32``."""
+        """The stored dtype, such as ``float32``."""
         self.ttl: Final = info.ttl
         """How long it lives after its last use, in seconds; None: until it is deleted."""
         self.home: Final = home
-        """The address of the server that it is asked for at; None for wherever the client's address leads."""
+        """The address of the server that is asked about it; None for wherever the client's address leads."""
         self.address: Final = info.address or home
-        """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
+        """Where the server that holds it can be reached, also for `Client.open_cache`; None if not known."""
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
         self.ids: Final = itertools.count(secrets.randbits(63) + 1)
-        """By which the server knows appends and truncations again, unlike those of any other client."""
+        """The ids by which the server recognises appends and truncations, different from those of other clients."""
         self.line: Final = Line()
         """The operations on it."""
         self.turns: Final = turns
@@ -81,12 +81,12 @@ class CacheState:
 
     @property
     def length(self) -> int:
-        """The tokens of layer 0, as of the last operation that succeeded."""
+        """The number of tokens in layer 0, as of the last operation that succeeded."""
         return self.tokens[0]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of each layer, as of the last operation that succeeded."""
+        """The number of tokens in each layer, as of the last operation that succeeded."""
         return tuple(self.tokens)
 
     def __reduce__(self) -> NoReturn:

@@ -3,9 +3,9 @@
 In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for either client to send, whose answer is a
 `CacheInfo`, a `CachePool`, a length or nothing.
 
-All may be sent again when nobody knows whether the server has taken it: an append and a truncation say what length they
-expect; an append, a create and a fork have an id by which the server knows them again, and it can be told that nobody
-waits for what the latter two make; the rest asks or deletes.
+All may be sent again if it is not known whether the server has carried them out: an append and a truncation say what
+length they expect; an append, a truncation, a create and a fork have an id by which the server recognises them, and it
+can be told that nobody waits for what the latter two make; the rest asks or deletes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_TTL: Final = 315_576_000_000
 """Seconds: ten thousand years, which is what a protobuf Duration holds."""
 
 _ID_BYTES: Final = 16
-"""Random bytes by which a server knows a request again."""
+"""Random bytes by which a server recognises a request."""
 
 _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float32": tensor_pb2.DATA_TYPE_FLOAT32,
@@ -54,7 +54,7 @@ _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What a server says of a cache."""
+    """The description of a cache by its server."""
 
     name: str
     """Its name, which nobody can guess."""
@@ -67,11 +67,11 @@ class CacheInfo:
     layers: int
     """How many layers it has."""
     dtype: str
-    """The dtype in which it is stored, such as ``float32``."""
+    """The stored dtype, such as ``float32``."""
     lengths: tuple[int, ...]
-    """The tokens of each layer."""
+    """The number of tokens in each layer."""
     bytes: int
-    """The bytes that it holds, those that it shares with other caches included."""
+    """The bytes that it holds, including those that it shares with other caches."""
     shared_bytes: int
     """Of these, the bytes that it shares."""
     ttl: float | None
@@ -87,11 +87,11 @@ class CachePool:
     """The caller's caches, and how full the server's pool is."""
 
     caches: tuple[CacheInfo, ...]
-    """The caches, by the time of their creation."""
+    """The caches, in order of creation."""
     bytes: int
     """The bytes of the pool."""
     free_bytes: int
-    """Of these, the bytes that nothing holds."""
+    """Of these, the bytes that are free."""
 
     @classmethod
     def together(cls, pools: Sequence[CachePool]) -> CachePool:
