@@ -1,10 +1,10 @@
 """The command line: `attnserve-server`, also `python -m attnserve_server`.
 
 In: flags and environment variables (see `command_line`). Out: a running server, until it is told to stop. Standard
-output says what it runs on and with which settings (see `startup`), and at last that it is ready; log lines go to
-standard error. Exit status: 0 after a drain, 3 if its grace was over before the work was, 4 if the device failed, 2 if
+output says what it runs on and with which settings (see `startup`), and finally that it is ready; log lines go to
+standard error. Exit status: 0 after a drain, 3 if the drain's grace ended before the work, 4 if the device failed, 2 if
 a setting is wrong, 1 if the server cannot start.
-`attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `tokens`.
+`attnserve-server layers check` and `attnserve-server token` start no server: see `layers.check` and `tokens`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 In: a caller's name and roles. Out: the entry of a new token for `callers.toml` (see `grants`), on standard output; and
 the token itself, this once: in a file that only its owner can read, or else on standard error.
 
-A token is 256 random bits, and so its plain SHA-256 gives nothing away: there are no guesses to be slowed down. The
-server only ever knows the hash.
+A token is 256 random bits, so its plain SHA-256 reveals nothing: nobody can guess it, however fast the hash. The server
+only ever knows the hash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, get_args
 from attnserve_server.access.callers import MAX_NAME, Role
 
 PREFIX: Final = "attnserve_"
-"""What tokens begin with, so that scanners of secrets know one when they see it."""
+"""What tokens begin with, so that secret scanners recognise them."""
 
 HASH_PREFIX: Final = "sha256:"
 _RANDOM_BYTES: Final = 32
@@ -78,7 +78,8 @@ def _write_secret(path: str, token: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnserve-server token",
-        description="Make a bearer token: its entry for callers.toml goes to standard output, the token elsewhere.",
+        description="Make a bearer token. Its entry for callers.toml goes to standard output, the token itself to "
+        "--out or standard error.",
         allow_abbrev=False,
     )
     parser.add_argument("name", type=_name, help="the caller's name")
@@ -87,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_roles,
         default=["use"],
         metavar="ROLE,...",
-        help=f"what the caller may do, of {', '.join(get_args(Role))}. Default: use",
+        help=f"what the caller may do: any of {', '.join(get_args(Role))}. Default: use",
     )
-    parser.add_argument("--out", metavar="FILE", help="a new file for the token. Default: standard error")
+    parser.add_argument("--out", metavar="FILE", help="write the token to this new file. Default: standard error")
     return parser
 
 
