@@ -40,8 +40,8 @@ check: $(VENV)/.dev ## check format, lint, types, protos, and that generated cod
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/protos.py check
-	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py tests/settings/test_config.py \
-	  -k 'architecture or document'
+	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py \
+	  tests/settings/test_config.py -k 'architecture or document'
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .

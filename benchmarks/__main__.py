@@ -39,7 +39,7 @@ PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), 
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=[*SUITES], default="cpu", help="of the service, and of torch in process")
     parser.add_argument("--workloads", type=_names, help="which, by name; none for none; default: all of the device")
@@ -83,7 +83,7 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     """Runs what the command line asks for."""
     chosen = options(sys.argv[1:])
-    # Between the turns of torch in process, its threads must not take the cores from the service.
+    # Between its turns, the threads of torch in process must not take cores from the service.
     torch.set_num_threads(1)
     console = Console(width=max(table.WIDTH, Console().width), highlight=False)
     begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe(chosen.device)

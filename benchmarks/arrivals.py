@@ -1,7 +1,7 @@
-"""When requests are sent: each reply followed by the next (closed loop), or at random times, come what may (open loop).
+"""When requests are sent: one after each reply (closed loop), or at random times regardless of replies (open loop).
 
-In: a function that sends a request, by its number and the time from which its latency counts. Out: calls of it, on the
-event loop.
+In: a function that sends a request, given its number and the time from which its latency counts. Out: calls of it, on
+the event loop.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 Due: TypeAlias = tuple[int, float]
-"""The number of a request to be sent, and the time, of `perf_counter`, from which its latency counts."""
+"""The number of a request to send, and the time, by `perf_counter`, from which its latency counts."""
 Send: TypeAlias = Callable[[int, float], None]
-"""Sends what is due."""
+"""Sends a request that is due."""
 
 
 class Arrivals(Protocol):
-    """What a load generator asks when to send; used once."""
+    """Tells a load generator when to send; used once."""
 
     def begin(self, send: Send) -> None:
-        """Requests are sent from now on, by the running loop."""
+        """Starts sending requests, on the running loop."""
 
     def answered(self) -> Due | None:
-        """A request was answered; what is to be sent at once, if anything is."""
+        """Notes that a request was answered; returns the request to send at once, if any."""
 
     def end(self) -> None:
-        """Nothing more is to be sent."""
+        """Stops sending."""
 
 
 class ClosedLoop:
-    """So many in flight, in turn: each reply is followed by the next request."""
+    """A constant number of requests in flight, in turn: each reply is followed by the next request."""
 
     def __init__(self, numbers: Sequence[int], in_flight: int) -> None:
         self._numbers: Iterator[int] = itertools.cycle(numbers)
         self._in_flight = in_flight
 
     def begin(self, send: Send) -> None:
-        """Sends as many as are to be in flight."""
+        """Sends the first requests, up to the number in flight."""
         for _ in range(self._in_flight):
             send(*self.answered())
 
     def answered(self) -> Due:
-        """The next, now."""
+        """The next request, due now."""
         return next(self._numbers), perf_counter()
 
     def end(self) -> None:
-        """Changes nothing: what is not answered is followed by nothing."""
+        """Does nothing: without further calls of `answered`, nothing more is sent."""
 
 
 class OpenLoop:
-    """Poisson arrivals: numbers in turn, at `rate` a second on average for so many seconds, whatever is answered.
+    """Poisson arrivals: numbers in turn, at `rate` per second on average for some seconds, regardless of answers.
 
-    The times are drawn with a seed, alike for every server. A request that is sent late is late from when it was due.
+    The times are drawn with a seed, the same for every server. The latency of a request that is sent late counts from
+    when it was due.
     """
 
     def __init__(self, numbers: Sequence[int], rate: float, seconds: float, seed: int) -> None:
@@ -67,14 +68,14 @@ class OpenLoop:
         self.times: list[float] = times[times < seconds].tolist()
         self._numbers = list(itertools.islice(itertools.cycle(numbers), len(self.times)))
         self.begun = 0.0
-        """When it began, of `perf_counter`; `times` count from there, in seconds."""
+        """When it began, by `perf_counter`; `times` are in seconds from then."""
         self.late: list[float] = []
-        """By how much each was handed to the load generator after it was due, in seconds."""
+        """How long after it was due each request was handed to the load generator, in seconds."""
         self._sent = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, send: Send) -> None:
-        """Starts a timer for the first; that of a `precise_loop` is not rounded up to whole milliseconds."""
+        """Starts a timer for the first request; on a `precise_loop` it is not rounded up to whole milliseconds."""
         loop = asyncio.get_running_loop()
         self.begun = perf_counter()
         between_clocks = loop.time() - self.begun
@@ -93,7 +94,7 @@ class OpenLoop:
         send_due()
 
     def answered(self) -> None:
-        """Changes nothing."""
+        """Does nothing."""
         return
 
     def end(self) -> None:
@@ -103,14 +104,14 @@ class OpenLoop:
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
-    """An event loop whose timers are as precise as the system's: a thread that kept the time instead would take the
-    interpreter from the loop, and time from the servers that are measured, at each request.
+    """An event loop whose timers are as precise as the system's. A timer thread instead would, at each request, take
+    the interpreter from the loop, and CPU time from the servers that are measured.
     """
     return asyncio.SelectorEventLoop(_PreciseSelector())
 
 
 class _PreciseSelector(selectors.DefaultSelector):
-    """Waits to the microsecond, where epoll knows whole milliseconds alone."""
+    """Waits with microsecond precision; epoll waits for whole milliseconds only."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout > 0:

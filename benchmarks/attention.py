@@ -1,4 +1,4 @@
-"""Attention by itself: callers send queries, keys and values; causal."""
+"""Plain attention: callers send queries, keys and values; causal by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKED_ROWS: Final = 256
 
 @dataclass(frozen=True)
 class Attention(Shaped):
-    """Requests of one length, so that torch can stack them."""
+    """Requests of the same length, so that torch can stack them."""
 
     causal: bool = True
 
@@ -38,7 +38,7 @@ class Attention(Shaped):
         return (self.shape.heads, self.lengths[number], self.shape.head_dim)
 
     def plain(self, number: int) -> PlainAttention:
-        """The same."""
+        """The arrays of a request."""
         return PlainAttention(*self.arrays(number), causal=self.causal)
 
     def request(self, number: int) -> bytes:
@@ -47,7 +47,7 @@ class Attention(Shaped):
         return pb.AttendRequest(causal=self.causal, query=query, key=key, value=value).SerializeToString()
 
     def rows(self, number: int) -> slice:
-        """Some of those that are many: their scores in float64 would take gigabytes."""
+        """At most some hundreds of rows: the scores of all in float64 would take gigabytes."""
         return slice(None, None, max(1, self.lengths[number] // CHECKED_ROWS))
 
     def expected(self, number: int) -> Array:
@@ -55,7 +55,7 @@ class Attention(Shaped):
         return exact_attention(self.plain(number), self.rows(number))
 
     def batches(self) -> list[Batch]:
-        """One call of torch's own attention for all that are in flight."""
+        """One call of torch's own attention for all requests in flight."""
         return [Batch(chunk, self._stacked(chunk)) for chunk in self.chunks()]
 
     def _stacked(self, chunk: tuple[int, ...]) -> partial[Outputs]:

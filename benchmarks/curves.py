@@ -1,7 +1,7 @@
-"""How cost grows: throughput and latency against the number in flight, the length, the cached length, the payload.
+"""How cost grows: throughput and latency by the number in flight, the length, the cached length, the payload.
 
-In: peers, and for how long to measure. Out: a `Curve` each. Every answer is checked; a point is measured once, so that
-a curve shows a shape and not a figure to rely on.
+In: peers, and how long to measure. Out: a `Curve` for each variable. Every answer is checked; each point is measured
+only once, so that a curve shows a shape and not figures to rely on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.workloads import BRAIN, WORKLOADS
 
 TRANSPORT: Final = "transport, stream"
 MANY: Final = 64
-"""More in flight are measured for longer."""
+"""With more requests in flight than this, measurements take longer."""
 
 
 @dataclass(frozen=True)
 class Growing:
-    """What varies, in words and with its unit, and the workload at each of its values; whether peers are measured."""
+    """A variable, its description and unit, the workload at each of its values, and whether peers are measured."""
 
     name: str
     description: str
@@ -40,13 +40,13 @@ class Growing:
 
     @property
     def operation(self) -> str:
-        """What is asked for."""
+        """The name of the operation that is requested."""
         return next(iter(self.workloads.values())).operation.field
 
 
 @dataclass(frozen=True)
 class Payload(Attention):
-    """A query of one head over keys and values of so many bytes together, as many tokens as `lengths` say."""
+    """A query of one head over keys and values of `lengths` tokens."""
 
     @property
     def description(self) -> str:
@@ -128,7 +128,7 @@ CUDA_CURVES: Final = (
 
 
 def points(kinds: Sequence[Growing]) -> list[Workload]:
-    """All points of some curves."""
+    """The workloads at all points of some curves."""
     return [workload for kind in kinds for workload in kind.workloads.values()]
 
 
@@ -142,7 +142,7 @@ def curves(
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
-    """Measures curves with one server of each kind for all that ask for the same. Raises WrongAnswerError."""
+    """Measures curves; those of the same operation share one server of each kind. Raises WrongAnswerError."""
     found: dict[str, Curve] = {}
     for operation in dict.fromkeys(kind.operation for kind in kinds):
         asking = [kind for kind in kinds if kind.operation == operation]
@@ -175,7 +175,7 @@ def _curve(
 
 def _point(loop: asyncio.Runner, way: Way, name: str, value: int, workload: Workload, seconds: float) -> Point:
     check(loop, workload, name, way)
-    # Where many are in flight, a moment is the time of few turns.
+    # With many requests in flight, a short time is enough for few rounds of them only.
     figures = closed(loop, way, workload, seconds * max(1.0, workload.in_flight / MANY))
     rate, cpu = figures["requests_per_second"], figures["server_cpu_us"]
     assert rate is not None

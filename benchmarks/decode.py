@@ -1,7 +1,7 @@
 """A step of a decoder over a history: one query each for some sequences.
 
-The history is resident in caches, one a sequence, or is sent with every request. Steps that append one token to each
-cache look at the history only: so what is computed, and what comes out, stays the same while the caches grow.
+The history is resident in caches, one per sequence, or is sent with every request. Steps that append one token to each
+cache attend to the history only, so that computation and results stay the same while the caches grow.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.workload import (
 )
 
 HISTORY: Final = 2048
-"""How many tokens there are before a step, unless a workload says otherwise."""
+"""The number of tokens before a step, unless a workload says otherwise."""
 CHUNK: Final = 16_384
 """The most tokens that are appended at once."""
 NO_NAME: Final = "-" * 24
-"""As long as the name of a cache, for requests that no service gets."""
+"""A placeholder as long as the name of a cache, for requests that no service gets."""
 
 
 @lru_cache(maxsize=4)
@@ -49,7 +49,7 @@ def history(shape: Shape, tokens: int, sequence: int) -> tuple[Array, Array]:
 
 
 def queries(shape: Shape, number: int, count: int, heads: int) -> Array:
-    """The queries of a request, or what is appended with them, [B, heads, 1, D], unit-normal."""
+    """The queries of a request, or the keys and values appended with them, [B, heads, 1, D], unit-normal."""
     return shape.normal(np.random.default_rng(number), count, heads, 1, shape.head_dim)
 
 
@@ -110,7 +110,7 @@ class Decode(Shaped):
                 client.open_cache(name).truncate(self.tokens)
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """Query [H, 1, D] and, but for what only attends, key and value; with a batch before that for several."""
+        """Query [H, 1, D] and, unless the step only attends, key and value; with a batch axis for several sequences."""
         sequences = self.sequences(number)
         query = queries(self.shape, number, len(sequences), self.shape.heads)
         if self.manner == "attend":
@@ -124,7 +124,7 @@ class Decode(Shaped):
 
     @property
     def peers(self) -> bool:
-        """Peers have no caches: they are sent the history, 8 MiB a sequence. Of one sequence, and without an append."""
+        """Only for one sequence without an append: peers have no caches, and are sent the history of 8 MiB."""
         return max(self.lengths) == 1 and self.manner != "append"
 
     def plain(self, number: int) -> PlainAttention:
@@ -133,7 +133,7 @@ class Decode(Shaped):
         return PlainAttention(queries(self.shape, number, 1, self.shape.heads)[0], *self.history(sequence))
 
     def output_shape(self, number: int) -> tuple[int, ...]:
-        """[H, 1, D], with a batch before that for several sequences."""
+        """[H, 1, D], with a batch axis before that for several sequences."""
         count = self.lengths[number]
         one = (self.shape.heads, 1, self.shape.head_dim)
         return one if count == 1 else (count, *one)
@@ -164,14 +164,14 @@ class Decode(Shaped):
         return np.stack(outputs).reshape(self.output_shape(number))
 
     def batches(self) -> list[Batch]:
-        """One call of torch's own attention a request, over the history as it is."""
+        """One call of torch's own attention per request, over the history without the appended token."""
         return [Batch((number,), self._in_process(number)) for number in self.numbers]
 
     def _in_process(self, number: int) -> partial[Outputs]:
         sequences, shape = self.sequences(number), self.shape
         key, value = _stacked(shape, self.tokens, tuple(each % self.distinct for each in sequences), self.device)
         query = device_tensor(queries(shape, number, len(sequences), shape.heads), self.device)
-        # Query heads that read one key head become its queries, which torch's kernels are faster with.
+        # Query heads that share a key head become queries of one head: torch's kernels are faster that way.
         query = query.view(len(sequences), shape.kv_heads, -1, shape.head_dim)
         return partial(finished, partial(_attend, query, key, value, self.output_shape(number)), self.device)
 

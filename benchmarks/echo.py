@@ -1,7 +1,7 @@
-"""The ceiling of transport: the same service's stream and unary calls, answered with replies that were encoded before.
+"""The ceiling of transport: the service's stream and unary calls, answered with replies that are encoded beforehand.
 
-Run by the benchmark as `python -m benchmarks.echo DEVICE workloads`, or `curves`: it knows their requests, and says on
-which address it serves. A request is known by what it asks for and its length, which say how long its reply has to be.
+Run by the benchmark as `python -m benchmarks.echo DEVICE workloads`, or `curves`: it knows their requests, and prints
+the address that it serves on. A request's operation and length determine the reply, whose length depends on them only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.workload import Workload
 
 MAX_CALLS: Final = 4096
 HEADER_BYTES: Final = 16
-"""By how much replies to requests of one length may differ."""
+"""The largest difference in length between replies to requests of one length."""
 FIELDS: Final = {name: pb.AttendStreamReply.DESCRIPTOR.fields_by_name[name].number for name in OPERATIONS}
 
 
 def encoded_replies(workloads: Iterable[Workload]) -> dict[tuple[str, int], bytes]:
-    """The reply to every request of some workloads, by operation and length of the request."""
+    """The replies to all requests of some workloads, by the operation and the length of the request."""
     found: dict[tuple[str, int], bytes] = {}
     for workload in workloads:
         for number in {workload.kind(number): number for number in workload.numbers}.values():
@@ -42,7 +42,7 @@ def encoded_replies(workloads: Iterable[Workload]) -> dict[tuple[str, int], byte
 
 
 async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.ServicerContext[bytes, bytes]) -> None:
-    """Answers one stream, all of it; reads and writes overlap as they do in the service."""
+    """Answers one whole stream; reads and writes overlap as in the service."""
     due: deque[tuple[int, int, bytes]] = deque()
     ready = asyncio.Event()
     reading = True
@@ -76,7 +76,7 @@ async def answer_stream(replies: dict[tuple[str, int], bytes], context: aio.Serv
 
 
 async def serve(workloads: Iterable[Workload]) -> None:
-    """Answers until it is ended."""
+    """Answers until the process is ended."""
     replies = encoded_replies(workloads)
 
     async def stream(_: object, context: aio.ServicerContext[bytes, bytes]) -> None:

@@ -1,6 +1,6 @@
-"""What the service is to reach, and what a run found: floors against the better of the peers and against the limits.
+"""The service's goals, and what a run reached: bounds relative to the better peer and to the limits.
 
-In: what was found of the workloads. Out: a `Goal` each, by the figures of encoded messages on one stream.
+In: the results of workloads. Out: `Goal`s, by the figures of encoded messages on one stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRANSPORT: Final = "transport, stream"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio that is to be reached: what it is of, the bound, and what was found; None where it was not measured."""
+    """A ratio to reach: its description, the bound, and the measured value, None if it was not measured."""
 
     workload: str
     what: str
@@ -28,7 +28,7 @@ class Goal:
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is; None where it was not measured."""
+        """Whether the goal is reached; None if it was not measured."""
         if self.found is None:
             return None
         return self.found >= self.bound if self.at_least else self.found <= self.bound
@@ -55,7 +55,7 @@ def _latency_of_transport(result: WorkloadResult) -> float | None:
 
 
 def _cpu(result: WorkloadResult) -> float | None:
-    """The server's CPU time over that of torch in process and of a server that computes nothing, together."""
+    """The server's CPU time over the sum of torch's in process and that of a server that computes nothing."""
     compute, transport = result.median(IN_PROCESS, "client_cpu_us"), result.median(TRANSPORT, "server_cpu_us")
     if compute is None or transport is None:
         return None
@@ -63,7 +63,7 @@ def _cpu(result: WorkloadResult) -> float | None:
 
 
 def _tail_of_peer(result: WorkloadResult) -> float | None:
-    """The 99th percentile at the highest share of its own capacity, over that of the peer whose tail is shortest."""
+    """The 99th percentile at the highest share of the server's own capacity, over the lowest one of a peer."""
     share = max((each.share for each in result.open), default=0.0)
     own, others = None, []
     for each in result.open:
@@ -103,15 +103,15 @@ GOALS: Final[tuple[tuple[str, str, float, bool, _Measure], ...]] = (
     ("D", "requests/s, of sending K and V to the better peer", 20.0, True, _of_peer),
     ("X", "p99 at 90 % of capacity, of the better peer's", 0.5, False, _tail_of_peer),
 )
-"""The workload, what is compared, the bound, whether it is a lower one, and how it is measured."""
+"""The workload, what is compared, the bound, whether it is a lower bound, and how it is measured."""
 
 
 WAITING: Final = 1.2
-"""The most memory that a request may take while it waits, over its size."""
+"""The most memory that a waiting request may take, relative to its size."""
 
 
 def goals(results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = ()) -> list[Goal]:
-    """The goals of what was measured; those of memory are of the size for which it is worst."""
+    """The goals of the workloads that were measured; for memory, one per size, of the way that takes most."""
     by_name = {result.name: result for result in results}
     found = [
         Goal(name, what, bound, at_least, measure(by_name[name]))

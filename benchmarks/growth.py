@@ -1,6 +1,6 @@
-"""What must not depend on how long a cache is: an append of one token, and a fork; and what it saves that forks share.
+"""Costs that must not depend on a cache's length: an append of one token, and a fork; and what sharing by forks saves.
 
-In: a server, and how many tokens. Out: the same operation when there is little and when there is much, in process (the
+In: a server, and a number of tokens. Out: times of an operation with little and with much in the cache, in process (the
 store that decides and the pool that holds the bytes, without a network) and over the wire (the SDK).
 """
 
@@ -30,9 +30,9 @@ from benchmarks.workload import HEAD_DIM, HEADS
 PAGE_BYTES: Final = 1 << 18
 FORKS: Final = 50
 STEPPED: Final = 64
-"""So many caches have a step together,"""
+"""The number of caches in a joint step."""
 STEP_TOKENS: Final = 8192
-"""each over so many tokens."""
+"""The tokens of each of them."""
 STEPS: Final = 20
 SHAPE: Final = CacheShape(HEADS, HEAD_DIM, HEAD_DIM, 1, "float32")
 
@@ -51,9 +51,9 @@ class Growth:
 
 
 def growth(address: str, tokens: int, progress: Callable[[str], None] = lambda _: None) -> list[Growth]:
-    """Measures appends of single tokens, until there are so many, and forks; over the wire a tenth of the appends.
+    """Measures appends of single tokens, up to `tokens`, and forks; over the wire only a tenth of the appends.
 
-    A server at that address must have room for them.
+    The server at `address` must have room for the tokens.
     """
     progress("appends in process")
     found = _in_process(tokens)
@@ -99,7 +99,7 @@ def _in_process(tokens: int) -> list[Growth]:
 
 
 def _steps(tokens: int) -> Growth:
-    """A step of many forks of one cache, which have a token of their own each, and of as many that share nothing."""
+    """A step of many forks of one cache, each with one token of its own, and of as many caches that share nothing."""
     pool_bytes = (STEPPED + 1) * (-(-tokens // SHAPE.tokens_per_page(PAGE_BYTES)) + 1) * PAGE_BYTES
     store = CacheStore(pool_bytes, PAGE_BYTES, 2 * STEPPED + 1)
     pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"))
@@ -148,7 +148,7 @@ def _appends(name: str, tokens: int, append: Callable[[], object]) -> Growth:
 def _forks(
     name: str, tokens: int, little: Callable[[], Callable[[], None]], much: Callable[[], Callable[[], None]]
 ) -> Growth:
-    """Forks an empty cache and a full one in turn; what each call returns undoes it, outside of the time."""
+    """Forks an empty cache and a full one in turn; what each call returns undoes the fork, which is not timed."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(FORKS):
         for taken, fork in zip(times, (little, much), strict=True):

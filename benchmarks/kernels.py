@@ -25,26 +25,26 @@ from benchmarks.machine import cpu_model, load_average
 from benchmarks.report import with_report
 
 LENGTHS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens of causal attentions, of 8 heads of 64."""
+"""Lengths of causal attentions with 8 heads of 64."""
 STEPS: Final = ((512, 1), (2048, 1), (8192, 1), (512, 4), (2048, 4), (8192, 4))
-"""Keys, and query heads on each of 8 key heads of 64, of one query."""
+"""For one query: the number of keys, and the query heads for each of 8 key heads of 64."""
 ROUNDS: Final = 11
 AT_LEAST_S: Final = 0.005
-"""A round repeats a call for at least so long."""
+"""A round repeats a call for at least this long."""
 BEGIN, END = "<!-- kernels -->", "<!-- /kernels -->"
 
 Way: TypeAlias = Callable[[AttentionCall], object]
 
 
 class Time(NamedTuple):
-    """Of one call, in seconds of the processor."""
+    """The CPU time of one call, in seconds."""
 
     median: float
     spread: float
 
     @staticmethod
     def of(times: Sequence[float]) -> Time:
-        """The time that these were measured for."""
+        """The time of a call, from several measurements."""
         first, middle, third = quantiles(times, n=4)
         return Time(middle, (third - first) / 2)
 
@@ -54,7 +54,7 @@ class Time(NamedTuple):
 
 
 def ways() -> dict[str, Way]:
-    """What there is on this machine, the native kernel first."""
+    """The kernels available on this machine, the native one first."""
     found: dict[str, Way] = {}
     for instructions in available():
         library = Library(instructions)
@@ -66,11 +66,11 @@ def ways() -> dict[str, Way]:
 
 
 def measured(call: AttentionCall, ways: dict[str, Way]) -> dict[str, Time]:
-    """The time that each way takes; of the ways that there are for a call, blocks only where they are chosen."""
+    """The time that each kernel takes for a call; blocks only for calls that they are chosen for."""
     chosen = {name: way for name, way in ways.items() if way is not blocked_cpu.attend or blocked_cpu.applies(call)}
     repeats, times = {}, {name: list[float]() for name in chosen}
     for name, way in chosen.items():
-        way(call)  # and make what is made once
+        way(call)  # also does what is done only once
         repeats[name] = max(1, round(AT_LEAST_S / max(_timed(way, call, 1), 1e-6)))
     for _ in range(ROUNDS):
         for name, way in chosen.items():
@@ -86,7 +86,7 @@ def _timed(way: Way, call: AttentionCall, repeats: int) -> float:
 
 
 def calls() -> list[tuple[str, AttentionCall]]:
-    """What is measured, in words and as calls."""
+    """The calls that are measured, with their descriptions."""
     found = []
     for length in LENGTHS:
         query, key, value = torch.randn(3, 1, 8, length, 64)
@@ -100,7 +100,7 @@ def calls() -> list[tuple[str, AttentionCall]]:
 
 @torch.inference_mode()
 def table() -> str:
-    """All that is measured, in markdown."""
+    """Measures everything; a table in markdown."""
     found = ways()
     first = next(iter(found))
     lines = [["", *(f"{name}: µs" for name in found), "torch / native"]]
@@ -113,7 +113,7 @@ def table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table, and writes it into a document if it is told to."""
+    """Prints the table, and writes it into a document if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--document", type=Path, help="where the table goes as well, such as docs/performance.md")
     document = parser.parse_args(arguments).document

@@ -1,7 +1,7 @@
 """Load generators for a workload: torch in process, encoded messages by gRPC, and both SDKs.
 
-The requests of a workload are sent in turn, by every way of calling; encoded beforehand where messages are raw. They
-return when the meter says stop, and raise what goes wrong.
+Every way of calling sends the requests of a workload in turn; raw messages are encoded beforehand. The generators
+return when the meter says stop, and raise errors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from benchmarks.meters import Meter, Reply
 from benchmarks.workload import Batch, Workload
 
 Load: TypeAlias = Callable[[str, Workload, Arrivals, Meter], Awaitable[None] | None]
-"""Sends a workload to the server at an address, when the arrivals say, and reports to the meter."""
+"""Sends a workload's requests to the server at an address, when the arrivals say, and reports to the meter."""
 
 STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
 MAX_JOINED_BYTES: Final = 1 << 20
 THREADS_TRIAL_S: Final = 0.1
-"""How long torch in process tries each number of threads, before it is timed."""
+"""How long torch in process tries each number of threads before it is timed."""
 
 
 def in_process(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
-    """Torch in this process: batches of all that is in flight, put together beforehand, on one core or on all."""
+    """Torch in this process: batches of all requests in flight, assembled beforehand, on one core or on all."""
     del address, arrivals
     batches = workload.batches()
     try:
@@ -50,7 +50,7 @@ def in_process(address: str, workload: Workload, arrivals: Arrivals, meter: Mete
 
 
 def _best_threads(batches: Sequence[Batch]) -> int:
-    """One thread, or one for each core, whichever computes more: tiny batches and busy machines want one."""
+    """One thread, or one per core, whichever is faster: one is better for tiny batches and on busy machines."""
     computed = {}
     for threads in (1, usable_cpus()):
         torch.set_num_threads(threads)
@@ -64,7 +64,7 @@ def _best_threads(batches: Sequence[Batch]) -> int:
 
 
 async def raw_stream(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
-    """Encoded messages over one stream; nothing is decoded but the ids of the replies."""
+    """Encoded messages over one stream; only the ids of replies are decoded."""
     operation = workload.operation
     requests = [workload.request(number) for number in workload.numbers]
     await raw.stream(
@@ -97,7 +97,7 @@ async def async_sdk(address: str, workload: Workload, arrivals: Arrivals, meter:
 
 
 def sync_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
-    """Client: arrays in, arrays out, one thread that keeps several in flight by `submit`: always a closed loop."""
+    """Client: arrays in, arrays out; one thread keeps several in flight with `submit`: always a closed loop."""
     del arrivals
     arrays = [workload.arrays(number) for number in workload.numbers]
     numbers = itertools.cycle(workload.numbers)
@@ -121,7 +121,7 @@ def sync_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter)
             number, begin, future = done.get()
             going = meter.replied(number, begin, future.result().output)
             send()
-        # What is in flight ends with the client.
+        # Requests in flight end with the client.
 
 
 LOADS: Final[dict[str, Load]] = {

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""A description of the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DISTRIBUTIONS: Final = ("torch", "grpcio", "protobuf", "numpy")
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """The machine, the device that computes if it is another than the CPU, and the versions of what matters to speed.
+    """The machine, the device that computes if it is not the CPU, and the versions of what matters for speed.
 
-    Of this project's it is not asked who installed it: it runs from its sources, too.
+    This project's own version is not that of an installed package: it may run from its sources.
     """
     return {
         "cpu": cpu_model(),
@@ -35,12 +35,12 @@ def describe(device: str = "cpu") -> dict[str, str | int]:
 
 
 def load_average() -> list[float]:
-    """Of 1, 5 and 15 minutes."""
+    """The load averages over 1, 5 and 15 minutes."""
     return [round(load, 2) for load in os.getloadavg()]
 
 
 def cpu_model() -> str:
-    """The processor in its maker's words, where the system says them."""
+    """The processor's model name, if the system gives it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""One workload measured by every way, round after round, so that a machine that drifts drifts for all of them.
+"""One workload measured by every way of calling, round after round, so that drift of the machine affects all alike.
 
 In: a workload, a server that computes nothing, peers, and how long and often to measure. Out: a `WorkloadResult`. The
-servers are started afresh, so that their memory is that of this workload, and every way is checked before it is timed.
+servers are started anew, so that their memory is for this workload, and every way is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.servers import Running, attnserve, running
 from benchmarks.workload import Workload
 
 RoundFigures = dict[str, float | None]
-"""`FIGURES` by name; None where there is no such thing."""
+"""`FIGURES` by name; None for those that do not exist."""
 
 IN_PROCESS: Final = "torch in process"
 TRANSPORT: Final = ("stream", "unary")
@@ -39,32 +39,32 @@ SERVICE: Final = "attnserve, stream"
 """The way of calling the service that is compared with others: encoded messages on one stream."""
 
 ATTEMPTS: Final = 3
-"""How often a measurement is made, at most, while others take too much of the machine."""
+"""The maximum number of times that a measurement is made, while other processes take too much of the machine."""
 
 SHARES: Final = (0.5, 0.9)
 """The shares of capacity at which open loops run."""
 OPEN_SECONDS: Final = 4.0
-"""Open loops run longer than closed ones by this factor: their tails are what they are measured for."""
+"""Open loops run longer than closed ones by this factor, since they are measured for their tails."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of calling: the server that is called, None for none; the load generator; whose replies those are."""
+    """A way of calling: the server, None for torch in process; the load generator; the peer, if that is called."""
 
     server: Running | None
     load: Load
     peer: Peer | None = None
     values: bool = True
-    """Whether its answers are right; those of a server that computes nothing have the right shape only."""
+    """Whether the values of its answers are checked; a server that computes nothing gets only the shape right."""
     prepared: bool = False
     """Whether the workload has to prepare the server."""
     refused: Counter[str] = field(default_factory=Counter)
-    """What the server said instead of answers while it was measured, and how often."""
+    """The server's refusals while it was measured, and how often each was given."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long each measurement takes, in seconds, and how many there are."""
+    """How long each measurement takes, in seconds, and the number of rounds."""
 
     seconds: float
     rounds: int
@@ -81,10 +81,10 @@ def measure(
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> WorkloadResult:
-    """Checks and measures a workload, by open loops too if `opened`.
+    """Checks and measures a workload, with open loops, too, if `opened`.
 
-    All that is asynchronous shares one event loop, as grpc.aio wants it. Raises WrongAnswerError; `progress` is told
-    what is done next.
+    All asynchronous code shares one event loop, as grpc.aio requires. Raises WrongAnswerError; `progress` is told what
+    is done next.
     """
     with servers(workload, peers, server_flags, progress) as (found_servers, ways):
         idle = {name: server.resident_bytes() for name, server in found_servers.items()}
@@ -123,7 +123,7 @@ def servers(
     progress: Callable[[str], None],
     cache_bytes: int | None = None,
 ) -> Iterator[tuple[dict[str, Running], dict[str, Way]]]:
-    """The service and those of the peers that can serve a workload, by name, and the ways of calling them.
+    """Runs the service, and the peers if they can serve a workload: the servers by name, and the ways of calling them.
 
     `cache_bytes` is the service's pool of caches; by default what the workload needs.
     """
@@ -145,7 +145,7 @@ def servers(
 
 @contextmanager
 def serving(peer: Peer, workload: Workload, settings: Mapping[str, int], directory: Path) -> Iterator[Running]:
-    """A peer that can serve a workload, whose files go below a directory, until the block ends."""
+    """Runs a peer that can serve a workload, until the block ends; its files go below a directory."""
     own = directory / peer.name
     own.mkdir()
     file = own / "weights.npz"
@@ -159,14 +159,14 @@ def _transport(echo: Running) -> dict[str, Way]:
 
 
 def baseline(way: str) -> str:
-    """The way of transport alone that a way is compared with."""
+    """The transport-only way that a way is compared with."""
     return "transport, unary" if way.endswith("unary") else "transport, stream"
 
 
 def check(
     loop: asyncio.Runner, workload: Workload, name: str, way: Way, expected: Callable[[int], Array] | None = None
 ) -> None:
-    """Compares all answers with the exact ones, which `expected` may remember. Raises WrongAnswerError."""
+    """Compares all answers with the exact ones, which `expected` may cache. Raises WrongAnswerError."""
     prepare(workload, way)
     peer = way.peer
     output = None if peer is None else lambda number, reply: peer.output(workload.output_shape(number), reply)
@@ -175,7 +175,7 @@ def check(
 
 
 def prepare(workload: Workload, way: Way) -> None:
-    """Has a workload prepare the service; nothing else has a state."""
+    """Lets a workload prepare the service; the other servers have no state."""
     if way.prepared and way.server is not None:
         workload.prepare(way.server.address)
 
@@ -192,7 +192,7 @@ async def _awaited(pending: Awaitable[None]) -> None:
 
 
 def quietest(timed: Callable[[], RoundFigures]) -> RoundFigures:
-    """The first measurement that the machine was quiet enough for, or that of several in which it was quietest."""
+    """The first measurement on a sufficiently quiet machine, or else the one for which the machine was quietest."""
 
     def others(figures: RoundFigures) -> float:
         return figures["other_cores"] or 0.0
@@ -223,7 +223,7 @@ def _open_loops(
     timing: Timing,
     progress: Callable[[str], None],
 ) -> list[OpenResult]:
-    """The service and each peer at shares of its own capacity, and the service at those of the best peer's."""
+    """The service and each peer at shares of their own capacity, and the service also at shares of the best peer's."""
     capacity = {name: each["requests_per_second"] for name, each in figures.items()}
     rates = {name: figure.median for name, figure in capacity.items() if figure is not None}
     fastest: dict[str, str] = {}
@@ -252,7 +252,7 @@ def _open_loops(
 def opened_loop(
     loop: asyncio.Runner, way: Way, workload: Workload, seconds: float, rate: float, seed: int
 ) -> RoundFigures:
-    """The figures of one round of one way, in an open loop of so many seconds and requests a second."""
+    """The figures of one round of one way, in an open loop of `seconds` with `rate` requests per second."""
     prepare(workload, way)
     batches = _Batches(way, workload)
     warm_up = seconds * WARM_UP
@@ -270,7 +270,7 @@ def opened_loop(
 
 
 class _Batches:
-    """The batches that a server computes from now on, those of the warm-up too."""
+    """The batches that a server computes from now on, including those of the warm-up."""
 
     def __init__(self, way: Way, workload: Workload) -> None:
         self._way, self._in_process = way, float(workload.in_flight)
@@ -287,7 +287,7 @@ class _Batches:
 
 
 def _figures(found: Measurement, way: Way, batch_requests: float | None) -> RoundFigures:
-    """FIGURES of a measurement; no latencies, and no costs of a request, where all were refused."""
+    """FIGURES of a measurement; latencies and costs per request are None if all requests were refused."""
     count = len(found.latencies)
     p50, p99, p999 = (np.percentile(found.latencies, (50, 99, 99.9)) * 1e6).tolist() if count else (None,) * 3
     return {

@@ -1,4 +1,4 @@
-"""Encoded calls into the messages of a stream, and encoded replies out of them: a client that decodes little else."""
+"""Puts encoded calls into a stream's messages, and takes encoded replies out of them, decoding little else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def call(operation: Operation, call_id: int, request: bytes) -> list[_fields.Buf
 
 
 def replies(operation: Operation, message: bytes) -> Iterator[tuple[int, memoryview | Refused]]:
-    """The ids and the encoded replies in an AttendStreamResponse, or what it says instead. RuntimeError if nothing."""
+    """The ids and encoded replies in an AttendStreamResponse, or refusals. RuntimeError if a reply has neither."""
     reply_number = pb.AttendStreamReply.DESCRIPTOR.fields_by_name[operation.field].number
     view = memoryview(message)
     for _, _, _, content, end in _fields.fields(message, 0, len(message)):

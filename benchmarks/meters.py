@@ -1,4 +1,4 @@
-"""What a load generator tells of each reply, and what is made of it: a count for a while, or a check of all answers."""
+"""What load generators report replies to: a count over a period of time, or a check of all answers."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from benchmarks.plain import Array
 from benchmarks.workload import Workload
 
 WARM_UP: Final = 0.2
-"""The share of a measurement's time, before it, that is not counted."""
+"""The warm-up before a measurement, which is not counted, as a share of the measurement's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What a server said instead of an answer."""
+    """A refusal or an error in place of an answer, as the server put it."""
 
     how: str
 
 
 Reply: TypeAlias = bytes | memoryview | Array | torch.Tensor | Refused
-"""An encoded reply, an output, or neither."""
+"""An encoded reply, an output, or a refusal."""
 
 
 class Meter(Protocol):
     """What a load generator reports to."""
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
-        """A request, by its number, was answered. Says whether to go on."""
+        """Takes the reply to a request, given by its number. Returns whether to go on."""
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what it must be: nothing wrong is worth timing."""
+    """A wrong answer: such a server is not worth timing."""
 
 
 MOST_REFUSED: Final = 100
-"""A server that has refused so many requests while its answers are checked does not serve them."""
+"""A server that refuses more requests than this during the check of its answers is taken not to serve them."""
 
 
 class Check:
-    """Compares the answer to each request of a workload with the exact one, until all have come.
+    """Compares the answer to each request of a workload with the exact one, until all have arrived.
 
-    Of a server that computes nothing, only the shape is compared. `output` reads an encoded reply, that to the request
-    with a number; `expected` gives the exact answer to it: both by default as the workload has it.
+    For a server that computes nothing, only the shape is compared. `output` reads the encoded reply to the request with
+    a given number, and `expected` gives the exact answer; the defaults are the workload's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Check:
         self._refused = 0
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
-        """Compares; raises WrongAnswerError. What is refused is asked again."""
+        """Compares an answer; raises WrongAnswerError. A refused request is sent again."""
         del sent_at
         workload = self._workload
         if isinstance(reply, Refused):
@@ -84,7 +84,7 @@ class Check:
         error = 0.0
         if self._values:
             error = float(np.abs(output[..., rows, :] - self._expected(number)).max())
-        if not error <= workload.tolerance:  # nor is NaN
+        if not error <= workload.tolerance:  # written so that NaN fails, too
             self._fail(number, f"is off by {error:.1e}, where {workload.tolerance:.0e} is allowed")
         self._missing.discard(number)
         return bool(self._missing)
@@ -101,10 +101,10 @@ class Check:
 
 @dataclass(slots=True)
 class Measurement:
-    """What was counted: the latency of each reply in seconds, their tokens, and the CPU time that passed meanwhile;
-    and how often the server said what instead of an answer.
+    """What was counted: the latency of each reply in seconds, their tokens, and the CPU time used meanwhile; and how
+    often the server refused with which words.
 
-    CPU times are in seconds, those of the load generator, of the server, and of all else on the machine.
+    CPU times are in seconds: of the load generator, of the server, and of everything else on the machine.
     """
 
     latencies: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Measurement:
     refused: Counter[str] = field(default_factory=Counter)
 
     def count(self, reply: Reply, latency: float, tokens: int) -> None:
-        """Counts a reply, as what it is."""
+        """Counts a reply, as an answer or a refusal."""
         if isinstance(reply, Refused):
             self.refused[reply.how] += 1
         else:
@@ -125,7 +125,7 @@ class Measurement:
 
 
 class Clock:
-    """Counts replies once the warm-up is over, until the time is.
+    """Counts replies from the end of the warm-up until the time is over.
 
     `server_cpu` reads the CPU time that the server has used, in seconds.
     """
@@ -139,7 +139,7 @@ class Clock:
         self._counting = self._over = False
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
-        """Counts a reply; whether the time is not over."""
+        """Counts a reply, and returns whether time is left."""
         now = perf_counter()
         if self._counting:
             measurement = self.measurement
@@ -155,7 +155,7 @@ class Clock:
 
 
 class OpenClock:
-    """Counts the requests of an open loop that were due once the warm-up was over, until all of them are answered.
+    """Counts the requests of an open loop that are due after the warm-up, until all of them are answered.
 
     So none is left out for being late.
     """
@@ -169,7 +169,7 @@ class OpenClock:
         self._counting = False
 
     def replied(self, number: int, sent_at: float, reply: Reply) -> bool:
-        """Counts a reply; whether there are more to come."""
+        """Counts a reply, and returns whether more are to come."""
         now = perf_counter()
         begin = self._arrivals.begun + self._warm_up
         if not self._counting and now >= begin:
@@ -194,19 +194,19 @@ class Clocks:
         self._since = (0.0, 0.0, 0.0)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the clocks."""
         self._since = self._read()
 
     def stop(self, measurement: Measurement) -> None:
-        """Ends, and writes down what has passed."""
+        """Stops the clocks, and adds the times to a measurement."""
         client, server, machine = (after - before for before, after in zip(self._since, self._read(), strict=True))
         measurement.client_cpu, measurement.server_cpu = client, server
-        # Clocks tick in hundredths of a second, each at its own moment.
+        # The clocks tick in hundredths of a second, not all at the same moment.
         measurement.other_cpu = max(0.0, machine - client - server)
 
     def _read(self) -> tuple[float, float, float]:
         machine = psutil.cpu_times()
         idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # On Linux, guests' time is in that of users too.
+        # On Linux, guest time is included in user time.
         guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
         return process_time(), self._server_cpu(), sum(machine) - idle - guests

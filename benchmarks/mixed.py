@@ -1,4 +1,4 @@
-"""Attention of mixed shapes and options, as callers of many kinds send it; no two in flight need be alike."""
+"""Attention of mixed shapes and options, as from many kinds of callers; requests in flight may all differ."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FEW_HEADS = 2
 
 @dataclass(frozen=True)
 class Mixed(Workload):
-    """Requests of any lengths; of four, one is causal and one has a mask, and they differ in heads and in the scale.
+    """Requests of any lengths; of four, two are causal and one has a mask; heads and scale vary, too.
 
-    What a request asks for follows from its number.
+    A request's number determines its contents.
     """
 
     operation = ATTEND
@@ -49,11 +49,11 @@ class Mixed(Workload):
         return PlainAttention(query, key, value, mask, causal=kind in (0, 2), scale=scale)
 
     def arrays(self, number: int) -> tuple[Any, ...]:
-        """Query, key and value, and the options of the SDK, whose names are those of the last three."""
+        """Query, key and value, and the SDK's options `mask`, `causal` and `scale`."""
         return tuple(self.plain(number))
 
     def kind(self, number: int) -> int:
-        """No two are known to be alike."""
+        """Every request is of a kind of its own."""
         return number
 
     def output_shape(self, number: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Mixed(Workload):
         return exact_attention(self.plain(number))
 
     def batches(self) -> list[Batch]:
-        """As many as are in flight; those that are alike by one call of torch's own attention."""
+        """As many requests as are in flight; those of the same shapes and options in one call of torch's attention."""
         return [
             Batch(chunk, partial(compute.attend, [self._problem(each) for each in chunk])) for chunk in self.chunks()
         ]

@@ -1,6 +1,6 @@
-"""What a request asks for, without a protocol: what is sent to servers of others, and computed by the definition.
+"""Requests independent of any protocol: what is sent to peers, and computed by the definition.
 
-In: arrays. Out: the exact output in float64 NumPy, which shares no code with what it checks.
+In: arrays. Out: the exact output in float64 NumPy, by code shared with nothing that it checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class PlainAttention(NamedTuple):
-    """query [H, L, D], key and value [Hk, S, D]; a mask [L, S] that is true where keys are attended; no scale: 1/√D."""
+    """query [H, L, D], key and value [Hk, S, D]; a mask [L, S], true where a key is attended to; scale None: 1/√D."""
 
     query: Array
     key: Array
@@ -33,10 +33,10 @@ Plain: TypeAlias = PlainAttention | PlainLayer
 
 
 def exact_attention(problem: PlainAttention, rows: slice = slice(None)) -> Array:
-    """softmax(scale · q k) v, [H, L, D] float64, of some queries; causal ones attend up to their own position."""
+    """softmax(scale · q k) v, [H, L, D] float64, for some of the queries; causal: up to each query's own position."""
     key, value = (array.astype(np.float64)[:, None] for array in (problem.key, problem.value))
     query = problem.query[:, rows].astype(np.float64)
-    # Query heads by the key head that they read: [Hk, Hq / Hk, L, D].
+    # Query heads grouped by the key head that they use: [Hk, Hq / Hk, L, D].
     grouped = query.reshape(len(key), -1, *query.shape[1:])
     scale = 1 / np.sqrt(query.shape[-1]) if problem.scale is None else problem.scale
     scores = grouped @ key.swapaxes(-1, -2) * scale

@@ -1,6 +1,6 @@
-"""The picture of a run: throughput side by side, and how it grows.
+"""The plot of a run: throughputs side by side, and how they grow.
 
-In: what was found. Out: a PNG, on white, to be read at the width of a README.
+In: the results. Out: a PNG, on white, legible at the width of a README.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN: Final = ("S", "M", "L", "A", "B", "R", "X", "DS", "D")
 
 
 def plot(result: Result, file: Path) -> None:
-    """Draws the picture: throughput of torch in process = 1, and a curve for each thing that grows."""
+    """Draws the plot: throughput relative to torch in process, and a graph for each curve."""
     mpl.use("agg")
     from matplotlib import pyplot
 
@@ -41,12 +41,12 @@ def plot(result: Result, file: Path) -> None:
 
 
 def server(way: str) -> str:
-    """Whose way of calling it is."""
+    """The name of the server that a way calls."""
     return way.partition(",")[0]
 
 
 def _bars(axes: Axes, results: Sequence[WorkloadResult]) -> None:
-    """For each workload, the service and the best way of calling each peer, over torch in process."""
+    """For each workload, the service and the best way of calling each peer, relative to torch in process."""
     names = ["attnserve", *dict.fromkeys(server(way) for each in results for way in each.peer_ways())]
     width, lowest = 0.8 / len(names), 1.0
     for place, name in enumerate(names):
@@ -60,7 +60,7 @@ def _bars(axes: Axes, results: Sequence[WorkloadResult]) -> None:
         bars = axes.bar(positions, heights, width * 0.92, color=COLOURS.get(name), label=NAMES.get(name, name))
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     axes.set_xticks(range(len(results)), [each.name for each in results])
-    # A step against a cache and one that is sent with its history are two orders of magnitude apart.
+    # A step over a cache and one that is sent with its history are two orders of magnitude apart.
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")

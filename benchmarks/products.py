@@ -1,8 +1,8 @@
-"""`python -m benchmarks.products`: the products that resident layers are made of, by torch and as layers compute them.
+"""`python -m benchmarks.products`: the matrix products of resident layers, by torch and as layers compute them.
 
-In: nothing. Out: a table; for widths of models in use and some numbers of rows, the CPU time of one product by torch's
-`linear` and by `layers.product`, with the native library and without it, on one core, and the ratio of the first and
-the last. All are measured in turn; the quickest of many counts.
+In: nothing. Out: a table; for widths of models in use and some numbers of rows, the CPU time of one product on one core
+by torch's `linear` and by `layers.product`, with and without the native library, and the ratio of `linear` to the
+layer's product. All are measured in turn; the quickest of many calls counts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from benchmarks.machine import cpu_model
 from benchmarks.table import WIDTH
 
 WIDTHS: Final = ((512, 512), (512, 1536), (384, 384), (384, 1152), (384, 1536), (1536, 384), (2048, 2048))
-"""Inputs and outputs: of the resident workloads, of MiniLM, and of a larger model."""
+"""Input and output widths: of the resident workloads, of MiniLM, and of a larger model."""
 NUMBERS_OF_ROWS: Final = (ROWS, 128, MAX_ROWS)
 ROUNDS: Final = 30
 
 
 def quickest(*ways: Callable[[], object]) -> list[float]:
-    """The CPU time of the quickest of many calls of each, in seconds."""
+    """For each way, the CPU time of the quickest of many calls, in seconds."""
     best = [float("inf")] * len(ways)
     for _ in range(ROUNDS):
         for place, way in enumerate(ways):
@@ -42,7 +42,7 @@ def quickest(*ways: Callable[[], object]) -> list[float]:
 
 @torch.inference_mode()
 def measured(dtype: torch.dtype) -> Table:
-    """A table of all widths in a dtype."""
+    """Measures all widths in a dtype; a table."""
     library = best()
     products = Products(library.instructions) if library is not None and dtype == torch.float32 else None
     others = "oneDNN, weight packed" if packs(dtype) else "torch's own"

@@ -1,9 +1,9 @@
-"""Load generators for encoded messages: gRPC streams and unary calls, and HTTP. All are of the same design.
+"""Load generators for encoded messages: gRPC streams and unary calls, and HTTP. All have the same design.
 
-Requests were encoded before; what the arrivals say is sent, nothing is decoded but what tells which request a reply
-answers, and each reply is reported to the meter, and so is what a server says instead of one. They return when that
-says stop, and raise what else goes wrong. What is in flight then is waited for: the next measurement finds the server
-idle, and Triton dies now and then of streams that are cancelled.
+Requests are encoded beforehand, and sent when the arrivals say. Only what tells which request a reply answers is
+decoded. Each reply, or refusal in its place, is reported to the meter. They return when the meter says stop, and raise
+any other error. Requests in flight are then awaited, so that the next measurement finds the server idle, and because
+Triton sometimes crashes when streams are cancelled.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from benchmarks.meters import Meter, Refused, Reply
 CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 Frame: TypeAlias = Callable[[int, int], Sequence[Buffer]]
-"""The pieces of a call in a message of a stream, of its id and its request's number."""
+"""From a call's id and its request's number, the pieces of the call in a stream's message."""
 Unframe: TypeAlias = Callable[[bytes], Iterable[tuple[int, memoryview | Refused]]]
-"""The ids and the encoded replies in a message of a stream, or what it says instead."""
+"""From a stream's message, the ids and the encoded replies, or the refusals in place of them."""
 
 
 async def stream(
     address: str, path: str, frame: Frame, unframe: Unframe, joined_bytes: int, arrivals: Arrivals, meter: Meter
 ) -> None:
-    """One stream. Calls that are ready together are joined up to so many bytes; 0 for one call a message."""
+    """One stream. Calls that are ready together are joined up to `joined_bytes`; 0 for one call per message."""
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         rpc: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(path)()
         sent: dict[int, tuple[int, float]] = {}
@@ -98,7 +98,7 @@ async def unary(address: str, path: str, requests: Sequence[bytes], arrivals: Ar
 
 
 async def http(address: str, requests: Sequence[bytes], arrivals: Arrivals, meter: Meter) -> None:
-    """HTTP requests, one at a time on a connection, which is kept for the next; as many connections as are needed."""
+    """HTTP requests, one at a time per connection; connections are reused, and opened as needed."""
     host, _, port = address.rpartition(":")
     idle: list[HttpConnection] = []
     opened: list[HttpConnection] = []
@@ -122,7 +122,7 @@ async def http(address: str, requests: Sequence[bytes], arrivals: Arrivals, mete
 
 
 async def calls(ask: Callable[[int], Awaitable[Reply]], arrivals: Arrivals, meter: Meter) -> None:
-    """A task for each request that is in flight, until the meter says stop or one fails."""
+    """One task per request in flight, until the meter says stop or one fails."""
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -160,7 +160,7 @@ async def calls(ask: Callable[[int], Awaitable[Reply]], arrivals: Arrivals, mete
 class HttpConnection(asyncio.BufferedProtocol):
     """A connection that is kept alive, with one request on it at a time.
 
-    Reads of HTTP/1.1 what servers of encoded tensors send: a status, and a body with a Content-Length.
+    Reads only what servers of encoded tensors send of HTTP/1.1: a status, and a body with a Content-Length.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.closed = False
 
     async def ask(self, request: bytes) -> memoryview | Refused:
-        """The body of the response, which stays there until the next request; or its status, if that is not 200."""
+        """The body of the response, a view that is valid until the next request; or the status, if it is not 200."""
         assert self._transport is not None
         self._filled = self._head = 0
         self._reply = asyncio.get_running_loop().create_future()
@@ -194,7 +194,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return memoryview(self._buffer)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Called by the loop: so many bytes have come."""
+        """Called by the loop: `nbytes` bytes have arrived."""
         self._filled += nbytes
         if not self._head and not self._read_head():
             return
@@ -207,7 +207,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             reply.set_result(body if self._status == b"200" else Refused(f"HTTP {self._status.decode()}"))
 
     def _read_head(self) -> bool:
-        """Whether the head is there whole; makes room for the body."""
+        """Whether the head is complete; if so, makes room for the body."""
         end = self._buffer.find(b"\r\n\r\n", 0, self._filled)
         if end < 0:
             return False
@@ -216,7 +216,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._status = status.split()[1]
         self._head, self._length = end + 4, int(headers.get(b"content-length", 0))
         if self._head + self._length >= len(self._buffer):
-            # Somebody may still hold a view of the old one.
+            # A view of the old buffer may still be in use.
             self._buffer = self._buffer[: self._filled] + bytearray(self._head + self._length + 1 - self._filled)
         return True
 

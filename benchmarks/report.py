@@ -44,7 +44,7 @@ SUMMARY: Final = (
 
 
 def report(result: Result) -> str:
-    """All that is generated, in markdown."""
+    """Everything that is generated, in markdown."""
     tables = []
     for each in result.workloads:
         tables.append(table.rendered(each, result.cores))
@@ -61,13 +61,13 @@ def report(result: Result) -> str:
 
 
 def brief(result: Result) -> str:
-    """What of it says how fast another machine is: how it was made, a line for each workload, and the goals."""
+    """The part that is shown for other machines: how it was made, one line per workload, and the goals."""
     reached = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, reached)))
 
 
 def with_report(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """A document with a text between its markers. ValueError if it has no such place."""
+    """A document with a text between its markers. ValueError if it lacks the markers."""
     before, found_begin, rest = document.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
@@ -82,7 +82,7 @@ def image(document: Path, picture: Path) -> str:
 
 
 def _made(result: Result) -> str:
-    """How, where and when."""
+    """How, where and when the result was made."""
     machine = dict(result.machine)
     cpu, cores, memory = machine.pop("cpu"), machine.pop("cores"), int(machine.pop("memory_bytes"))
     system = machine.pop("platform")
@@ -114,7 +114,7 @@ def _loads(load: list[float]) -> str:
 
 
 def _summary(result: Result) -> str:
-    """One line a workload, for the service's stream."""
+    """One line per workload, for the service's stream."""
     rows: list[tuple[str, ...]] = [SUMMARY]
     for each in result.workloads:
         mark = f" {table.MARK}" if each.noisy(SERVICE, result.cores) else ""
@@ -140,13 +140,13 @@ def _summary(result: Result) -> str:
 
 
 def _median(result: WorkloadResult, way: str, figure: str) -> float:
-    """NaN where there is no such figure."""
+    """A figure's median; NaN if there is no such figure."""
     value = result.median(way, figure)
     return float("nan") if value is None else value
 
 
 def _steps(result: Result) -> list[str]:
-    """What a step of a decoder costs against torch in process and a round trip without computation, in a row."""
+    """The cost of a decoder's step, compared with torch in process plus a round trip without computation."""
     lines = []
     for each in result.workloads:
         if each.in_flight > 1 or not each.name.startswith("D"):
@@ -161,7 +161,7 @@ def _steps(result: Result) -> list[str]:
 
 
 def _plain(shown: Table) -> str:
-    """A table, as the terminal showed it."""
+    """A table as text, as the terminal showed it."""
     text = io.StringIO()
     Console(file=text, width=table.WIDTH, color_system=None).print(shown)
     lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,7 +1,7 @@
 """A resident multi-head layer: callers send activations; 512 wide, 8 heads of 64, float32, causal.
 
 Its weights are random and the same in every run: the service reads them from a file that is written for it, torch in
-process has them as they are.
+process uses them directly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ causal = true
 
 
 def weights() -> dict[str, Array]:
-    """The layer's parameters, by the names of torch's nn.MultiheadAttention; of a size that keeps activations' size."""
+    """The layer's parameters, by the names of torch's nn.MultiheadAttention, scaled to preserve activations' size."""
     random = np.random.default_rng(512)
     shapes = {
         "in_proj_weight": (3 * WIDTH, WIDTH),
@@ -59,11 +59,11 @@ class Resident(Workload):
 
     @property
     def tolerance(self) -> float:
-        """Sums over 512 products, three deep, where SEMANTICS' 2e-6 is for attention alone."""
+        """Three chained sums over 512 products; SEMANTICS' 2e-6 is for attention alone."""
         return 1e-5
 
     def server_flags(self, directory: Path) -> list[str]:
-        """Has the service load the layer before it is ready."""
+        """Makes the service load the layer before it is ready."""
         save_file(weights(), directory / "benchmark.safetensors")
         definitions = directory / "layers.toml"
         definitions.write_text(_DEFINITION, "utf-8")
@@ -99,9 +99,9 @@ class Resident(Workload):
         return np.asarray(attended @ exact["out_proj.weight"].T + exact["out_proj.bias"])
 
     def batches(self) -> list[Batch]:
-        """Projections over all rows that are in flight; attention stacked if they are of one length, else one by one.
+        """Projections over all rows in flight; attention stacked if all lengths are equal, else one by one.
 
-        Padding instead took twice as long on 2 cores, with the projections padded as well as with them packed.
+        Padding instead took twice as long on 2 cores, whether the projections were padded or packed.
         """
         parameters = [torch.from_numpy(array) for array in weights().values()]
         return [

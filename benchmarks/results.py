@@ -1,4 +1,4 @@
-"""What a benchmark found, as it is written to a JSON file and read again."""
+"""The results of a benchmark, as they are written to and read from a JSON file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NOISY: Final = 0.15
 """Above this spread of the rounds, or this share of the machine taken by others, a figure is marked."""
 
 TOO_MANY: Final = 0.25
-"""Above this share of marked rows the whole run is called noisy."""
+"""Above this share of marked rows, the whole run is called noisy."""
 
 OURS: Final = ("attnserve", "torch", "transport")
-"""What the ways begin with that need no server of others."""
+"""The first words of ways that need no peer."""
 
 FIGURES: Final = (
     "requests_per_second",
@@ -33,7 +33,7 @@ FIGURES: Final = (
     "batch_requests",
     "other_cores",
 )
-"""What is measured of each way of calling: rates, percentiles of latency, CPU time of the server and of the load
+"""What is measured for each way of calling: rates, percentiles of latency, CPU time of the server and of the load
 generator per request, the mean number of requests in the server's batches, and the cores busy with something else."""
 
 
@@ -53,23 +53,23 @@ class Figure:
 
 
 Figures = dict[str, Figure | None]
-"""`FIGURES` by name; None where there is no such thing."""
+"""`FIGURES` by name; None for those that do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A server's resident memory before a workload and at its peak, in bytes; None where the system does not say."""
+    """A server's resident memory before a workload and at its peak, in bytes; None if the system does not say."""
 
     idle: int
     peak: int | None
 
 
 GOAL_S: Final = 0.05
-"""Goodput counts the replies that come no later than this after their requests were due."""
+"""Goodput counts the replies that arrive within this time after their requests were due."""
 
 OPEN_FIGURES: Final = (*FIGURES, "offered_per_second", "goodput_per_second", "late_us")
-"""What is measured of an open loop: the same from when requests were due, the rate at which they were, that of replies
-in time, and by how much the load generator was late itself (the 99th percentile)."""
+"""What is measured for an open loop: the same, with latency from when requests were due; the rate at which they were
+due; the rate of replies in time; and how late the load generator itself was (the 99th percentile)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class OpenResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """One workload: the memory of each server, by name, the figures of each way in a closed loop, open loops, and what
-    servers said instead of answers, by the way of calling, and how often.
+    """One workload: the memory of each server, by name; the figures of each way in a closed loop; open loops; and the
+    servers' refusals, with how often each was given, by the way of calling.
     """
 
     name: str
@@ -103,8 +103,8 @@ class WorkloadResult:
         return None if found is None else found.median
 
     def ratio(self, way: str, to: str) -> float:
-        """What a way does in a second over what another does; NaN if that does nothing. Of tokens, for which requests
-        come to count differs.
+        """The throughput of one way over that of another; NaN if the other's is 0. In tokens, since different requests
+        may have been counted.
         """
         mine, other = self.ways[way]["tokens_per_second"], self.ways[to]["tokens_per_second"]
         assert mine is not None
@@ -112,25 +112,25 @@ class WorkloadResult:
         return mine.median / other.median if other.median else math.nan
 
     def noisy(self, way: str, cores: int) -> bool:
-        """Whether the figures of a way deserve a mark, on a machine of so many cores."""
+        """Whether the figures of a way are to be marked as noisy, on a machine with this many cores."""
         rate, others = self.ways[way]["requests_per_second"], self.ways[way]["other_cores"]
         assert rate is not None
         assert others is not None
         return rate.spread > NOISY or others.median > NOISY * cores
 
     def peer_ways(self) -> list[str]:
-        """The ways of calling servers of others."""
+        """The ways of calling peers."""
         return [way for way in self.ways if not way.startswith(OURS)]
 
     def best_peer(self) -> str | None:
-        """That of them which does most in a second; None if there is none."""
+        """The way of calling a peer with the highest throughput; None if there is none."""
         return max(self.peer_ways(), key=lambda way: self.median(way, "tokens_per_second") or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a curve, at a value of what varies: requests a second, the median latency, and the server's CPU time
-    for each token; None for both if nothing was answered.
+    """One point of a curve, at one value of the variable: requests per second, the median latency, and the server's CPU
+    time per token; both of these are None if nothing was answered.
     """
 
     value: int
@@ -140,12 +140,12 @@ class Point:
 
 
 IN_FLIGHT: Final = "requests in flight"
-"""The unit of what varies where that is concurrency."""
+"""The unit of the variable if that is concurrency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How figures grow with one thing, in words and as a unit, for each way of calling; and what was refused."""
+    """How figures grow with one variable, given by description and unit, for each way of calling; and refusals."""
 
     name: str
     description: str
@@ -154,12 +154,12 @@ class Curve:
     refused: dict[str, dict[str, int]]
 
     def unevenness(self, way: str) -> float:
-        """The server's CPU time for a token where it costs most, over that where it costs least; NaN if unknown."""
+        """The server's CPU time per token where it is highest, over that where it is lowest; NaN if unknown."""
         costs = self._costs(way)
         return max(costs) / min(costs) if costs else math.nan
 
     def steepness(self, way: str) -> float:
-        """That where most varies, the last point, over that where it costs least; NaN if unknown."""
+        """The cost at the last point, that of the largest value, over the lowest cost; NaN if unknown."""
         costs = self._costs(way)
         return costs[-1] / min(costs) if costs else math.nan
 
@@ -174,9 +174,9 @@ def by_concurrency(curves: Sequence[Curve]) -> list[Curve]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run: how it was made, where and when, and what it found. Load averages are of 1, 5 and 15 minutes.
+    """A whole run: how, where and when it was made, and its results. Load averages are over 1, 5 and 15 minutes.
 
-    `peers` describes the servers of others, by name.
+    `peers` describes the peers, by name.
     """
 
     command: str
@@ -196,11 +196,11 @@ class Result:
 
     @property
     def cores(self) -> int:
-        """The cores that could be used."""
+        """The number of usable cores."""
         return int(self.machine["cores"])
 
     def marked(self) -> tuple[int, int]:
-        """How many rows deserve a mark, and how many there are."""
+        """How many rows are marked as noisy, and how many rows there are."""
         noisy = [each.noisy(way, self.cores) for each in self.workloads for way in each.ways]
         return sum(noisy), len(noisy)
 
@@ -212,7 +212,7 @@ class Result:
 
     @property
     def too_noisy(self) -> bool:
-        """Whether the machine was not quiet enough for figures that are worth much."""
+        """Whether the machine was too noisy for reliable figures."""
         marked, rows = self.marked()
         return marked > TOO_MANY * rows or self.others()[0] > NOISY
 

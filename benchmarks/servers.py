@@ -1,4 +1,4 @@
-"""Servers to be measured, as processes of their own, and what can be seen of them from outside."""
+"""Servers to measure, as separate processes, and what can be observed of them from outside."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, Final
 import psutil  # type: ignore[import-untyped]
 
 STARTUP_S: Final = 120.0
-"""How long a server of others may take until it is ready."""
+"""How long a peer may take until it is ready."""
 POLL_S: Final = 0.05
-"""How often such a one is asked whether it is."""
+"""The interval at which a peer is asked whether it is ready."""
 SHUTDOWN_S: Final = 30.0
-"""How long this service may take to end when it is told to."""
+"""How long this service may take to shut down."""
 PATIENCE_S: Final = 1.0
-"""How long a server of others may take to end before it is killed."""
+"""How long a peer may take to end before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +33,38 @@ class Running:
     address: str
     processes: tuple[psutil.Process, ...]
     metrics: str | None = None
-    """Where its metrics are, if it has any."""
+    """The URL of its metrics, if it has any."""
     batch_metrics: tuple[str, str] = ("", "")
-    """The names of those that count batches, and the requests in them."""
+    """The names of the metrics that count batches, and the requests in them."""
 
     def cpu(self) -> float:
-        """The CPU time that it has used, in seconds."""
+        """The CPU time that the server has used, in seconds."""
         return sum(map(_cpu, self.processes))
 
     def resident_bytes(self) -> int:
-        """Its resident memory now."""
+        """Its current resident memory."""
         return sum(int(each.memory_info().rss) for each in self.processes)
 
     def peak_resident_bytes(self) -> int | None:
-        """The most resident memory that it ever had; None where the system does not say (it does on Linux).
+        """Its peak resident memory; None if the system does not say (Linux does).
 
-        Of several processes, the sum of what each had at its own time.
+        For several processes, the sum of their peaks, which may be at different times.
         """
         found = [_status(each, "VmHWM") for each in self.processes]
         return None if None in found else sum(filter(None, found))
 
     def own_bytes(self) -> int | None:
-        """The memory that nobody shares with it, nor can be read again from a file; None where the system does not say
-        (it does on Linux).
-        """
+        """Its anonymous memory, neither shared nor backed by a file; None if the system does not say (Linux does)."""
         found = [_status(each, "RssAnon") for each in self.processes]
         return None if None in found else sum(filter(None, found))
 
     def batches(self) -> tuple[float, float]:
-        """How many batches it has computed, and the requests in them, by its metrics; zeros if it has none."""
+        """How many batches it has computed, and the requests in them, by its metrics; zeros without metrics."""
         count, requests = map(self.metric, self.batch_metrics)
         return count, requests
 
     def metric(self, name: str) -> float:
-        """What a metric has come to, over all its labels; 0 if it has no metrics."""
+        """The current value of a metric, summed over all labels; 0 without metrics."""
         if self.metrics is None:
             return 0.0
         with urllib.request.urlopen(self.metrics) as reply:
@@ -77,14 +75,14 @@ class Running:
 def _cpu(process: psutil.Process) -> float:
     """The CPU time that a process has used, in seconds."""
     if sys.platform == "linux":
-        # Its clock, which counts nanoseconds where other sources tick in hundredths: see clock_getcpuclockid(3).
+        # The process's CPU clock, in nanoseconds, where other sources tick in hundredths: see clock_getcpuclockid(3).
         return time.clock_gettime(~process.pid << 3 | 2)
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def _status(process: psutil.Process, name: str) -> int | None:
-    """A size in bytes that Linux tells of a process; None if there is no such thing."""
+    """A size in bytes from a process's status on Linux; None if there is no such entry."""
     file = Path(f"/proc/{process.pid}/status")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
@@ -92,7 +90,7 @@ def _status(process: psutil.Process, name: str) -> int | None:
 
 @contextmanager
 def running(module: str, *arguments: str) -> Iterator[Running]:
-    """A module that serves and says `ready: grpc=ADDRESS`, until the block ends."""
+    """Runs a module that serves and prints `ready: grpc=ADDRESS`, until the block ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, encoding="utf-8"
     )
@@ -113,7 +111,7 @@ ATTNSERVE_BATCHES: Final = ("attnserve_batch_requests_count", "attnserve_batch_r
 
 
 def attnserve(*flags: str) -> list[str]:
-    """The arguments of `running` for this service, on free ports and quiet; nobody waits for it when it ends."""
+    """The arguments of `running` for this service, on free ports, with little logging and a short drain."""
     addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
     return ["attnserve_server", *addresses, "--log-level", "error", "--drain-grace", "1s", *flags]
 
@@ -129,9 +127,9 @@ def started(
     metrics: str,
     batch_metrics: tuple[str, str],
 ) -> Iterator[Running]:
-    """A server of others, from when it answers at the URL `ready` until the block ends; what it writes goes to `log`.
+    """A peer, from when it answers at the URL `ready` until the block ends; its output goes to `log`.
 
-    Raises RuntimeError, with what it wrote, if it ends before that or takes too long.
+    Raises RuntimeError, with that output, if it ends before it is ready or takes too long.
     """
     with log.open("w") as output:
         process = subprocess.Popen(command, env=dict(environment), stdout=output, stderr=subprocess.STDOUT)
@@ -164,7 +162,7 @@ def _answers(url: str) -> bool:
 
 @contextmanager
 def _ending(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Ends this service when the block does. Raises TimeoutExpired if it does not end in time."""
+    """Ends this service at the end of the block. Raises TimeoutExpired if it does not end in time."""
     try:
         yield
     finally:
@@ -179,8 +177,8 @@ def _ending(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 @contextmanager
 def _killing(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Ends a server of others, and all that it has started, when the block does: those that wait for what was
-    cancelled, as Triton does for streams, are not waited for.
+    """Ends a peer, and all processes that it has started, at the end of the block. Those that wait for something
+    cancelled, as Triton does for streams, are killed.
     """
     try:
         yield

@@ -24,4 +24,4 @@ SUITES: Final = {
     "cpu": Suite(WORKLOADS, CURVES, ("X",)),
     "cuda": Suite(CUDA_WORKLOADS, CUDA_CURVES, ("G128",)),
 }
-"""By the device."""
+"""The suites by device."""

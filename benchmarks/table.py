@@ -1,4 +1,4 @@
-"""What was found of a workload, as a table of plain text: in the terminal, and in the document."""
+"""Results as tables of plain text, for the terminal and for the document."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.results import GOAL_S, IN_FLIGHT, Curve, Figures, Memory, OpenRe
 from benchmarks.waiting import Waiting
 
 WIDTH: Final = 112
-"""No table is wider, in columns of a terminal."""
+"""The maximum width of a table, in columns of a terminal."""
 MANY: Final = 6
-"""A curve of more points than this is shown by every other one."""
+"""Of a curve with more points than this, every other one is shown."""
 
 HEADINGS: Final = (
     "",
@@ -33,26 +33,26 @@ HEADINGS: Final = (
     "client\nCPU µs",
     "batch\n",
 )
-"""Ratios first; that to peers is to the better one. CPU times are per request."""
+"""Ratios first; that to peers is relative to the better one. CPU times are per request."""
 
 MARK: Final = "~"
 
 
 def rendered(result: WorkloadResult, cores: int) -> Table:
-    """The figures of one workload, on a machine of so many cores."""
+    """The figures of one workload, on a machine with `cores` cores."""
     caption = f"resident memory: {'; '.join(f'{name} {memory(each)}' for name, each in result.memory.items())}"
     caption += "".join(f"\n{line}" for line in refusals(result.refused))
     return _table(f"{result.name}: {result.description}", HEADINGS, rows(result, cores), caption)
 
 
 def opened(result: WorkloadResult, cores: int) -> Table:
-    """The open loops of one workload, on a machine of so many cores."""
+    """The open loops of one workload, on a machine with `cores` cores."""
     title = f"{result.name}, open loop: latency from when a request was due; in time is within {GOAL_S * 1e3:.0f} ms"
     return _table(title, OPEN_HEADINGS, [open_row(each, cores) for each in result.open])
 
 
 def refusals(refused: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What servers said instead of answers, by the way of calling, in words."""
+    """The servers' refusals, by the way of calling, in words."""
     return [
         f"{way} was refused: {', '.join(f'{count:,} times {how!r}' for how, count in said.items())}"
         for way, said in refused.items()
@@ -60,7 +60,7 @@ def refusals(refused: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def curve(found: Curve) -> Table:
-    """Requests a second and median latency in µs, by what varies; every other value where there are many."""
+    """Requests per second and median latency in µs, by the variable; every other value if there are many."""
     step = 1 + (len(next(iter(found.ways.values()))) > MANY)
     shown = {way: points[::step] for way, points in found.ways.items()}
     headings = ("", *(f"{point.value:,}\nreq/s, µs" for point in next(iter(shown.values()))))
@@ -79,7 +79,7 @@ def curve(found: Curve) -> Table:
 
 
 def token_costs(found: Sequence[Curve]) -> Table:
-    """The server's CPU time for each token, by the number of requests in flight; and how even it is."""
+    """The server's CPU time per token, by the number of requests in flight; and how even it is."""
     counts = [point.value for point in next(iter(found[0].ways.values()))]
     headings = ("", *(f"{count:,}\n" for count in counts), "worst\nof best", f"{counts[-1]:,}\nof best")
     lines = [
@@ -96,7 +96,7 @@ def token_costs(found: Sequence[Curve]) -> Table:
 
 
 def waiting(found: Sequence[Waiting]) -> Table:
-    """The memory of requests that wait, over what they are."""
+    """The memory of waiting requests, relative to their size."""
     sizes = list(dict.fromkeys(each.payload for each in found))
     headings = ("", *(f"{size / 1024:,.0f} KiB\nratio, KiB more" for size in sizes))
     lines = []
@@ -108,7 +108,7 @@ def waiting(found: Sequence[Waiting]) -> Table:
 
 
 def reached(found: Sequence[Goal]) -> Table:
-    """What is to be reached, and what was found."""
+    """The goals, and what was measured."""
     headings = ("", "what", "goal", "found", "")
     lines = []
     for goal in found:
@@ -121,7 +121,7 @@ def reached(found: Sequence[Goal]) -> Table:
 
 
 def growth(results: Sequence[Growth]) -> Table:
-    """What must not depend on the length of a cache."""
+    """The costs that must not depend on a cache's length."""
     headings = ("", "with little", "µs", "with much", "µs", "ratio")
     lines = [
         [
@@ -140,7 +140,7 @@ def growth(results: Sequence[Growth]) -> Table:
 def _table(
     title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "", words: int = 1
 ) -> Table:
-    """A table of which so many columns, the first ones, are words."""
+    """A table whose first `words` columns are aligned left, the others right."""
     shown = Table(
         title=title,
         caption=caption or None,
@@ -158,12 +158,12 @@ def _table(
 
 
 def _short(value: float) -> str:
-    """A number in at most five characters or so."""
+    """A number in about five characters at most."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def rows(result: WorkloadResult, cores: int) -> list[list[str]]:
-    """The cells of each way, one a heading."""
+    """The rows of all ways, with one cell per heading."""
     return [_row(result, way, cores) for way in result.ways]
 
 
@@ -208,12 +208,12 @@ OPEN_HEADINGS: Final = (
     "busy\n",
     "batch\n",
 )
-"""Capacities of different servers are not the same share of a machine: *busy* is the share of all cores that server and
+"""Different servers use different shares of a machine at capacity: *busy* is the share of all cores that server and
 client used."""
 
 
 def open_row(result: OpenResult, cores: int) -> list[str]:
-    """The cells of one open loop, one a heading."""
+    """The row of one open loop, with one cell per heading."""
     figures = result.figures
     tail = figures["p99_us"]
     return [
@@ -233,7 +233,7 @@ def open_row(result: OpenResult, cores: int) -> list[str]:
 
 
 def _busy(figures: Figures, cores: int) -> str:
-    """The share of all cores that server and client were busy with; nothing if nothing was answered."""
+    """The share of all cores that server and client kept busy; empty if nothing was answered."""
     rate, server, client = (figures[name] for name in ("requests_per_second", "server_cpu_us", "client_cpu_us"))
     if rate is None or server is None or client is None:
         return ""
@@ -244,7 +244,7 @@ def _shown(figures: Figures, name: str, digits: int = 0) -> str:
     figure = figures[name]
     if figure is None:
         return ""
-    # Millions are rare, and would not fit.
+    # Millions are rare, and would be too wide in full.
     return f"{figure.median:,.{digits}f}" if figure.median < 1e6 else f"{figure.median / 1e6:.3g} M"
 
 

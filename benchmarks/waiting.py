@@ -1,8 +1,8 @@
-"""What memory requests take while they wait, over what they are: the service's, for requests of some sizes.
+"""The service's memory for waiting requests, relative to the requests' size, for some sizes.
 
-In: flags of the service. Out: a `Waiting` for each way of calling and each size. The service is told to wait for
-company for ever, so that what is sent stays in its queue as it does behind a device that is occupied, and nothing else
-happens; it is a fresh one each time, since what is free already would be used again.
+In: flags of the service. Out: a `Waiting` for each way of calling and each size. The service is told to wait
+indefinitely for larger batches, so that requests stay in its queue, as behind a busy device, and nothing else happens.
+It is started anew each time, since memory that it has freed would be reused.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from benchmarks.servers import Running
 
 SIZES: Final = (1 << 16, 1 << 20, 6 << 20)
-"""The bytes of queries, keys and values."""
+"""The bytes of a request's queries, keys and values, together."""
 TOTAL: Final = 192 << 20
-"""The bytes that wait at last."""
+"""The bytes that wait in the end."""
 FIRST: Final = 4
-"""The part of them, one of so many, that waits when memory is read first: what one reading takes, and the buffers that
-it leaves, are there once however many wait."""
+"""Memory is first measured when one in this many of the requests waits: what a measurement takes, and the buffers that
+remain, are there once, however many requests wait."""
 MOST: Final = 1000
-"""A stream on which more are unanswered is not read from."""
+"""The service stops reading from a stream with more unanswered calls."""
 QUEUED: Final = "attnserve_queue_requests"
 PATIENCE_S: Final = 60.0
 POLL_S: Final = 0.01
@@ -47,12 +47,12 @@ FLAGS: Final = (
 )
 
 Send: TypeAlias = Callable[[], Awaitable[None]]
-"""Sends one request, whose reply nobody awaits."""
+"""Sends one request, whose reply is not awaited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The memory that one of so many waiting requests takes, by a way of calling, and its own size, in bytes."""
+    """The memory that each of `requests` waiting requests takes, for one way of calling, and its own size, in bytes."""
 
     way: str
     payload: int
@@ -61,7 +61,7 @@ class Waiting:
 
     @property
     def ratio(self) -> float:
-        """How much of memory to each byte of a request."""
+        """The bytes of memory per byte of a request."""
         return self.memory / self.payload
 
 
@@ -72,9 +72,9 @@ def waiting(
     sizes: Sequence[int] = SIZES,
     total: int = TOTAL,
 ) -> list[Waiting]:
-    """Measures each way and size with a service of its own. Raises TimeoutError if requests do not come to wait.
+    """Measures each way and size with a service of its own. Raises TimeoutError if requests do not reach its queue.
 
-    Nothing where the system does not tell a process' own memory.
+    Empty if the system does not tell a process's own memory.
     """
     found = []
     for way in WAYS:
@@ -104,7 +104,7 @@ async def _waiting(service: Running, way: str, size: int, total: int) -> Waiting
 
 
 def _request(size: int) -> bytes:
-    """An encoded AttendRequest with so many bytes of queries, keys and values."""
+    """An encoded AttendRequest with `size` bytes of queries, keys and values."""
     tokens = size // (3 * HEADS * HEAD_DIM * 4)
     array = tensor(np.ones((HEADS, tokens, HEAD_DIM), np.float32))
     return pb.AttendRequest(query=array, key=array, value=array).SerializeToString()
@@ -112,7 +112,7 @@ def _request(size: int) -> bytes:
 
 @asynccontextmanager
 async def _stream(address: str, request: bytes) -> AsyncIterator[Send]:
-    """One stream, one call a message; all calls end with the block."""
+    """One stream, with one call per message; all calls end with the block."""
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         rpc: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(ATTEND.path + "Stream")()
         count = 0
@@ -130,7 +130,7 @@ async def _stream(address: str, request: bytes) -> AsyncIterator[Send]:
 
 @asynccontextmanager
 async def _unary(address: str, request: bytes) -> AsyncIterator[Send]:
-    """A unary call each; all end with the block."""
+    """One unary call per request; all end with the block."""
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ATTEND.path)
         calls: list[aio.UnaryUnaryCall[bytes, bytes]] = []

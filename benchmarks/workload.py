@@ -1,8 +1,8 @@
-"""What a workload is: requests, so many in flight, that can be sent in every way, computed in process, and checked.
+"""The definition of a workload: requests that can be sent in every way, computed in process, and checked.
 
-In: lengths and a number in flight. Out: encoded messages for raw streams, calls of the SDK, batches of torch, and what
-the answers must be. Requests have numbers, from 0 on, and are sent in turn: each has contents of its own, so that an
-answer given to another caller shows.
+In: lengths and the number in flight. Out: encoded messages for raw streams, calls of the SDK, batches for torch, and
+the expected answers. Requests are numbered from 0, and sent in turn: each has contents of its own, so that an answer
+that goes to the wrong caller is detected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS, HEAD_DIM = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The heads of queries, those of keys and values, their width, and the dtype of all, as torch and NumPy call it."""
+    """The heads of queries, those of keys and values, their width, and the dtype, by its name in torch and NumPy."""
 
     heads: int = HEADS
     kv_heads: int = HEADS
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def tolerance(self) -> float:
-        """How far an attention may be from the exact one: SEMANTICS' bound, or a few roundings of large outputs."""
+        """The tolerated error of an attention: SEMANTICS' bound, or a few roundings of large outputs."""
         return {"float32": 2e-6, "float16": 8e-3, "bfloat16": 6e-2}[self.dtype]
 
 
@@ -76,20 +76,20 @@ def device_tensor(array: Array, device: str) -> torch.Tensor:
 
 
 def finished(compute: Callable[[], Outputs], device: str) -> Outputs:
-    """What a computation gives, when it is there: devices but a CPU compute behind the caller's back."""
+    """The outputs of a computation, once it is done: devices other than a CPU compute asynchronously."""
     outputs = compute()
     if device != "cpu":
         torch.cuda.synchronize()
     return outputs
 
 
-# Of a length that a computed reply's have, so that what is sent without computation is as long.
+# Encoded as long as a computed reply's timings, so that replies without computation have the same length.
 TIMINGS = pb.Timings(decode_ns=50_000, queue_ns=100_000, staging_ns=50_000, compute_ns=500_000, encode_ns=50_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What torch computes at once in process: the numbers of the requests, and the call, to their outputs in order."""
+    """A batch for torch in process: the requests' numbers, and the call that returns their outputs in order."""
 
     requests: tuple[int, ...]
     compute: Callable[[], Outputs]
@@ -104,12 +104,12 @@ class Workload(ABC):
     lengths: tuple[int, ...]
 
     operation: ClassVar[Operation]
-    """What is asked of the service."""
+    """The operation that is requested of the service."""
 
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """How far an output may be from the exact one."""
+        """The tolerated difference of an output from the exact one."""
 
     @property
     def description(self) -> str:
@@ -130,16 +130,16 @@ class Workload(ABC):
 
     @property
     def cache_bytes(self) -> int:
-        """The pool of caches that the service needs for this; it would count as memory of those that need none."""
+        """The cache pool that the service needs for this; small by default, since it counts as the service's memory."""
         return 1 << 20
 
     def server_flags(self, directory: Path) -> list[str]:
-        """The flags that the service needs for this, whose files are written into a directory."""
+        """The flags that the service needs for this; their files are written into a directory."""
         del directory
         return []
 
     def prepare(self, address: str) -> None:  # noqa: B027 - most need nothing
-        """Brings what the requests need to the service, or into the state that it had, before each measurement."""
+        """Creates, or resets, what the requests need on the service; called before each measurement."""
 
     @abstractmethod
     def arrays(self, number: int) -> tuple[Array, ...]:
@@ -147,11 +147,11 @@ class Workload(ABC):
 
     @abstractmethod
     def plain(self, number: int) -> Plain:
-        """What is asked for, all of it sent: what is computed in process, by peers and by the definition."""
+        """The request with all its inputs: what is computed by peers and by the definition."""
 
     @property
     def peers(self) -> bool:
-        """Whether peers can be asked for it."""
+        """Whether peers can serve it."""
         return True
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Workload(ABC):
         """The shape of an output."""
 
     def rows(self, number: int) -> slice:
-        """Which rows of an output, along its last axis but one, are compared with the exact ones."""
+        """Which rows of an output, along its second-to-last axis, are compared with the exact ones."""
         del number
         return slice(None)
 
@@ -173,7 +173,7 @@ class Workload(ABC):
 
     @abstractmethod
     def batches(self) -> list[Batch]:
-        """All requests as torch computes them best in process, as many at once as are in flight."""
+        """All requests as torch computes them best in process, in batches of as many as are in flight."""
 
     @abstractmethod
     def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
@@ -188,7 +188,7 @@ class Workload(ABC):
         """Sends the arrays of a request; the future is of a `Result`."""
 
     def kind(self, number: int) -> int:
-        """Requests of one kind have messages of one length, and replies too."""
+        """Requests of one kind have messages of the same length, and so do their replies."""
         return self.lengths[number]
 
     def reply(self, number: int) -> bytes:
@@ -208,31 +208,31 @@ class Workload(ABC):
         return from_wire("output", output.dtype, tuple(output.shape), output.data)
 
     def chunks(self) -> list[tuple[int, ...]]:
-        """The numbers of the requests, as many together as are in flight."""
+        """The numbers of the requests, in groups of as many as are in flight."""
         numbers = tuple(self.numbers)
         return [numbers[first : first + self.in_flight] for first in range(0, len(numbers), self.in_flight)]
 
 
 @dataclass(frozen=True)
 class Shaped(Workload):
-    """Attention of one shape, on a device in process."""
+    """Attention of one shape; in process, it runs on a device."""
 
     shape: Shape = SMALL
     device: str = "cpu"
-    """Where torch in process computes, and has what is there before a request."""
+    """Where torch in process computes, and holds what is resident before a request."""
 
     @property
     def tolerance(self) -> float:
-        """That of the dtype."""
+        """The tolerance of the dtype."""
         return self.shape.tolerance
 
     @property
     def output_dtype(self) -> np.dtype[Any]:
-        """That of the queries."""
+        """The dtype of the queries."""
         return self.shape.numpy
 
 
 def tensor(array: Array) -> tensor_pb2.Tensor:
-    """An array as the wire has it."""
+    """An array as a tensor message."""
     dtype = tensor_pb2.DataType.Name(_dtypes.WIRE[array.dtype])
     return tensor_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())

@@ -1,4 +1,4 @@
-"""The workloads that are measured, by name."""
+"""The measured workloads, by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.workload import Shape, Workload
 
 
 def drawn(shortest: int, longest: int, count: int) -> tuple[int, ...]:
-    """So many lengths, each equally likely; the same in every run."""
+    """`count` random lengths, each equally likely; the same in every run."""
     return tuple(np.random.default_rng(0).integers(shortest, longest, count, endpoint=True).tolist())
 
 
 def _chosen(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """So many of these lengths, each equally likely; the same in every run."""
+    """`count` random choices of these lengths, each equally likely; the same in every run."""
     return tuple(np.random.default_rng(1).choice(lengths, count).tolist())
 
 
@@ -40,14 +40,14 @@ WORKLOADS: Final[dict[str, Workload]] = {
         Mixed("X", in_flight=16, lengths=_chosen((16, 40, 96, 160, 250), 32)),
     )
 }
-"""Attention sent with its keys and values (S, S1, M, L), a resident layer (A, B, and R of ragged lengths), steps of
-decoders against a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), and
+"""Attention with its keys and values in the request (S, S1, M, L), a resident layer (A, B, and R with ragged lengths),
+decoder steps over a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), and
 attention of mixed shapes and options (X)."""
 
 HALF, BRAIN = (Shape(heads=32, kv_heads=8, head_dim=128, dtype=dtype) for dtype in ("float16", "bfloat16"))
-"""Attention as models of some billion parameters have it."""
+"""Attention as in models of some billion parameters."""
 MILLION: Final = 1 << 20
-"""The tokens of the caches of one workload, together: 4 KiB each in half precision."""
+"""The total tokens of one workload's caches; each token takes 4 KiB in half precision."""
 
 
 def _prefill(name: str, shape: Shape, length: int, in_flight: int) -> Attention:
@@ -55,7 +55,7 @@ def _prefill(name: str, shape: Shape, length: int, in_flight: int) -> Attention:
 
 
 def _steps(name: str, sequences: int, in_flight: int, manner: Literal["attend", "append"] = "attend") -> Decode:
-    """Steps of as many decoders whose caches have a million tokens together."""
+    """Steps of `sequences` decoders whose caches have a million tokens in total."""
     return Decode(
         name,
         in_flight,
@@ -84,5 +84,5 @@ CUDA_WORKLOADS: Final[dict[str, Workload]] = {
         _steps("CA256", 256, 1, "append"),
     )
 }
-"""The same on CUDA: attention sent with its keys and values (G), and steps of 1, 64 and 256 decoders in one message
-against resident caches (C), with an append (CA)."""
+"""The same on CUDA: attention with its keys and values in the request (G), and steps of 1, 64 and 256 decoders in one
+message over resident caches (C), with an append (CA)."""

@@ -1,10 +1,10 @@
-"""Whether packages that constraints.txt pins have known vulnerabilities, by pip-audit and the OSV database.
+"""Checks the packages pinned in constraints.txt for known vulnerabilities, with pip-audit and the OSV database.
 
     python scripts/audit.py
 
-In: constraints.txt; arguments beyond that go to pip-audit (`--ignore-vuln ID`, `--osv-url URL`). Out: what was found.
-Exit status: 0 if all were looked up and nothing is known of them, 1 if something is, 2 if not all could be looked up:
-that the database was not reached is no good news.
+In: constraints.txt; arguments go to pip-audit (`--ignore-vuln ID`, `--osv-url URL`). Out: the vulnerabilities found.
+Exit status: 0 if all packages were looked up and none is known to be vulnerable, 1 if one is, 2 if not all could be
+looked up: an unreachable database must not pass.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 
 
 def main() -> int:
-    """Runs pip-audit and says what came of it."""
+    """Runs pip-audit and prints what it found."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(CONSTRAINTS), "--no-deps", "--disable-pip"]
     command += ["--vulnerability-service", "osv", "--progress-spinner", "off", "--format", "json"]
     with TemporaryDirectory() as directory:
         file = Path(directory) / "audit.json"
         run = subprocess.run([*command, "--output", str(file), *sys.argv[1:]], capture_output=True, text=True)
-        if not file.exists():  # its exit status is the same as if it had found something
+        if not file.exists():  # its exit status is the same as for a vulnerability
             reason = run.stderr.strip().rpartition("\n")[2]
             print(f"NOTHING WAS CHECKED, for pip-audit failed: {reason}", file=sys.stderr)
             return 2

@@ -52,9 +52,9 @@ NEEDED: Final = {
     "safetensors": "safetensors",
     "torch": "torch",
 }
-"""What the steps import, and the distribution that it is in."""
+"""The modules that the steps import, and their distributions."""
 LEAST_S: Final = 20.0
-"""With less time than this left, no other step begins."""
+"""With less time than this left, no further step begins."""
 
 LOOK: Final = """\
 import platform, sys, torch
@@ -72,7 +72,7 @@ device.close()
 
 @dataclass(frozen=True)
 class Step:
-    """A command on a device, the seconds that it may take, and the file in which it leaves figures, if it does."""
+    """A command on a device, its limit in seconds, and the file to which it writes figures, if it does."""
 
     name: str
     command: tuple[str, ...]
@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a step, of all those on a device, ended: `well`, `badly` or `stopped` at its limit."""
+    """How a step on a device ended: `well`, `badly` or `stopped` at its limit."""
 
     name: str
     device: str
@@ -93,7 +93,7 @@ class Ending:
 
 
 def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]:
-    """All steps on a device. `measured` are further arguments of the benchmark."""
+    """All steps on a device. `measured` are further arguments for the benchmark."""
     python, tests = sys.executable, "tests/gpu"
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
     kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/devices/test_cuda_fake.py")
@@ -116,7 +116,7 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
 
 
 def _workloads(device: str) -> list[str]:
-    """The workloads of a device, the most telling first."""
+    """The workloads of a device, the most informative first."""
     from benchmarks.suites import SUITES
 
     first = ("G128", "C1", "C64")
@@ -124,8 +124,8 @@ def _workloads(device: str) -> list[str]:
 
 
 def run(step: Step, log: Path, seconds: float) -> Ending:
-    """Runs a step, for so long at most, and writes what it says to the log and the terminal as it is said. When this is
-    over, be it by an interrupt, nothing of it is left.
+    """Runs a step for at most `seconds`, and copies its output to the log and the terminal as it comes. No process of
+    it is left afterwards, even after an interrupt.
     """
     paths = [*(str(ROOT / path) for path in PATHS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
@@ -145,7 +145,7 @@ def run(step: Step, log: Path, seconds: float) -> Ending:
     def stop() -> None:
         stopped.set()
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the servers that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # including the servers that it has started
 
     timer = threading.Timer(seconds, stop)
     timer.start()
@@ -169,7 +169,7 @@ def run(step: Step, log: Path, seconds: float) -> Ending:
 
 
 def gather(figures: Path, into: Path) -> None:
-    """Adds the figures of one run of the benchmark to those of others."""
+    """Adds the figures of one run of the benchmark to those of earlier runs."""
     from benchmarks.results import Result
 
     found = Result.read(figures)
@@ -188,7 +188,7 @@ def gather(figures: Path, into: Path) -> None:
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 if anything ended otherwise than well, or is left to do."""
+    """Runs what the command line asks for; returns 1 if any step failed, was stopped, or is left to do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "bench-results" / "gpu", metavar="DIR")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -209,7 +209,7 @@ def main() -> int:
     ended = results / "steps.json"
     before = [Ending(**each) for each in json.loads(ended.read_text())] if ended.exists() else []
     endings = {each.name: each for each in before if each.device == chosen.device}
-    # Without a device, tests would be skipped, and that would look well: it is looked whether there is one first.
+    # Without a device, tests would be skipped, which would look like success: so `look` checks for one first.
     wanted = [step for step in every if chosen.steps is None or step.name in ("look", *chosen.steps)]
     for step in wanted:
         left = end - monotonic()

@@ -1,7 +1,7 @@
-"""The rules of Prometheus, as the Prometheus operator takes them.
+"""The Prometheus rules in the form that the Prometheus operator takes.
 
-In: deploy/monitoring/rules.yaml, a file of Prometheus' own, which promtool checks and tests. Out: the PrometheusRule
-with the same rules and comments, which kustomize, that includes no file in another, could not make of it.
+In: deploy/monitoring/rules.yaml, a file in Prometheus's own format, which promtool checks and tests. Out: a
+PrometheusRule with the same rules and comments; kustomize cannot make it, since it includes no file in another.
 
     python scripts/prometheus_rule.py    writes it
 """
@@ -26,7 +26,7 @@ spec:
 
 
 def resource(rules: str) -> str:
-    """The PrometheusRule of a file of rules, both as text."""
+    """The PrometheusRule for a file of rules, both as text."""
     return _HEAD + textwrap.indent(rules, "  ")
 
 

@@ -25,11 +25,11 @@ GENERATED: Final = ROOT / "client"
 BASELINE: Final = PROTOS / "baseline.binpb"
 PACKAGE: Final = Path("attnserve/v1")
 ERROR_DETAILS: Final = "google/rpc/error_details.proto"
-"""What the details of a google.rpc.Status are, which no proto of ours names."""
+"""The messages in the details of a google.rpc.Status, which none of our protos imports."""
 
 
 class ProtoError(Exception):
-    """Something is wrong with the protos; the message is what the tool said of it."""
+    """A problem with the protos; the message is the tool's output."""
 
 
 def _run(*command: str | Path) -> None:
@@ -39,7 +39,7 @@ def _run(*command: str | Path) -> None:
 
 
 def _protoc(sources: Sequence[str | Path], *options: str | Path) -> None:
-    rpc = find_spec("google.rpc")  # google/rpc/status.proto lies beside its generated code
+    rpc = find_spec("google.rpc")  # google/rpc/status.proto is installed beside its generated code
     if rpc is None or not rpc.submodule_search_locations:
         raise ProtoError("googleapis-common-protos is not installed")
     google = Path(next(iter(rpc.submodule_search_locations))).parent.parent
@@ -57,7 +57,7 @@ def has_service(source: Path) -> bool:
 
 
 def generate(destination: Path) -> list[Path]:
-    """Writes the generated code below a directory and says which files it wrote, relative to the directory."""
+    """Writes the generated code below a directory, and returns the files' paths relative to the directory."""
     services = [source for source in sources() if has_service(source)]
     _protoc(sources(), f"--python_out={destination}", f"--pyi_out={destination}")
     _protoc(services, f"--grpc_python_out={destination}")
@@ -67,14 +67,14 @@ def generate(destination: Path) -> list[Path]:
 
 
 def descriptor_set(destination: Path, *others: str, comments: bool) -> Path:
-    """Writes the descriptor set of the protos, others and all they import, with or without the comments."""
+    """Writes the descriptor set of the protos, of `others` and of all imports, with or without comments."""
     options = ["--include_source_info"] if comments else []
     _protoc([*sources(), *others], f"--descriptor_set_out={destination}", "--include_imports", *options)
     return destination
 
 
 def check_generated() -> None:
-    """The committed code is what the protos generate, file by file, with none left over."""
+    """Checks that the committed code is what the protos generate, file by file, with none left over."""
     with tempfile.TemporaryDirectory() as directory:
         fresh = Path(directory)
         expected = generate(fresh)
@@ -91,13 +91,13 @@ def same(one: Path, other: Path) -> bool:
 
 
 def lint() -> None:
-    """The protos keep buf's rules, as `buf.yaml` chooses them."""
+    """Checks the protos by buf's rules, as chosen in `buf.yaml`."""
     with tempfile.TemporaryDirectory() as directory:
         _run(_buf(), "lint", descriptor_set(Path(directory) / "protos.binpb", comments=True))
 
 
 def breaking(baseline: Path = BASELINE) -> None:
-    """Nothing that callers of the baseline rely on has changed."""
+    """Checks that nothing has changed that callers of the baseline rely on."""
     with tempfile.TemporaryDirectory() as directory:
         image = descriptor_set(Path(directory) / "protos.binpb", comments=True)
         _run(_buf(), "breaking", image, "--against", baseline)
@@ -111,7 +111,7 @@ def _buf() -> Path:
 
 
 def check() -> None:
-    """All of it; raises ProtoError with everything that is wrong."""
+    """Runs all checks; raises ProtoError with everything that is wrong."""
     problems = []
     for step in (lint, breaking, check_generated):
         try:
@@ -123,14 +123,14 @@ def check() -> None:
 
 
 def renew_baseline() -> None:
-    """Makes the protocol of today the one that later ones are compared with."""
+    """Makes the current protocol the one that later ones are compared with."""
     if BASELINE.exists():
         breaking()
     descriptor_set(BASELINE, comments=False)
 
 
 def main(*arguments: str) -> int:
-    """Runs one command and says what went wrong."""
+    """Runs one command, and prints what went wrong."""
     try:
         match arguments:
             case ["generate"]:

@@ -1,10 +1,10 @@
-"""What a server consists of, as a software bill of materials (CycloneDX, JSON).
+"""The server's software bill of materials (CycloneDX, JSON).
 
     python scripts/sbom.py build/sbom.json
 
-In: the packages of the Python that runs this, pyproject.toml. Out: a file with the packages that `attnserve[server]`
-needs, directly or not, their versions and licences, and what needs what. cyclonedx-bom describes all that is installed;
-what only tests and tools need is left out here.
+In: the packages of the Python that runs this, pyproject.toml. Out: a file with the direct and transitive dependencies
+of `attnserve[server]`, their versions and licences, and which needs which. cyclonedx-bom describes everything that is
+installed; what only tests and tools need is left out here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA = "server"
 
 
 def installed() -> dict[str, Any]:
-    """What cyclonedx-bom says of all that is installed."""
+    """cyclonedx-bom's description of all installed packages."""
     command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--no-validate"]
     with TemporaryDirectory() as directory:
         file = Path(directory) / "environment.json"
@@ -42,7 +42,7 @@ def installed() -> dict[str, Any]:
 
 
 def needs(requirements: Iterable[Requirement], extras: Iterable[str] = ("",)) -> dict[str, set[str]]:
-    """The names of what is asked for here, and with which extras: requirements of other platforms ask for nothing."""
+    """The names of the required packages, with their extras; requirements for other platforms are left out."""
     wanted: dict[str, set[str]] = {}
     for each in requirements:
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras):
@@ -51,7 +51,7 @@ def needs(requirements: Iterable[Requirement], extras: Iterable[str] = ("",)) ->
 
 
 def closure(direct: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """What each package needs, of these and all that they need. PackageNotFoundError if one is not installed."""
+    """The requirements of each of these packages and of all that they need. PackageNotFoundError if one is missing."""
     graph: dict[str, set[str]] = {}
     waiting = list(direct.items())
     while waiting:
@@ -64,7 +64,7 @@ def closure(direct: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def reduced(document: dict[str, Any]) -> dict[str, Any]:
-    """The same, of what is needed to serve."""
+    """The document, reduced to the packages that serving needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     direct = needs(map(Requirement, (*project["dependencies"], *project["optional-dependencies"][EXTRA])))
     graph = closure(direct)
@@ -95,7 +95,9 @@ def unpinned(document: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Writes the file named on the command line; the exit status is 1 if it is none, or not of what is pinned."""
+    """Writes the file named on the command line; returns 1 if it is not valid CycloneDX, or versions are not the pinned
+    ones.
+    """
     document = reduced(installed())
     text = json.dumps(document, indent=2) + "\n"
     if (

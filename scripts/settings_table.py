@@ -1,4 +1,4 @@
-"""The table of all settings of the server, in the document about them.
+"""The table of all settings of the server, in their document.
 
 In: the fields of `Config`. Out: docs/configuration.md, with the table between its markers.
 
@@ -27,7 +27,7 @@ def markdown() -> str:
 
 
 def with_table(document: str) -> str:
-    """A document with the table of all settings between its markers. ValueError if it has no such place."""
+    """A document with the table of all settings between its markers. ValueError if it lacks the markers."""
     begin, end = _MARKERS
     before, found_begin, rest = document.partition(begin)
     _, found_end, after = rest.partition(end)

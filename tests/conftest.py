@@ -1,6 +1,10 @@
 """Fixtures: a real server in a process of its own, clients that speak to it, and how much hypothesis tries.
 
 `HYPOTHESIS_PROFILE=thorough` tries many more examples, new ones every time; the default tries few, always the same.
+
+Tests are in the rooms of what they test. While they run, Python takes the folders here for packages, where there is no
+other of that name. Two have therefore not quite the name of their room: `kernel`, because transformers looks whether
+there is a package `kernels`, and `request`.
 """
 
 from __future__ import annotations

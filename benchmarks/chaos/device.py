@@ -21,9 +21,9 @@ from benchmarks.chaos.questions import Question
 from benchmarks.chaos.victim import Victim, start_all
 
 PROMISE: Final = (
-    "A device that is lost for good, a batch that does not end, a thread that computes and dies: everybody who waits "
-    "is told UNAVAILABLE and nobody hangs; liveness says it, unless the event loop itself is stuck; the process ends "
-    "by itself, with a message and an exit status of its own, so that it is started again."
+    "A device that is lost for good, a batch that does not end, a computing thread that dies: everybody who waits is "
+    "told UNAVAILABLE and nobody hangs; liveness fails, unless the event loop itself is stuck; the process ends by "
+    "itself, with a message and an exit status of its own, so that it is restarted."
 )
 ON_THE_LOOP: Final = "stuck on the loop"
 CASES: Final = {
@@ -94,7 +94,7 @@ def run(minutes: float) -> list[Figure]:
     return [
         *(exactly(f"exit status, {case}", ending.status, FAILED) for case, ending in endings.items()),
         exactly("servers whose log says why", sum(ending.says_why for ending in endings.values()), len(CASES)),
-        exactly("servers whose liveness said it, of those that could", sum(watched), len(watched)),
+        exactly("servers whose liveness failed, of those that could say so", sum(watched), len(watched)),
         Figure("calls answered before", sum(ending.answered for ending in endings.values()), at_least=20 * len(CASES)),
         Figure("calls told UNAVAILABLE", sum(ending.unavailable for ending in endings.values()), at_least=len(CASES)),
         exactly("calls that failed otherwise", sum(ending.otherwise for ending in endings.values()), 0),

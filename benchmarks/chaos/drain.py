@@ -17,8 +17,8 @@ from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
     "SIGTERM under load: readiness goes false, work goes on for `--drain-delay`, then new work is refused with "
-    "UNAVAILABLE; what is in flight is answered, streams end in good order, the exit status is 0, and liveness stays "
-    "true throughout, over HTTP and over gRPC."
+    "UNAVAILABLE; what is in flight is answered, streams end cleanly, the exit status is 0, and liveness stays true "
+    "throughout, over HTTP and over gRPC."
 )
 CALLERS: Final = 6
 DELAY: Final = "3s"
@@ -81,7 +81,7 @@ def run(minutes: float) -> list[Figure]:
         exactly("calls that failed otherwise", errors.total(), 0),
         exactly("status of /readyz after SIGTERM", not_ready or 0, 503),
         Figure("liveness probes answered", prober.answers.total(), at_least=1),
-        exactly("of these, that it is dead", prober.answers["dead"], 0),
+        exactly("of these, that the server is dead", prober.answers["dead"], 0),
         exactly("exit status", status, 0),
         exactly("tracebacks in the log", log.count("Traceback"), 0),
     ]

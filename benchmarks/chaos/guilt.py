@@ -16,9 +16,9 @@ from benchmarks.chaos.questions import TOLERANCE, Array, Question, Verdict, exac
 from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
-    "A kernel that fails, or a device that has no memory: only the guilty request gets an error, its own (INTERNAL, or "
-    "RESOURCE_EXHAUSTED). Those in its batch are answered, what they append to caches is there once, and what the "
-    "guilty would have appended is not there."
+    "A kernel that fails, or a device that has no memory: only the request at fault gets an error, its own (INTERNAL, "
+    "or RESOURCE_EXHAUSTED). The others in its batch are answered, what they append to caches is there once, and what "
+    "the request at fault would have appended is not there."
 )
 GUILTY: Final = {"kernel": ServerError, "memory": OverloadedError}
 ROUNDS: Final = 20
@@ -40,7 +40,7 @@ def run(minutes: float) -> list[Figure]:
         log = victim.stderr()
     failed_together = [int(size) for size in re.findall(r"a batch of (\d+) failed", log) if size != "1"]
     return [
-        Figure("batches that failed with innocents in them", len(failed_together), at_least=1),
+        Figure("failed batches with innocent requests in them", len(failed_together), at_least=1),
         Figure("requests in the largest of them", max(failed_together, default=0)),
         exactly("guilty requests that got their own error", verdicts["guilty"], 3 * ROUNDS),
         exactly("guilty requests that got another, or none", verdicts["unpunished"], 0),
@@ -48,7 +48,7 @@ def run(minutes: float) -> list[Figure]:
         exactly("innocent requests that failed", verdicts["failed"], 0),
         exactly("wrong answers", verdicts["wrong"], 0),
         exactly("appends beside failures", verdicts["appended"], ROUNDS * (CACHES - 1)),
-        exactly("caches that have not what was appended, once", verdicts["damaged"], 0),
+        exactly("caches without exactly what was appended", verdicts["damaged"], 0),
     ]
 
 

@@ -15,8 +15,8 @@ from benchmarks.chaos.rolling import TRANSPORTS, address_of
 from benchmarks.chaos.victim import Victim, start_all
 
 PROMISE: Final = (
-    "SIGKILL under load: calls that only compute go on by another server, and not one fails. Callers of that server "
-    "alone are told that it is unavailable, within their retries; nobody hangs; when it is back they go on by "
+    "SIGKILL under load: calls that only compute continue on another server, and not one fails. Callers that have no "
+    "other server are told that it is unavailable, within their retries; nobody hangs; when it is back they go on by "
     "themselves. Its caches are gone, and it says so."
 )
 CALLERS: Final = 2

@@ -22,8 +22,8 @@ from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
     "Connections that are cut, stalled, half closed or carry garbage, again and again: calls that only compute are "
-    "sent again and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing, be "
-    "there one writer or several; no cache is made twice; no caller waits beyond its timeout."
+    "retried and answered; nothing is appended to a cache twice, and nothing that was acknowledged is missing, whether "
+    "there is one writer or several; no cache is made twice; no caller waits beyond its timeout."
 )
 CALLERS: Final = 3
 DECODERS: Final = 3
@@ -169,18 +169,18 @@ def run(minutes: float) -> list[Figure]:
         exactly("wrong answers", tally.wrong + tally.anothers + sum(decoder.wrong for decoder in decoders), 0),
         Figure("the longest call", round(tally.longest, 2), "s", at_most=TIMEOUT_S + 5),
         Figure("tokens appended", by_decoders, at_least=LEAST_TOKENS),
-        Figure("appends of which the caller was not told", sum(decoder.unclear for decoder in decoders)),
+        Figure("appends whose outcome the caller was not told", sum(decoder.unclear for decoder in decoders)),
         exactly("tokens doubled or lost", sum(decoder.lost for decoder in decoders), 0),
-        exactly("caches that have not what was appended, once", damaged, 0),
+        exactly("caches without exactly what was appended", damaged, 0),
         Figure("tokens that several writers appended to one cache", by_writers, at_least=LEAST_TOKENS),
         Figure(
-            "appends of theirs for which another was faster", sum(writer.came_late for writer in writers), at_least=1
+            "their appends that came after another writer's", sum(writer.came_late for writer in writers), at_least=1
         ),
-        exactly("tokens of theirs lost", sum(not written[number] for number in acknowledged), 0),
-        exactly("tokens of theirs doubled", sum(times > 1 for times in written.values()), 0),
+        exactly("their tokens lost", sum(not written[number] for number in acknowledged), 0),
+        exactly("their tokens doubled", sum(times > 1 for times in written.values()), 0),
         Figure("caches forked", forks, at_least=1),
         exactly("forks that failed", failed_forks, 0),
-        exactly("caches more than were made", caches - forks - len(decoders) - 1, 0),
+        exactly("caches beyond those that were made", caches - forks - len(decoders) - 1, 0),
         exactly("tracebacks in the server's log", log.count("Traceback"), 0),
     ]
 

@@ -29,9 +29,9 @@ from benchmarks.chaos.ways import Stream, Way
 
 PROMISE: Final = (
     "Offered ten times its capacity in an open loop of mixed sizes, the server keeps at least 90 % of its goodput at "
-    "full load; the 99th percentile of what it accepts is within 3 times that at 90 % load; the rest is told "
-    "RESOURCE_EXHAUSTED at once, with a delay that follows from the queue; memory is bounded, health answers "
-    "throughout, and a second after the end everything is as before."
+    "full load; the 99th percentile latency of what it accepts is within 3 times that at 90 % load; the rest is "
+    "refused at once with RESOURCE_EXHAUSTED and a delay that follows from the queue; memory is bounded, health "
+    "answers throughout, and a second after the end everything is as before."
 )
 
 TIMES: Final = 10
@@ -231,24 +231,24 @@ async def _measure(victim: Victim, seconds: float, way: type[Way]) -> list[Figur
         Figure("goodput, in requests", flood.requests_per_second / requests, "of capacity", 0.9),
         Figure("goodput, in tokens", flood.tokens_per_second / tokens, "of capacity", 0.9),
         Figure(
-            "of the server's processor time, refusing", 100 - 100 * flood.tokens / flood.processor_seconds / work, "%"
+            "the server's processor time spent refusing", 100 - 100 * flood.tokens / flood.processor_seconds / work, "%"
         ),
         Figure("p99 at 90 % load", p99[0] * 1e3, "ms"),
-        Figure("p99 of what was accepted", p99[1] * 1e3, "ms"),
-        Figure("that, to that at 90 % load", p99[1] / p99[0], at_most=way.slower),
+        Figure("p99 of accepted requests", p99[1] * 1e3, "ms"),
+        Figure("this p99 over that at 90 % load", p99[1] / p99[0], at_most=way.slower),
         Figure("refused", len(flood.refused) / seconds, "requests/s"),
-        Figure("attempts that were refused", attempts_refused / offered, "for each call", at_most=MOST_REFUSED),
+        Figure("refused attempts", attempts_refused / offered, "for each call", at_most=MOST_REFUSED),
         Figure("median time to a refusal", float(np.median(flood.refused)) * 1e3, "ms", at_most=1e3 * way.told_within),
-        Figure("p99 of that", float(np.percentile(flood.refused, 99)) * 1e3, "ms"),
-        Figure("median delay that was told", float(np.median(flood.delays)) * 1e3, "ms", 5.0, p99[1] * 1e3),
+        Figure("p99 time to a refusal", float(np.percentile(flood.refused, 99)) * 1e3, "ms"),
+        Figure("median delay told", float(np.median(flood.delays)) * 1e3, "ms", 5.0, p99[1] * 1e3),
         exactly("calls that failed otherwise", len(flood.failed), 0),
         Figure("memory above that of the idle server", (max(watch.bytes) - before) / 2**20, "MiB", at_most=512.0),
         Figure("health checks answered", len(watch.health), at_least=1),
-        exactly("of these, that it is not ready", watch.unhealthy, 0),
+        exactly("of these, that the server is not ready", watch.unhealthy, 0),
         Figure("p99 of a health check", float(np.percentile(watch.health, 99)) * 1e3, "ms", at_most=1000.0),
         exactly("requests in flight 1 s after the end", waiting, 0),
         Figure(
-            "latency of lone requests then, by token",
+            "latency of single requests then, per token",
             after.seconds_per_token / alone.seconds_per_token,
             "of that before",
             at_most=1.5,
@@ -265,6 +265,6 @@ def run(minutes: float, way: type[Way] = Stream) -> list[Figure]:
             figures = asyncio.run(_measure(victim, 60 * min(minutes, MOST_MINUTES), way))
         return [
             Figure("processors of the server", of_server),
-            Figure("processors of the callers, others if there are", of_callers),
+            Figure("processors of the callers, separate if possible", of_callers),
             *figures,
         ]

@@ -47,8 +47,8 @@ def _section(outcome: Outcome) -> str:
     machine = outcome.machine
     made = (
         f"On {machine['cpu']}, {machine['cores']} cores (python {machine['python']}, torch {machine['torch']}, grpcio "
-        f"{machine['grpcio']}), at {outcome.begun}, for {outcome.minutes:g} min where it goes on, "
-        f"{outcome.seconds:,.0f} s in all.{load}"
+        f"{machine['grpcio']}), at {outcome.begun}, with `--minutes {outcome.minutes:g}`, in {outcome.seconds:,.0f} s."
+        f"{load}"
     )
     texts = (textwrap.fill(text, WIDTH) for text in (outcome.promise, made))
     return "\n\n".join((f"{HEADING}{outcome.experiment}", *texts, table(outcome)))

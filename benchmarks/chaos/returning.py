@@ -9,9 +9,9 @@ from benchmarks.chaos.outcome import Figure
 from benchmarks.chaos.ways import Sdk
 
 PROMISE: Final = (
-    "The same by the SDK, which sends again what was refused, three times at most: no more than is answered comes "
-    "back, so that the server has hardly more to refuse, and callers soon know. How long it takes what has waited "
-    "before it came back is not promised."
+    "The same with the SDK, which retries refused calls three times at most: it retries no more calls than are "
+    "answered, so that the server has hardly more to refuse, and callers soon know. How long calls take that were "
+    "retried is not promised."
 )
 
 

@@ -85,19 +85,19 @@ def run(minutes: float) -> list[Figure]:
     return [
         growth,
         Figure("resident memory at the end", round(samples[-1] / 2**20), "MiB"),
-        Figure("threads more than before", after.threads - before.threads, at_most=POOLS),
-        Figure("descriptors more than before", after.descriptors - before.descriptors, at_most=0),
-        Figure("tasks more than before", after.tasks - before.tasks, at_most=0),
-        *(exactly(f"left in the end: {name}", value, 0) for name, value in left.items()),
-        exactly("left in the end: bytes of cache pages", pages, 0),
-        Figure("the SDK's descriptors more than before", own_after[0] - own_before[0], at_most=0),
-        Figure("the SDK's threads more than before", own_after[1] - own_before[1], at_most=0),
-        Figure("answers checked, all right", tally.right + counts["caches"], at_least=1000 * min(1.0, minutes)),
+        Figure("growth in threads", after.threads - before.threads, at_most=POOLS),
+        Figure("growth in descriptors", after.descriptors - before.descriptors, at_most=0),
+        Figure("growth in tasks", after.tasks - before.tasks, at_most=0),
+        *(exactly(f"left at the end: {name}", value, 0) for name, value in left.items()),
+        exactly("left at the end: bytes of cache pages", pages, 0),
+        Figure("growth in the SDK's descriptors", own_after[0] - own_before[0], at_most=0),
+        Figure("growth in the SDK's threads", own_after[1] - own_before[1], at_most=0),
+        Figure("answers checked, all correct", tally.right + counts["caches"], at_least=1000 * min(1.0, minutes)),
         exactly("wrong answers", tally.wrong + counts["wrong answers of caches"], 0),
         exactly("answers for another caller", tally.anothers, 0),
         exactly("good calls that failed", tally.failed, 0),
         exactly("bad input that was answered", counts["bad input that was answered"], 0),
-        exactly("mutated messages with another error than they deserve", odd, 0),
+        exactly("mutated messages with the wrong error", odd, 0),
         *(
             Figure(name, counts[name], at_least=1)
             for name in ("cancelled", "too late", "newcomers", "vanished", "garbage", "refused", "mutated", "caches")

@@ -9,8 +9,8 @@ from benchmarks.chaos.outcome import Figure
 from benchmarks.chaos.ways import Unary
 
 PROMISE: Final = (
-    "The same by unary calls, of which refusing one takes more of the event loop's time: the rest is told "
-    "RESOURCE_EXHAUSTED with a delay, and gRPC itself cancels none."
+    "The same with unary calls, each of which takes more of the event loop's time to refuse: the rest is refused with "
+    "RESOURCE_EXHAUSTED and a delay, and gRPC itself cancels none."
 )
 
 

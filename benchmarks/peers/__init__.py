@@ -1,1 +1,1 @@
-"""Servers of others that serve the same functions, to compare with: Triton Inference Server and Mosec."""
+"""Peers, other servers that serve the same functions, for comparison: Triton Inference Server and Mosec."""

@@ -1,6 +1,6 @@
-"""What the peers compute, by torch: the same functions as the service, as many requests at once as they can.
+"""What the peers compute, with torch: the same functions as the service, for as many requests at once as possible.
 
-Imported by the peers' servers, in virtual environments of their own: it needs torch and NumPy, nothing of attnserve.
+Imported by the peers' servers, in virtual environments of their own: it needs torch and NumPy, but not attnserve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEADS, HEAD_DIM = 8, 64
 
 
 class Attention(NamedTuple):
-    """One attention: query [Hq, L, D], key and value [Hk, S, D], a mask [L, S] that is true where keys are attended."""
+    """One attention: query [Hq, L, D], key and value [Hk, S, D], a mask [L, S], true where a key is attended to."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -28,12 +28,12 @@ class Attention(NamedTuple):
 
     @property
     def alike(self) -> object:
-        """What requests of one stack have in common."""
+        """What requests must have in common to be stacked."""
         return self.query.shape, self.key.shape, self.value.shape, self.mask is None, self.causal, self.scale
 
 
 def attend(requests: Sequence[Attention]) -> list[torch.Tensor]:
-    """The outputs [Hq, L, D], in order; requests that are alike are stacked for one call of torch."""
+    """The outputs [Hq, L, D], in order; requests with equal shapes and options are stacked for one call of torch."""
     groups: dict[object, list[int]] = {}
     for place, request in enumerate(requests):
         groups.setdefault(request.alike, []).append(place)
@@ -58,12 +58,12 @@ def attend(requests: Sequence[Attention]) -> list[torch.Tensor]:
 
 
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors with an axis more; a view of one that is alone."""
+    """Tensors stacked along a new first axis; a single one becomes a view."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
 class Layer:
-    """A causal multi-head layer with the weights of a file of arrays (npz), by the names of nn.MultiheadAttention."""
+    """A causal multi-head layer with weights from an npz file, by the names of nn.MultiheadAttention."""
 
     def __init__(self, file: str | Path) -> None:
         """Reads the weights."""
@@ -71,7 +71,9 @@ class Layer:
             self._weights = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs [L, 512] of inputs of any lengths: projections over all rows, attention stacked by length."""
+        """The outputs [L, 512] of inputs of any lengths: projections over all rows; attention stacked if lengths are
+        equal, else one by one.
+        """
         lengths = [len(rows) for rows in inputs]
         rows = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs))
         weights = self._weights
@@ -92,6 +94,6 @@ def _heads(projected: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(threads: int) -> None:
-    """Sets torch up for a server that computes and does nothing else."""
+    """Sets torch up for a server that only computes."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""Mosec: started in its virtual environment, and spoken to by HTTP requests that are encoded beforehand."""
+"""Mosec: started in its virtual environment, and called by HTTP requests that are encoded beforehand."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from benchmarks.servers import Running, started
 from benchmarks.workload import Workload
 
 HEADER: Final = struct.Struct("<6If")
-"""What stands before the arrays in a body: Hq, Hk, L, S, D, flags, scale; as `mosec_worker.py` reads it."""
+"""The header before the arrays in a body: Hq, Hk, L, S, D, flags, scale; as `mosec_worker.py` reads it."""
 MAX_REQUEST_BYTES: Final = 1 << 30
 TIMEOUT_MS: Final = 60_000
 
 
 def request(problem: Plain) -> bytes:
-    """An HTTP request, whole."""
+    """A complete HTTP request."""
     if isinstance(problem, PlainAttention):
         (heads, length, width), (kv_heads, kv_length, _) = problem.query.shape, problem.key.shape
         flags = problem.causal + 2 * (problem.mask is not None)
@@ -42,7 +42,7 @@ def request(problem: Plain) -> bytes:
 
 
 async def http(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
-    """Encoded requests, one at a time on each of as many connections as are in flight; no body is decoded."""
+    """Encoded requests, one at a time on each of as many connections as there are in flight; no body is decoded."""
     requests = [request(workload.plain(number)) for number in workload.numbers]
     await raw.http(address, requests, arrivals, meter)
 
@@ -90,6 +90,6 @@ class Mosec(Peer):
             yield found
 
     def output(self, shape: tuple[int, ...], reply: bytes) -> Array:
-        """The output in a response's body, which has no shape of its own."""
+        """The output in a response's body, which does not include the shape."""
         found = np.frombuffer(reply, np.float32)
         return found.reshape(shape) if found.size == np.prod(shape) else found

@@ -1,6 +1,6 @@
 """Mosec serving the same functions: `python -m benchmarks.peers.mosec_worker`, with mosec's own arguments.
 
-A request's body is what `encode_attention` of messages.py says, or the rows of a layer's input as they are.
+A request's body is as `request` in mosec.py encodes it: HEADER and arrays, or just the rows of a layer's input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREADS: Final = int(os.environ.get("ATTNSERVE_BENCH_THREADS", "1"))
 
 
 class _Bytes(Worker):  # type: ignore[misc]
-    """Bodies are bytes."""
+    """A worker whose replies are raw bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Bytes(Worker):  # type: ignore[misc]
 
 
 class AttentionWorker(_Bytes):
-    """`/attention`."""
+    """Computes attention."""
 
     def deserialize(self, data: bytes) -> Attention:
         """Views of the body."""
@@ -51,12 +51,12 @@ class AttentionWorker(_Bytes):
         return Attention(query, key, value, mask, bool(flags & 1), None if math.isnan(scale) else scale)
 
     def forward(self, data: list[Attention] | Attention) -> list[torch.Tensor] | torch.Tensor:
-        """A batch; or one alone, where batches are of one."""
+        """Computes a batch, or a single request if batches have at most one."""
         return attend(data) if isinstance(data, list) else attend([data])[0]
 
 
 class LayerWorker(_Bytes):
-    """`/layer`."""
+    """Applies the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class LayerWorker(_Bytes):
         return torch.frombuffer(data, dtype=torch.float32).view(-1, HEADS * HEAD_DIM)
 
     def forward(self, data: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor] | torch.Tensor:
-        """A batch; or one alone, where batches are of one."""
+        """Computes a batch, or a single request if batches have at most one."""
         return self._layer(data) if isinstance(data, list) else self._layer([data])[0]
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Serves until the process is ended."""
     server = Server()
     environment: dict[str, Any] = os.environ.copy()
     worker = LayerWorker if environment["ATTNSERVE_BENCH_MODEL"] == "layer" else AttentionWorker

@@ -1,4 +1,4 @@
-"""A peer: a server of others in a virtual environment of its own, how it is started, and how it is spoken to."""
+"""A peer: another server in a virtual environment of its own, how it is started, and how it is called."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from benchmarks.servers import Running
 
 ENVIRONMENTS: Final = Path(__file__).parents[2] / ".venv-peers"
 SETTINGS: Final = Path(__file__).with_name("settings.json")
-"""The settings that were the fastest for each peer in each workload, as `tune.py` found them."""
+"""The fastest settings of each peer for each workload, as found by `tune.py`."""
 
 
 class Peer(ABC):
-    """A server of others that serves the same functions."""
+    """Another server that serves the same functions."""
 
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
-    """Whose versions matter."""
+    """The packages whose versions matter."""
     settings: ClassVar[Mapping[str, int]]
-    """The settings of workloads for which none were found that are faster."""
+    """The settings of workloads for which no faster ones were found."""
     description: ClassVar[str]
-    """What it is, and what of it is used, in words."""
+    """What it is, and which parts are used, in words."""
     loads: ClassVar[Mapping[str, Load]]
     """The ways of calling it."""
 
@@ -37,25 +37,25 @@ class Peer(ABC):
     def serve(
         self, problem: Plain, settings: Mapping[str, int], weights: Path, directory: Path
     ) -> AbstractContextManager[Running]:
-        """Serves what a problem is an example of until the block ends; its own files go into a directory."""
+        """Serves the function that a problem is an example of, until the block ends; its files go into a directory."""
 
     @abstractmethod
     def output(self, shape: tuple[int, ...], reply: bytes) -> Array:
-        """The output of this shape in a reply."""
+        """The output in a reply; `shape` is the expected one."""
 
     def settings_for(self, workload: str) -> dict[str, int]:
-        """The settings that were the fastest for it in a workload, by its name."""
+        """Its fastest settings for a workload, given by name."""
         found: dict[str, dict[str, int]] = json.loads(SETTINGS.read_text("utf-8")).get(self.name, {})
         return {**self.settings, **found.get(workload, {})}
 
     @property
     def environment(self) -> Path:
-        """Where `make bench-peers` puts it."""
+        """The directory into which `make bench-peers` installs it."""
         return ENVIRONMENTS / self.name.lower()
 
     @property
     def installed(self) -> bool:
-        """Whether it is there, whole."""
+        """Whether it is completely installed."""
         return (self.environment / ".installed").exists()
 
     @property
@@ -83,7 +83,7 @@ def model_of(problem: Plain) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that were free a moment ago, for servers that cannot choose one themselves."""
+    """Ports on this machine that were free a moment ago, for servers that cannot choose one themselves."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,8 +1,8 @@
-"""Triton Inference Server with its Python backend: started from the files in the package nvidia-pytriton, and spoken to
-by messages that are encoded beforehand.
+"""Triton Inference Server with its Python backend: started from the files in the package nvidia-pytriton, and called by
+messages that are encoded beforehand.
 
-The server itself runs, with a model repository of its own, not pytriton's Python class, whose proxy between the server
-and the caller's process costs more than the backend.
+The server itself runs, with its own model repository, rather than pytriton's Python class, whose proxy between the
+server and the caller's process costs more than the backend.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STREAM: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 ID_FIELD: Final = 3
-"""Of requests and of responses; what else is read of a stream's responses are the fields of the two below."""
+"""The id's field in requests and responses. Otherwise only the two fields below are read of a stream's responses."""
 ERROR_FIELD, RESPONSE_FIELD = 1, 2
 
 
 def _messages() -> dict[str, Any]:
-    """The part of the KServe protocol's messages that is needed here, by name."""
+    """The messages of the KServe protocol, as far as they are needed here, by name."""
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="benchmarks/kserve.proto", package="inference", syntax="proto3")
     one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
@@ -73,7 +73,7 @@ DATATYPES: Final = {np.dtype(np.float32): "FP32", np.dtype(np.bool_): "BOOL"}
 
 
 def request(problem: Plain) -> bytes:
-    """An encoded ModelInferRequest; every tensor has an axis of length 1 before its own, that of Triton's batches."""
+    """An encoded ModelInferRequest; every tensor has a first axis of length 1, for Triton's batches."""
     if isinstance(problem, PlainAttention):
         model = "attention"
         options = np.array([problem.causal, np.nan if problem.scale is None else problem.scale], np.float32)
@@ -100,7 +100,7 @@ def call(call_id: int, encoded: bytes) -> list[_fields.Buffer]:
 
 
 def replies(message: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The id and the encoded ModelInferResponse of a message of a stream. RuntimeError at an error, which has no id."""
+    """The id and the encoded ModelInferResponse in a stream's message. RuntimeError for an error, which has no id."""
     for number, _, _, content, end in _fields.fields(message, 0, len(message)):
         if number == ERROR_FIELD:
             raise RuntimeError(message[content:end].decode())
@@ -132,11 +132,11 @@ INPUTS: Final = {
     },
     "layer": {"INPUT": "data_type: TYPE_FP32, dims: [-1, 512]"},
 }
-"""Tensors of any shape may share a batch: without `allow_ragged_batch`, Triton ends one at every other shape."""
+"""Tensors of any shapes may share a batch: without `allow_ragged_batch`, Triton ends a batch at a different shape."""
 
 
 def write_repository(directory: Path, model: str, settings: Mapping[str, object]) -> None:
-    """Writes a model repository of one model; settings are the places to be filled in CONFIGURATION."""
+    """Writes a model repository with one model; `settings` fill the placeholders in CONFIGURATION."""
     (directory / model / "1").mkdir(parents=True)
     inputs = (f'{{ name: "{name}", {rest}, allow_ragged_batch: true }}' for name, rest in INPUTS[model].items())
     (directory / model / "config.pbtxt").write_text(
@@ -151,7 +151,7 @@ def write_repository(directory: Path, model: str, settings: Mapping[str, object]
 
 
 def link_backend(directory: Path, files: Path) -> None:
-    """The Python backend with the stub process of this Python's version, which the package keeps apart."""
+    """Links the Python backend together with the stub for this Python's version, which the package keeps separately."""
     backend = directory / "python"
     backend.mkdir(parents=True)
     version = files.parents[1].parent.name.removeprefix("python")
@@ -170,7 +170,7 @@ async def unary(address: str, workload: Workload, arrivals: Arrivals, meter: Met
 
 
 async def stream(address: str, workload: Workload, arrivals: Arrivals, meter: Meter) -> None:
-    """Encoded messages over one stream; nothing is decoded but the ids of the replies. A message has one request."""
+    """Encoded messages over one stream, one request per message; only the ids of replies are decoded."""
     requests = [request(workload.plain(number)) for number in workload.numbers]
     await raw.stream(
         address, STREAM, lambda call_id, number: call(call_id, requests[number]), replies, 0, arrivals, meter
@@ -220,12 +220,12 @@ class Triton(Peer):
             ) as found:
                 yield found
         finally:
-            # What is killed leaves its shared memory behind.
+            # Killed processes leave their shared memory behind.
             for file in SHARED_MEMORY.glob(f"{shared_memory}*"):
                 file.unlink()
 
     def output(self, shape: tuple[int, ...], reply: bytes) -> Array:
-        """The output in an encoded ModelInferResponse, which has a shape of its own."""
+        """The output in an encoded ModelInferResponse, which includes the shape."""
         response = MESSAGES["ModelInferResponse"].FromString(reply)
         found = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(tuple(response.outputs[0].shape)[1:])
         return found.reshape(shape) if found.size == np.prod(shape) else found

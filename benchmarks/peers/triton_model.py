@@ -1,7 +1,7 @@
-"""The model file of Triton's Python backend: requests of a batch in, their outputs out.
+"""The model file for Triton's Python backend: requests of a batch in, their outputs out.
 
-Runs in Triton's stub process, which provides `triton_python_backend_utils`. The name of the model says which function:
-`attention` or `layer`.
+Runs in Triton's stub process, which provides `triton_python_backend_utils`. The name of the model says which function
+it computes: `attention` or `layer`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import triton_python_backend_utils as triton  # type: ignore[import-not-found]
 
-# The stub's Python looks at no PYTHONPATH, and this file is reached by a link.
+# The stub's Python ignores PYTHONPATH, and this file is reached by a symbolic link.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers.compute import Attention, Layer, attend, prepare
 
 
 class TritonPythonModel:
-    """What the backend looks for in a model file."""
+    """The class that the backend looks for in a model file."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Once a model instance."""
+        """Called once for each model instance."""
         config = json.loads(args["model_config"])
         parameters = {name: each["string_value"] for name, each in config["parameters"].items()}
         prepare(int(parameters["threads"]))
@@ -33,7 +33,7 @@ class TritonPythonModel:
         self._layer = None if config["name"] == "attention" else Layer(parameters["weights"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response to each request, in order."""
+        """The responses to all requests, in order."""
         outputs = self._compute(requests)
         return [triton.InferenceResponse([triton.Tensor.from_dlpack("OUTPUT", each.contiguous())]) for each in outputs]
 

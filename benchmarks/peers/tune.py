@@ -25,10 +25,10 @@ from benchmarks.workloads import WORKLOADS
 
 
 def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
-    """The settings to try: processes and threads that share the cores, and the longest batch."""
+    """The settings to try: splits of the cores into processes and threads, and the maximum batch size."""
     cores = usable_cpus()
     processes = "instances" if isinstance(peer, Triton) else "workers"
-    # One at a time needs no batch, for which Mosec would wait.
+    # One request at a time needs no batching, for which Mosec would wait.
     batches = (64,) if workload.in_flight > 1 else (64, 1)
     shared = {(1, 1), (1, cores), (cores, 1)} if workload.in_flight > 1 else {(1, 1), (1, cores)}
     return [
@@ -39,7 +39,7 @@ def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
 
 
 def rate(loop: asyncio.Runner, peer: Peer, workload: Workload, settings: Mapping[str, int], seconds: float) -> float:
-    """Requests a second of the fastest way of calling a peer with these settings. Raises WrongAnswerError."""
+    """Requests per second of the fastest way of calling a peer with these settings. Raises WrongAnswerError."""
     rates = []
     with (
         tempfile.TemporaryDirectory(prefix="attnserve-bench-") as directory,
@@ -55,7 +55,7 @@ def rate(loop: asyncio.Runner, peer: Peer, workload: Workload, settings: Mapping
 
 
 def main() -> None:
-    """Tries all and writes the file."""
+    """Tries all settings and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.tune", description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--workloads", default=",".join(name for name, each in WORKLOADS.items() if each.peers))

@@ -1,7 +1,7 @@
 """The client for asyncio: the surface of `Client`, awaited.
 
-In: the arguments of an operation. Out: its result, or a future of it. The parts: `attend` and `apply` encode,
-`tasks` carries, `reply` decodes.
+In: the arguments of an operation. Out: its result, or a future of it. The parts: `_requests` encodes and decodes,
+`_transports.tasks` carries.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ NUMPY: dict[int, np.dtype[Any]] = {
     pb.DATA_TYPE_BOOL: np.dtype("?"),
     pb.DATA_TYPE_INT64: np.dtype("<i8"),
 }
-"""The NumPy dtype of each dtype of the wire."""
+"""The NumPy dtype of each wire dtype."""
 
 WIRE: dict[np.dtype[Any], int] = {dtype: value for value, dtype in NUMPY.items()}
-"""The dtype of the wire of each NumPy dtype."""
+"""The wire dtype of each NumPy dtype."""
 
 FLOATING: frozenset[int] = frozenset(
     (pb.DATA_TYPE_FLOAT32, pb.DATA_TYPE_FLOAT16, pb.DATA_TYPE_BFLOAT16, pb.DATA_TYPE_FLOAT64)
@@ -29,6 +29,6 @@ FLOATING: frozenset[int] = frozenset(
 
 
 def name(value: int) -> str:
-    """The dtype's everyday name, such as ``float32``; ``unknown (17)`` for a number that is none."""
+    """The dtype's usual name, such as ``float32``; ``unknown (17)`` for a number that is no dtype."""
     dtype = NUMPY.get(value)
     return f"unknown ({value})" if dtype is None else str(dtype.name)

@@ -1,6 +1,6 @@
-"""The wire format of protobuf, as far as those need it who look at messages without parsing them: fields and varints.
+"""The parts of protobuf's wire format needed to look at messages without parsing them: fields and varints.
 
-In: bytes. Out: where the fields of a message lie; what stands before a field's content.
+In: bytes. Out: where the fields of a message lie; the prefix of a field's content.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ LENGTH_DELIMITED: Final = 2
 GROUP: Final = 3
 """The wire type with which a group begins."""
 MANY_FIELDS: Final = 4096
-"""A message with more fields, or with a group of more bytes, is not walked through in Python."""
+"""A message with more fields, or with a group of more bytes, is not walked in Python."""
 
 
 class ManyFieldsError(DecodeError):
-    """Walking through this message in Python would take long."""
+    """Walking this message in Python would take too long."""
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """`lru_cache` that keeps a function's type: to mypy, the class of a message is as unhashable as a message."""
+    """`lru_cache` that keeps a function's type: mypy takes message classes to be unhashable, as messages are."""
     return cast(Callable[[F], F], lru_cache(maxsize))
 
 
 def varint(value: int) -> bytes:
-    """The varint of a number that is not negative."""
+    """The varint of a non-negative number."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -44,7 +44,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
-    """The varint at a place, modulo 2**64, and the place behind it. IndexError if the buffer ends within it."""
+    """The varint at `at`, modulo 2**64, and the position behind it. IndexError if the buffer ends within it."""
     value = shift = 0
     while True:
         byte = buffer[at]
@@ -58,8 +58,8 @@ def read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
 
 
 def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The fields of a message that lies from `at` to `end`: number, wire type, where the field begins, where its
-    content begins and where it ends. Raises DecodeError if the bytes are not a message.
+    """The fields of the message between `at` and `end`: number, wire type, where the field begins, and where its
+    content begins and ends. Raises DecodeError if the bytes are not a message.
     """
     try:
         while at < end:
@@ -99,12 +99,12 @@ def fields(buffer: Buffer, at: int, end: int) -> Iterator[tuple[int, int, int, i
 
 
 def weight(wire_type: int, start: int, end: int) -> int:
-    """How many fields one counts for that lies there: a group, which has others, for as many as it has bytes."""
+    """How many fields a field counts as: a group, which contains others, as many as it has bytes."""
     return end - start if wire_type == GROUP else 1
 
 
 def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) -> int:
-    """The place behind a group (an ancient encoding that only unknown fields can have) whose start tag was read."""
+    """The position behind a group (an old encoding that only unknown fields can have) whose start tag was read."""
     if depth > 100:
         raise DecodeError("groups are nested too deeply")
     first = at
@@ -125,5 +125,5 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
 
 @cached(4096)
 def field_prefix(number: int, length: int) -> bytes:
-    """What stands before the content of a length-delimited field."""
+    """The tag and length before the content of a length-delimited field."""
     return varint(number << 3 | LENGTH_DELIMITED) + varint(length)

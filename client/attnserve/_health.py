@@ -1,7 +1,7 @@
-"""Whether a server is well: grpc.health.v1, asked for readiness and for liveness.
+"""Whether a server is healthy: grpc.health.v1, asked for readiness and for liveness.
 
-Its messages have one field each, and google.protobuf's wrappers of a text and of a number are the same bytes: no
-package is needed for them.
+Its messages have one field each, and are encoded just like google.protobuf's wrappers of a string and of a number, so
+no package is needed for them.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ def _read(status: Int32Value) -> bool:
 READINESS: Final = Rpc(_PATH, StringValue(value="readiness"), Int32Value, _read)
 """Asks whether to send requests to a server."""
 LIVENESS: Final = Rpc(_PATH, StringValue(value="liveness"), Int32Value, _read)
-"""Asks whether a server's process is of use."""
+"""Asks whether a server's process works at all."""

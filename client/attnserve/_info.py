@@ -1,4 +1,4 @@
-"""Descriptions of a server: `ServerInfoResponse` as plain frozen values."""
+"""The description of a server: `ServerInfoResponse` as plain frozen values."""
 
 from __future__ import annotations
 
@@ -144,4 +144,4 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
 
 
 SERVER_INFO: Final = Rpc(SERVICE + "ServerInfo", pb.ServerInfoRequest(), pb.ServerInfoResponse, _read)
-"""Asks a server what it is."""
+"""Asks a server for its description."""

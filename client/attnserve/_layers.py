@@ -1,7 +1,7 @@
 """The layers that a server holds: what they are, and listing, loading and unloading them.
 
-In: names, and files of definitions on the server. Out: `Layer`, plain frozen values. `Layers` and `AsyncLayers` are the
-`layers` of the two clients, the same for threads and for tasks.
+In: names, and definition files on the server. Out: `Layer`, plain frozen values. `Layers` and `AsyncLayers` are the
+`layers` of the two clients, and behave alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Merging attentions over disjoint sets of keys into attention over all of them.
+"""Merges attentions over disjoint sets of keys into the attention over all of them.
 
-In: outputs with their log-sum-exps, NumPy or torch. Out: one output and one log-sum-exp of the same kind. This is how
-to attend to keys that are too many for one request, or that live in several places.
+In: outputs with their log-sum-exps, NumPy or torch. Out: one output and one log-sum-exp of the same kind. For keys that
+are too many for one request, or are kept in several places.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def merge_attention(
     def along_rows(array: Any) -> Any:
         return (array.swapaxes(-1, -2) if crossed else array)[..., None]
 
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and is meant to be
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, as intended
         exponents = [cast(lse, wide) for lse in lses]
         largest = reduce(xp.maximum, exponents)
         nothing = largest == -xp.inf

@@ -1,8 +1,8 @@
-"""The process that a client belongs to: that in which it is first used.
+"""The process that a client belongs to: the one in which it is first used.
 
-In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in the child of one. A child has none
-of the client's threads, and whoever held a lock as the process was forked holds it there for ever, so that this is
-asked before any lock is taken, and takes none.
+In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in a forked child. A child has none
+of the client's threads, and a lock that was held during the fork stays locked there for ever, so this check comes
+before any lock is taken, and takes none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _FORKED: Final = "the client was used before the process was forked; spawn processes, or make a client in each"
 
 _forks = 0
-"""How many forks lead from the first process here."""
+"""How many forks lead from the first process to this one."""
 
 _inheritances: Final[list[tuple[Callable[[], Iterable[Any]], list[Any]]]] = []
 
@@ -32,7 +32,7 @@ class Process:
         self._forks: int | None = None
 
     def enter(self) -> None:
-        """The client is used. ClientClosedError if another process has done so."""
+        """Notes that the client is used. ClientClosedError if another process has used it."""
         if self._forks != _forks:
             if self._forks is not None:
                 raise ClientClosedError(_FORKED)
@@ -40,13 +40,13 @@ class Process:
 
     @property
     def is_another(self) -> bool:
-        """Whether the client was used before a fork of which this process is the child."""
+        """Whether the client was first used in another process, before a fork that led to this one."""
         return self._forks is not None and self._forks != _forks
 
 
 def inherited(alive: Callable[[], Iterable[T]]) -> Sequence[T]:
-    """A list that gets, in each child, what is alive as it is forked. It is never let go of there: what is gRPC's would
-    wait for threads that are its parent's, in whatever code it is collected.
+    """A list that holds, in each forked child, the objects alive at the fork, and so keeps them alive there for ever:
+    collecting a gRPC object would block on threads that exist only in the parent.
     """
     kept: list[T] = []
     _inheritances.append((alive, kept))

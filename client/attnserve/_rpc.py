@@ -1,7 +1,7 @@
-"""A unary call beside the operations of a stream: small messages carried by stock protobuf, but for tensors in them.
+"""Unary calls other than a stream's operations: small messages encoded by stock protobuf, except for their tensors.
 
-In: a request and the way to read its response. Out: `Rpc`, which both clients send in the same way, each with its
-`Ask` or `AskLater`.
+In: a request and how to read its response. Out: `Rpc`, which both clients send in the same way, by their `Ask` or
+`AskLater`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rpc(Generic[ResponseT, T]):
-    """A method, what it is asked, and what is made of the answer."""
+    """A method, its request, and how its response is read."""
 
     path: str
     """The method, with its service."""
     request: Message
     response_type: type[ResponseT]
     read: Callable[[ResponseT], T]
-    """What the caller is given for a response."""
+    """Makes the caller's result from a response."""
     fields: Sequence[Buffer] = ()
-    """Serialised fields that follow those of the request, in pieces: its tensors."""
+    """Pieces of serialised fields that follow those of the request: its tensors."""
     repeatable: bool = True
-    """Whether it may be sent again when it is not known whether the server has taken it."""
+    """Whether it may be sent again if it is unknown whether the server has run it."""
 
     @property
     def pieces(self) -> list[Buffer]:
@@ -40,7 +40,7 @@ class Rpc(Generic[ResponseT, T]):
         return [self.request.SerializeToString(), *self.fields]
 
     def decode(self, data: bytes) -> T:
-        """What the caller is given for a serialised response. ProtocolError if the bytes are none."""
+        """The caller's result from a serialised response. ProtocolError if the bytes are not one."""
         try:
             response = self.response_type.FromString(data)
         except DecodeError as error:
@@ -50,14 +50,14 @@ class Rpc(Generic[ResponseT, T]):
 
 
 class Ask(Protocol):
-    """Sends an Rpc, to the server `home` if not to any, and waits for its answer, at most so many seconds."""
+    """Sends an Rpc, to the server `home` or, if None, to any, and waits up to `timeout` seconds for its answer."""
 
     def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
-        """The answer."""
+        """Returns the answer."""
 
 
 class AskLater(Protocol):
-    """Sends an Rpc; its answer is to be awaited."""
+    """Sends an Rpc; its answer can be awaited."""
 
     def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> Awaitable[T]:
-        """The answer, to come."""
+        """Returns an awaitable of the answer."""

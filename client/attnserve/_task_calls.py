@@ -1,5 +1,4 @@
-"""How a client for asyncio carries out what it is asked for: by which transport, at which server, in which order, under
-which span.
+"""How an asyncio client makes its calls: over which transport, to which server, in which order, under which span.
 
 In: encoded calls, plain RPCs, and the plans of operations on caches. Out: futures.
 """
@@ -42,7 +41,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """What a client has in flight, and the servers that it knows. It belongs to the loop in which it is first used."""
+    """A client's calls in flight, and the servers that it knows. It belongs to the loop in which it is first used."""
 
     def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
         self._settings = settings
@@ -59,7 +58,7 @@ class Calls:
             self._in_loop,
             None if settings.tls is None else self._identity.changed,
         )
-        """The servers that there are."""
+        """The servers of the client."""
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
         self._unary = UnaryTransport(settings.policy, self._bearer)
@@ -69,15 +68,15 @@ class Calls:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> None:
-        """Looks up which servers there are, if it must; the first call says what is wrong with that."""
+        """Looks up the servers, if needed. An error is left for the first call to raise."""
         if self.servers.must_look:
             with suppress(UnavailableError, DeadlineExceededError):
                 await self.servers.find_soon(self._settings.timeout)
 
     async def close(self) -> None:
-        """Ends the connections, unless they are another process's. Calls in flight fail with `ClientClosedError`. Once
-        begun, it goes on to its end, even if who waits for that is cancelled; or with the next call, where all tasks of
-        the loop were.
+        """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`. Once
+        begun, closing completes even if the caller is cancelled; if all tasks of the loop were cancelled, the next call
+        completes it.
         """
         if self._process.is_another:
             return
@@ -96,8 +95,8 @@ class Calls:
         await asyncio.gather(*self._closing)
 
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> asyncio.Future[T]:
-        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own.
-        ClientClosedError, as from all that follows, where the client is another process's.
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the context of its parent
+        span. ClientClosedError, here and below, if the client belongs to another process.
         """
         self._process.enter()
         future: CallFuture[Any, T]
@@ -123,16 +122,14 @@ class Calls:
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
-        """The future of a call. RuntimeError in another loop than that of the connections, where nobody would settle
-        it.
-        """
+        """The future of a call. RuntimeError in a loop other than that of the connections: nothing would settle it."""
         future = CallFuture(finish)
         if self._loop is not None and self._loop is not future.get_loop():
             raise RuntimeError("the client belongs to another event loop, in which it was first used")
         return future
 
     def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
-        """What is to be awaited before a call is sent, if anything is."""
+        """The function to await before a call is sent, if a look-up is needed."""
         return self.servers.find_soon if home is None and self.servers.must_look else None
 
     def _send_on_stream(self, future: CallFuture[Any, T], call: EncodedCall[T], home: str | None) -> None:
@@ -147,7 +144,7 @@ class Calls:
         try:
             call.timeout = await self.servers.find_soon(call.timeout)
             self._send_on_stream(future, call, None)
-        except Exception as error:  # of which asyncio would only tell when the task is collected
+        except Exception as error:  # asyncio would report it only when the task is collected
             future.settle(error)
 
     def ask(
@@ -158,7 +155,7 @@ class Calls:
         home: str | None = None,
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
-        """Asks a plain RPC, for some seconds."""
+        """Sends a plain RPC, which is given up after `timeout` seconds."""
         self._process.enter()
         future = self._future(rpc.decode)
         if self._tracing is not None:
@@ -168,7 +165,7 @@ class Calls:
         return future
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
-        """Tells a server something. Nobody waits for the answer, but for `close`, a moment."""
+        """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
         try:
             future = self.ask(rpc, TELLING_SECONDS, home)
         except ClientClosedError:
@@ -179,7 +176,7 @@ class Calls:
     def _answered(self, told: asyncio.Future[Any]) -> None:
         self._telling.discard(told)
         if not told.cancelled():
-            told.exception()  # or asyncio would say that nobody has looked
+            told.exception()  # or asyncio would log that it was never retrieved
 
     def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         """Begins an operation on caches."""
@@ -203,7 +200,7 @@ class Calls:
         """A connection, which belongs to the running loop."""
         try:
             self._settings.check_secrecy(replica.address)
-        except ValueError as error:  # the server itself has said where it is
+        except ValueError as error:  # the address came from the server itself
             raise PermissionDeniedError(str(error)) from None
         self._loop = asyncio.get_running_loop()
         credentials = self._identity.credentials
@@ -212,7 +209,7 @@ class Calls:
     def _move(self, call: Call[StreamFuture]) -> None:
         try:
             self.servers.connection().stream().adopt(call)
-        except Exception as error:  # whatever it is: nobody else would tell who waits
+        except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 
     def _dispose(self, connection: Connection) -> None:
@@ -222,5 +219,5 @@ class Calls:
 
     def _in_loop(self, function: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed, and the client has not been
+            with suppress(RuntimeError):  # the loop is closed, but the client was not
                 self._loop.call_soon_threadsafe(function)

@@ -1,8 +1,7 @@
-"""How a client for threads carries out what it is asked for: by which transport, at which server, in which order, under
-which span.
+"""How a threaded client makes its calls: over which transport, to which server, in which order, under which span.
 
 In: encoded calls, plain RPCs, and the plans of operations on caches. Out: futures, or answers. Nothing here keeps the
-client; whoever waits for a reply keeps this.
+client alive; whoever waits for a reply keeps this alive.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ T = TypeVar("T")
 
 
 class Calls:
-    """What a client has in flight, and the servers that it knows."""
+    """A client's calls in flight, and the servers that it knows."""
 
     def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
         bearer = Bearer(settings.token)
         self._process = Process()
         self.servers: Final = _servers(settings, self._process, Identity(settings.tls), bearer)
-        """The servers that there are."""
+        """The servers of the client."""
         if settings.target.fixed:
             self.servers.take(settings.target.fixed)
         self.turns: Final = Turns(later)
@@ -61,13 +60,13 @@ class Calls:
         self._telling: set[Future[Any]] = set()
         self._streaming = settings.transport == "stream"
         self._tracing = tracing
-        # A client that is forgotten rather than closed. The collector may notice it in any thread, one of the
-        # transports' own with its lock held too, so that closing must not happen right there.
+        # For a client that is dropped without being closed. The finalizer may run in any thread, even one of the
+        # transports' own that holds its lock, so it must not close anything itself.
         self._forgotten = weakref.finalize(self, _close_elsewhere, self._process, self._unary, self.servers)
         self._forgotten.atexit = False
 
     def close(self) -> None:
-        """Ends the connections, unless they are another process's. Calls in flight fail with `ClientClosedError`."""
+        """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`."""
         if self._process.is_another:
             return
         futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
@@ -75,14 +74,14 @@ class Calls:
         _close(self._unary, self.servers)
 
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
-        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the span above its own.
-        ClientClosedError, as from all that follows, where the client is another process's.
+        """Sends a call, to the server at `home` if only that one can answer it; `parent` is the context of its parent
+        span. ClientClosedError, here and below, if the client belongs to another process.
         """
         self._process.enter()
         future: CallFuture[Any, T]
         if self._streaming:
             future = CallFuture(call.result)
-            future.calls = self  # before it is sent: the reply lets go of this
+            future.calls = self  # before it is sent, since the reply clears this
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
             try:
@@ -104,11 +103,11 @@ class Calls:
         return future
 
     def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
-        """The answer to a plain RPC, within some seconds."""
+        """Sends a plain RPC and returns its answer, within `timeout` seconds."""
         return wait(self._send_rpc(rpc, timeout, None, home))
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
-        """Tells a server something. Nobody waits for the answer, but for `close`, a moment."""
+        """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
         try:
             future = self._send_rpc(rpc, TELLING_SECONDS, None, home)
         except ClientClosedError:
@@ -126,7 +125,7 @@ class Calls:
         return future
 
     def perform(self, plan: Plan[T]) -> T:
-        """What comes of an operation on caches."""
+        """Carries out an operation on caches, and returns its result."""
         self._process.enter()
         parent = None if self._tracing is None else self._tracing.current()
 
@@ -139,7 +138,7 @@ class Calls:
         """Begins an operation on caches."""
         self._process.enter()
         future: CallFuture[T, T] = CallFuture(lambda result: result)
-        # The steps are taken by whatever thread brings the answer to the one before.
+        # Each step runs in the thread that brings the reply to the previous one, which has another context.
         parent = None if self._tracing is None else self._tracing.current()
         transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
         future.withdraw = partial(_give_up, transaction)
@@ -157,36 +156,36 @@ class Calls:
 
 
 def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
-    if not waits:  # who is next begins here, with locks of its own
+    if not waits:  # the next operation begins here, and takes locks
         raise Held
     return transaction.cancel()
 
 
 def wait(future: Future[T]) -> T:
-    """The result of a future, which is given up if an interrupt ends the wait."""
+    """The result of a future; its call is given up if an interrupt ends the wait."""
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # nothing, unless it was an interrupt
+        future.cancel()  # has no effect unless it was an interrupt
         raise
     finally:
-        del future  # it has the error, which leads here: what both hold would wait for Python's collector
+        del future  # a cycle: it holds the error, and that this frame; only the garbage collector would free both
 
 
 def _servers(settings: Settings, process: Process, identity: Identity, bearer: Bearer) -> Servers[Connection]:
-    """The servers of a client, which must not keep the client."""
+    """The servers of a client; they must not keep the client alive."""
 
     def connect(replica: Replica) -> Connection:
         try:
             settings.check_secrecy(replica.address)
-        except ValueError as error:  # the server itself has said where it is
+        except ValueError as error:  # the address came from the server itself
             raise PermissionDeniedError(str(error)) from None
         return Connection(settings, identity.credentials, bearer, replica, servers.others, move)
 
     def move(call: Call[StreamFuture]) -> None:
         try:
             servers.connection().stream().adopt(call)
-        except Exception as error:  # whatever it is: nobody else would tell who waits
+        except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 
     outdated = None if settings.tls is None else identity.changed

@@ -1,8 +1,8 @@
-"""Traces of calls, through OpenTelemetry, where a client is told to make them. The rest of the SDK does not import it.
+"""Traces of calls, through OpenTelemetry, if a client is told to make them. The rest of the SDK does not import it.
 
-In: what is called, and the trace that the caller is in. Out: a span a call, and the W3C context that travels with the
-call, so that the server's spans are below it: as metadata of a unary call, and as fields of a call on a stream, since
-the calls of a stream belong to many traces.
+In: the method, and the caller's trace context. Out: a span per call, and the W3C context that travels with the call, so
+that the server's spans are below it: as metadata of a unary call, and as fields of a call on a stream, since the calls
+on a stream belong to many traces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallSpan:
 
     def __init__(self, span: Span, carrier: dict[str, str], error_status: Any) -> None:
         self._span = span
-        self._open = [True]  # nobody takes it twice, whoever comes in between: a thread, or a finalizer
+        self._open = [True]  # popped only once, even if a thread or a finalizer intervenes
         self._carrier = carrier
         self._error_status = error_status
 
@@ -43,8 +43,8 @@ class CallSpan:
         return pb.AttendStreamCall(**self._carrier).SerializeToString()  # type: ignore[arg-type]
 
     def end(self, error: BaseException | None) -> None:
-        """The call has its outcome; it keeps the first. Whatever goes wrong with that is logged: the outcome is to
-        reach the caller.
+        """Ends the span with the call's outcome; only the first counts. Errors are logged, so that the outcome still
+        reaches the caller.
         """
         try:
             self._open.pop()
@@ -52,7 +52,7 @@ class CallSpan:
             return
         try:
             self._end(error)
-        except Exception:  # OpenTelemetry lets pass what the caller's processors of spans raise
+        except Exception:  # OpenTelemetry does not catch errors of the caller's span processors
             logger.exception("the span of a call could not be ended")
 
     def _end(self, error: BaseException | None) -> None:
@@ -81,10 +81,10 @@ class Tracing:
         self._inject = TraceContextTextMapPropagator().inject
         self._address = address
         self.current = context.get_current
-        """The trace that the caller is in now."""
+        """Returns the caller's current trace context."""
 
     def begin(self, path: str, parent: Context | None) -> CallSpan:
-        """A call of a method begins; it is below the span of `parent`, or of the caller where that is None."""
+        """Begins the span of a call, below that in `parent`, or below the caller's current span if that is None."""
         service, _, method = path[1:].partition("/")
         attributes = {
             "rpc.system": "grpc",
@@ -99,7 +99,7 @@ class Tracing:
 
 
 def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:
-    """What a client's argument `tracing` means."""
+    """The tracing that a client's argument `tracing` asks for."""
     if tracing is False:
         return None
     return Tracing(None if tracing is True else tracing, address)

@@ -1,7 +1,7 @@
 """The wire codec: messages to bytes and back, without copying the payloads. SDK and server share it.
 
-A *payload* is the content of a `Tensor.data` field, nearly all of a message's bytes. A *header* is the same message
-with a *ticket* in the place of each payload: a few bytes that say which payload it was and how long. protobuf parses
+A *payload* is the content of a `Tensor.data` field; payloads are nearly all of a message's bytes. A *header* is the
+same message with a *ticket* in place of each payload: a few bytes with the payload's index and length. protobuf parses
 and serialises headers; payloads never pass through it.
 
     split(AttendRequest, buffer)   ->  header, [payload, ...]      payloads are views of the buffer
@@ -9,15 +9,15 @@ and serialises headers; payloads never pass through it.
 
 Because a ticket sits where its payload was, protobuf's own rules (the last of a repeated singular field wins, messages
 given twice are merged, oneofs) choose the right payload. Because a ticket holds the payload's length, equal headers
-mean equal requests but for the contents: what is computed from a header can be cached by it.
+mean requests that are equal except for the contents: what is computed from a header can be cached by it.
 
-The bytes are those of stock protobuf, in both directions; what is unusual (groups, overlong varints, thousands of
-fields) is left to it, which accepts or refuses it. Copies of a payload, one direction, where stock protobuf with
-`tobytes` makes nine: one when `b"".join` puts the message together, three in gRPC (into a slice, out of a slice, slices
-together), none here. The receiver's payloads are views of the buffer with no particular alignment.
+The bytes are those of stock protobuf, in both directions; unusual input (groups, overlong varints, thousands of fields)
+is left to stock protobuf to accept or refuse. Copies of a payload in one direction, of which stock protobuf with
+`tobytes` makes nine: one when `b"".join` assembles the message, three in gRPC (into a slice, out of a slice, joining
+slices), none here. The receiver's payloads are views of the buffer with no particular alignment.
 
 Callers send the same header again and again. `split` remembers the last ones of each length, and then finds header and
-payloads with a few comparisons of bytes instead of a walk through the fields.
+payloads with a few byte comparisons instead of a walk through the fields.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from attnserve._fields import (
 )
 from attnserve.v1 import tensor_pb2
 
-_REMEMBERED_HEADERS: Final = 4  # of one message type and one length
-_REMEMBERED_LENGTH: Final = 1024  # a longer header is not remembered: bounds the memory that callers can fill
+_REMEMBERED_HEADERS: Final = 4  # per message type and length
+_REMEMBERED_LENGTH: Final = 1024  # longer ones are not: bounds the memory that callers can fill
 
 MOST_FIELDS: Final = 1 << 18
-"""A message with more is refused: each takes protobuf 60 bytes, and a walk 0.3 us."""
+"""A message with more is refused: each field takes protobuf 60 bytes, and a walk 0.3 us."""
 
 
 class _Schema:
-    """Where payloads are within a message type: field number -> its tag and the schema there, None for a payload."""
+    """Where a message type contains payloads: field number -> its tag and the schema within; None for a payload."""
 
     __slots__ = ("fields",)
 
@@ -59,7 +59,7 @@ class _Schema:
 
 
 def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Schema | None:
-    """The schema of a message type; None if no payload is anywhere within it."""
+    """The schema of a message type; None if it cannot contain a payload."""
     if descriptor.full_name in known:
         return known[descriptor.full_name]
     schema = _Schema()
@@ -82,7 +82,7 @@ def _schema(message_type: type[Message]) -> _Schema:
 
 
 def ticket(index: int, length: int) -> bytes:
-    """What stands in a header for payload number `index`, of `length` bytes."""
+    """The ticket for payload number `index`, of `length` bytes."""
     return varint(index) + varint(length)
 
 
@@ -99,19 +99,18 @@ def read_ticket(data: bytes) -> tuple[int, int]:
 def split(
     message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None
 ) -> tuple[bytes, list[memoryview]]:
-    """The header of the message that lies in a part of a buffer, and its payloads as views of the buffer.
+    """The header of the message in a part of a buffer, and its payloads as views of the buffer.
 
-    (Of a message with thousands of fields, the payloads are views of a copy.) Raises DecodeError if the bytes are not
-    a message as far as the way to the payloads goes, or more fields than any message needs; parsing the header checks
-    the rest.
+    (If a message has thousands of fields, the payloads are views of a copy.) Raises DecodeError if the bytes that lead
+    to the payloads are malformed, or have more fields than any message needs; parsing the header checks the rest.
     """
     header, payloads = find(message_type, buffer, at, end)
     return header, list(payloads)
 
 
 class Payloads(Sequence[memoryview]):
-    """The payloads of a message that lies in a buffer from `at` on: views of the buffer, made when asked for. `places`
-    says where each begins and ends, counted from there; messages that are laid out alike share it.
+    """The payloads of a message that starts at `at` in a buffer: views of the buffer, made when asked for. `places` has
+    the start and end of each, relative to `at`; messages with the same layout share it.
     """
 
     __slots__ = ("at", "buffer", "places")
@@ -138,7 +137,7 @@ class Payloads(Sequence[memoryview]):
 
 
 def find(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | None = None) -> tuple[bytes, Payloads]:
-    """As `split`, for those who need to know where payloads are rather than to have views of them."""
+    """Like `split`, for callers that need the places of payloads rather than views of them."""
     if end is None:
         end = len(buffer)
     memory = _memory(message_type, end - at)
@@ -167,10 +166,10 @@ def find(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | No
 
 
 class _Layout:
-    """A header that came before, and where its bytes and the payloads lay, counted from where the message begins.
+    """A header seen before, and where its bytes and the payloads were, relative to the start of the message.
 
-    A message of the same type and length that has the same bytes in these places has the same header: tags and lengths
-    are among them, so that a walk through its fields would go the same way.
+    A message of the same type and length with the same bytes in these places has the same header: they include all tags
+    and lengths, so that a walk through its fields would take the same path.
     """
 
     __slots__ = ("fixed", "header", "payloads")
@@ -187,10 +186,10 @@ class _Layout:
 
 
 class _Memory:
-    """The layouts of messages of one type and length, the latest first, and the last header that had none.
+    """The layouts of messages of one type and length, the latest first, and the last header without a layout.
 
     A header gets a layout when it comes twice: those of replies, whose timings differ each time, never do. Threads may
-    share a memory: a search that runs while it changes may miss a layout, which costs a walk and nothing else.
+    share a memory: a search during a change may miss a layout, which only costs a walk.
     """
 
     __slots__ = ("last", "layouts")
@@ -206,7 +205,7 @@ def _memory(message_type: type[Message], length: int) -> _Memory:
 
 
 class _Walk:
-    """A walk through a message that collects where its payloads are and gives up when it has met too many fields."""
+    """A walk through a message that collects the places of its payloads, and gives up if there are too many fields."""
 
     __slots__ = ("buffer", "fields_left", "payloads")
 
@@ -216,11 +215,11 @@ class _Walk:
         self.payloads: list[tuple[int, int]] = []
 
     def header(self, schema: _Schema, at: int, end: int) -> bytes:
-        """The bytes from `at` to `end`, a message with this schema, with tickets for its payloads."""
+        """The header of the message of this schema from `at` to `end`: its bytes with tickets for its payloads."""
         buffer = self.buffer
         inner = schema.fields
         pieces: list[Buffer] = []
-        kept = at  # from here on, everything is copied as it is
+        kept = at  # from here on, bytes are copied unchanged
         walked = 0
         for number, wire_type, start, content, behind in fields(buffer, at, end):
             walked += weight(wire_type, start, behind)
@@ -247,7 +246,7 @@ class _Walk:
 
 
 def _overlong_prefix(buffer: Buffer, start: int, content: int, length: int) -> bytes:
-    """A field's tag as it is in the buffer and a length as overlong as there, for protobuf to judge."""
+    """A field's tag as it is in the buffer, and a length as overlong as the one there, for protobuf to judge."""
     _, at = read_varint(buffer, start)
     canonical = varint(length)
     missing = content - at - len(canonical)
@@ -257,20 +256,20 @@ def _overlong_prefix(buffer: Buffer, start: int, content: int, length: int) -> b
 
 
 def _has_too_many_fields(schema: _Schema, buffer: Buffer, at: int, end: int) -> bool:
-    """Whether no message that anybody needs has so many fields, those of its tensors included."""
+    """Whether a message has more fields than any message needs, those of its tensors included."""
     count = 0
     try:
         for each in _weights(schema, buffer, at, end):
             count += each
             if count > MOST_FIELDS:
                 return True
-    except ManyFieldsError:  # a long group is not looked into: every byte may be a field, in it and behind it
+    except ManyFieldsError:  # a long group is not walked: every byte in it and behind it may be a field
         return end - at > MOST_FIELDS
     return False
 
 
 def _weights(schema: _Schema, buffer: Buffer, at: int, end: int) -> Iterator[int]:
-    """How many fields each counts for, of a message with this schema and of those within it."""
+    """How many fields each field counts as, in a message of this schema and in those within it."""
     for number, wire_type, start, content, behind in fields(buffer, at, end):
         yield weight(wire_type, start, behind)
         _, inner = schema.fields.get(number, (b"", None))
@@ -279,7 +278,7 @@ def _weights(schema: _Schema, buffer: Buffer, at: int, end: int) -> Iterator[int
 
 
 def _in_order(message_type: type[Message], message: Buffer) -> bytes:
-    """The same message as protobuf would have written it: each field once, unknown ones left out."""
+    """The message as protobuf would have written it: each field once, without unknown fields."""
     parsed = message_type.FromString(bytes(message))
     parsed.DiscardUnknownFields()  # type: ignore[attr-defined]  # the stubs do not know it
     return parsed.SerializeToString()
@@ -287,7 +286,7 @@ def _in_order(message_type: type[Message], message: Buffer) -> bytes:
 
 @cached(1024)
 def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes | int, ...], int]:
-    """A header taken apart: bytes to send as they are, and payload numbers; and the length of the whole message."""
+    """A header split into bytes to send as they are and payload indices; and the length of the whole message."""
     pieces: list[bytes | int] = []
     size = _expand(_schema(message_type), header, 0, len(header), pieces)
     merged: list[bytes | int] = []
@@ -300,7 +299,7 @@ def _template(message_type: type[Message], header: bytes) -> tuple[tuple[bytes |
 
 
 def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[bytes | int]) -> int:
-    """Takes a part of a header apart, with the lengths of the real payloads; returns the length of what it becomes."""
+    """Splits a part of a header, with the lengths of the real payloads; returns the length of the resulting part."""
     size = 0
     for number, wire_type, start, content, behind in fields(header, at, end):
         if number not in schema.fields or wire_type != LENGTH_DELIMITED:
@@ -323,9 +322,9 @@ def _expand(schema: _Schema, header: bytes, at: int, end: int, pieces: list[byte
 
 
 def join(message_type: type[Message], header: bytes, payloads: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """The pieces of the message that a header and its payloads make, and their length together.
+    """The pieces of the message made from a header and its payloads, and their total length.
 
-    The header is a serialised message with tickets for payloads; payload i must have the length that its ticket says.
+    The header is a serialised message with tickets for payloads; payload i must have the length in its ticket.
     """
     template, size = _template(message_type, header)
     return [payloads[piece] if isinstance(piece, int) else piece for piece in template], size

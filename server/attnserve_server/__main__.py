@@ -1,10 +1,10 @@
 """The command line: `attnserve-server`, also `python -m attnserve_server`.
 
-In: flags and environment variables (see `command_line`). Out: a running server, until it is told to stop. Standard
-output says what it runs on and with which settings (see `startup`), and finally that it is ready; log lines go to
-standard error. Exit status: 0 after a drain, 3 if the drain's grace ended before the work, 4 if the device failed, 2 if
-a setting is wrong, 1 if the server cannot start.
-`attnserve-server layers check` and `attnserve-server token` start no server: see `layers.check` and `tokens`.
+In: flags and environment variables (see `settings.command_line`). Out: a running server, until it is told to stop.
+Standard output says what it runs on and with which settings (see `startup`), and finally that it is ready; log lines go
+to standard error. Exit status: 0 after a drain, 3 if the grace period ended before the work did, 4 if the device
+failed, 2 if a setting is wrong, 1 if the server cannot start.
+`attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `access.tokens`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Until it serves, being told to stop ends the process with status 0, whatever it loads. By default the first
-    process of a container would not hear of it, and be killed when its grace is over.
+    """Until the server serves, a signal to stop ends the process with status 0, whatever it is loading. By default the
+    first process of a container would not get the signal, and be killed when its grace period is over.
     """
 
     def end(*_: object) -> None:
@@ -45,16 +45,16 @@ def _ending_at_once() -> Iterator[None]:
         yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
-            if signal.getsignal(number) is end:  # it has not served
+            if signal.getsignal(number) is end:  # not taken over by serving
                 signal.signal(number, handler)
 
 
 @contextmanager
 def _for_good() -> Iterator[None]:
-    """What is made meanwhile is not looked through for garbage, neither now nor later: modules stay.
+    """Exempts what is created meanwhile from garbage collection, now and later: modules stay.
 
-    Those of torch have so many objects that the event loop would stand still for 0.1 s at each full collection, and
-    that starting and ending would take a third longer. It costs 1 MiB.
+    Those of torch have so many objects that the event loop would stop for 0.1 s at each full collection, and starting
+    and ending would take a third longer. This costs 1 MiB.
     """
     gc.disable()
     try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise StartError(f"{module} is not installed: pip install 'attnserve[server]'")
         import prometheus_client
 
-        # When each counter was created is no news: the process collector tells when all of them were.
+        # Creation times of counters are redundant: the process collector reports when all of them were made.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         with _ending_at_once():
             keep_one_heap()
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 startup.say(name, value)
             for name, source in config.sources().items():
                 startup.say(name, config.show(name), note=f" ({source})", source=source)
-            # Only now, because it loads torch: --help and a wrong setting answer at once.
+            # Only now, because this loads torch: --help and a wrong setting are answered at once.
             with _for_good():
                 from attnserve_server.serving import run
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as a small tree that knows its status code and its details.
+"""What can go wrong with a request: a small tree of errors that know their status codes and details.
 
     RequestError
     ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
@@ -19,7 +19,7 @@
     ├── DeviceFailed         UNAVAILABLE          ErrorInfo
     └── ComputationFailed    INTERNAL             ErrorInfo
 
-Messages speak of the request alone: no stack traces, no paths, nothing of other callers.
+Messages concern only the request: no stack traces, no paths, nothing about other callers.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ DOMAIN = "attnserve"
 """The domain of every ErrorInfo."""
 
 LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
-"""The reason where something is larger than the server takes from anybody; the message says the limit."""
+"""The reason if something is larger than the server accepts from anybody; the message gives the limit."""
 
 MAX_SHOWN = 1000
-"""The longest part of a message that says what was found, in characters: a unary call's status travels, several times
-over, in trailers, of which gRPC accepts 8 KiB."""
+"""The longest part of a message that says what was found, in characters: a unary call's status travels in trailers,
+which contain it several times, and of which gRPC accepts 8 KiB."""
 
 MAX_NAME = 128
-"""How much of a name that nothing has is shown: names of layers are no longer."""
+"""How much of an unknown name is shown; names of layers are no longer than that."""
 
 
 def shortened(text: str) -> str:
-    """The text, cut if it is longer than what may be shown."""
+    """The text, truncated if it is longer than may be shown."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class RequestError(Exception):
-    """A request that gets an error for its reply. `reason` is a constant that a program can compare."""
+    """A request that is answered with an error. `reason` is a constant that a program can compare."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
@@ -70,7 +70,7 @@ class RequestError(Exception):
 
     @property
     def rejection(self) -> str | None:
-        """Why it was refused at the door, as the metrics have it; None if it was not, or is counted there."""
+        """Its label in the metrics of rejections; None if it is none, or was counted where it was rejected."""
         return None
 
     def details(self) -> list[Message]:
@@ -82,12 +82,12 @@ class RequestError(Exception):
         return _status(self.code, self.message, self.details())
 
     def encoded_status(self) -> bytes:
-        """That, as it travels."""
+        """That status, serialised."""
         encoded: bytes = self.status().SerializeToString()
         return encoded
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """The metadata with which an RPC ends that ends with this error."""
+        """The trailing metadata of an RPC that ends with this error."""
         return (("grpc-status-details-bin", self.encoded_status()),)
 
 
@@ -121,7 +121,7 @@ class InvalidRequest(RequestError):
 
 
 class Malformed(InvalidRequest):
-    """Bytes that are not the message they should be, or one of more fields than any message needs."""
+    """Bytes that are not the message they should be, or a message with more fields than any needs."""
 
     def __init__(self, field: str, what: object) -> None:
         reason = LIMIT_EXCEEDED if isinstance(what, ManyFieldsError) else "MALFORMED_MESSAGE"
@@ -129,19 +129,19 @@ class Malformed(InvalidRequest):
 
 
 class Unauthenticated(RequestError):
-    """A request of a caller that does not say, or not truly, who it is."""
+    """A request of a caller that does not prove who it is."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(RequestError):
-    """A request that this caller, or any, may not make here."""
+    """A request that this caller, or no caller, may make here."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class NotFound(RequestError):
-    """A name that nothing has."""
+    """A request that names something that does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -151,7 +151,7 @@ class NotFound(RequestError):
 
 
 class FailedPrecondition(RequestError):
-    """A request that this server, as it is set up, cannot meet."""
+    """A request that cannot be met in the present state of the server or of what it names."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -162,7 +162,7 @@ class Overloaded(RequestError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     _encoded: bytes | None = None
-    """Its status as it travels, once it has been asked for; for all that are told the same (`again`)."""
+    """Its serialised status, once that has been asked for; shared by all copies (`again`)."""
 
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         super().__init__(
@@ -175,11 +175,11 @@ class Overloaded(RequestError):
 
     @property
     def rejection(self) -> str:
-        """The bound that it would have passed."""
+        """The bound that it would have exceeded."""
         return self.bound
 
     def again(self) -> Overloaded:
-        """The same for another request. One that is raised twice would keep what it met the first time: messages."""
+        """A copy for another request. An error raised twice would keep its first traceback alive, and so messages."""
         other = type(self).__new__(type(self), *self.args)
         other.__dict__ = self.__dict__
         return other
@@ -189,8 +189,8 @@ class Overloaded(RequestError):
         return _overload_details(self.reason, self.metadata, self.retry_delay)
 
     def encoded_status(self) -> bytes:
-        """As of every error, but kept, and looked up: many are told the same, and what that costs is taken from those
-        whose requests are computed.
+        """As for every error, but cached: many callers get the same one, and encoding it takes time from the requests
+        that are computed.
         """
         if self._encoded is None:
             metadata = tuple(self.metadata.items())
@@ -198,7 +198,7 @@ class Overloaded(RequestError):
         return self._encoded
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """As of every error, and how long gRPC's own retries are to wait."""
+        """As for every error, and how long gRPC's own retries should wait."""
         return *super().trailers(), ("grpc-retry-pushback-ms", str(max(1, round(self.retry_delay * 1000))))
 
 
@@ -216,7 +216,7 @@ def _encoded_overload(message: str, reason: str, retry_delay: float, metadata: t
 
 
 class ShareExceeded(Overloaded):
-    """A request of a caller that has its share of what there is room for; others may have room."""
+    """A request of a caller that already has its share of the room; there may be room for others."""
 
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         RequestError.__init__(
@@ -231,12 +231,12 @@ class ShareExceeded(Overloaded):
 
     @property
     def rejection(self) -> str:
-        """Not that the server is full."""
+        """The share, since the server need not be full."""
         return "share"
 
 
 class OutOfMemory(RequestError):
-    """A request for which the device has not the memory, alone."""
+    """A request for which the device has too little memory, even alone."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -245,7 +245,7 @@ class OutOfMemory(RequestError):
 
 
 class TooManyStreams(Overloaded):
-    """A stream of a caller that has as many as one may have."""
+    """A stream of a caller that already has as many as are allowed."""
 
     def __init__(self, limit: int) -> None:
         RequestError.__init__(
@@ -256,7 +256,7 @@ class TooManyStreams(Overloaded):
 
 
 class DeadlineExceeded(RequestError):
-    """A request whose caller's time ran out before it ran."""
+    """A request whose deadline passed before it ran."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -265,7 +265,7 @@ class DeadlineExceeded(RequestError):
 
 
 class DeadlineUnreachable(RequestError):
-    """A request that would not be computed within its caller's time, which is known when it comes."""
+    """A request that would not be computed before its deadline, as is known on arrival."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -276,7 +276,7 @@ class DeadlineUnreachable(RequestError):
 
     @property
     def rejection(self) -> str:
-        """That it is too late."""
+        """The deadline."""
         return "deadline"
 
 
@@ -299,8 +299,9 @@ class Draining(RequestError):
 
 
 class CallerChanged(RequestError):
-    """The end of a stream whose caller is not who it was, or may not do what it did: its token has been replaced, most
-    likely, and it has the new one. UNAVAILABLE, so that it tries another stream; that tells it if it is refused.
+    """The end of a stream whose caller is no longer the same, or may no longer use the service: most likely its token
+    was replaced, and it has the new one. UNAVAILABLE, so that it tries another stream, on which it learns if it is
+    refused.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -328,7 +329,7 @@ class DeviceFailed(RequestError):
 
 
 class ComputationFailed(RequestError):
-    """A request whose computation failed on the device, alone and of its own accord."""
+    """A request whose computation failed on the device by itself, and not because of others."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -337,9 +338,9 @@ class ComputationFailed(RequestError):
 
 
 def error_for_caller(error: Exception) -> RequestError:
-    """What a caller is told of an error: all of a RequestError; of any other, a bug, only that there was one.
+    """What a caller is told about an error: all of a RequestError; of any other, which is a bug, only that it happened.
 
-    Left to gRPC, it would be told the exception's own words. The log has them.
+    gRPC by itself would send the exception's own words. Those go to the log.
     """
     if isinstance(error, RequestError):
         return error

@@ -62,9 +62,10 @@ def configured_device(config: Config) -> Device:
 
 
 FAREWELL_S = 5.0
-"""How long a server whose device failed waits for its callers to take the news."""
+"""How long a server whose device failed waits until its callers have been told."""
 STREAM_SHARE = 4
-"""A stream that has this part of all requests in flight is not read from until it has fewer."""
+"""A stream with more than one in this many of all requests that may be in flight is not read from until it has fewer.
+"""
 
 
 class Server:
@@ -129,7 +130,7 @@ class Server:
         callers = Callers(grants, certificates=certificates)
         rpcs = Rpcs(callers, self.metrics)
         self._refusals = rpcs.refusals
-        # A grace of 0 would end a stream before its caller can leave it.
+        # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
         )
@@ -174,7 +175,7 @@ class Server:
         )
 
     async def start(self) -> tuple[str, str]:
-        """Binds both ports, warms the device up and becomes ready; the addresses of gRPC and HTTP."""
+        """Binds both ports, warms the device up and becomes ready; returns the addresses of gRPC and HTTP."""
         http_address = await self._http.start()
         self._service.register(self._grpc)
         self._layer_service.register(self._grpc)
@@ -200,14 +201,16 @@ class Server:
         return address, http_address
 
     def _warn_of_openness(self) -> None:
-        """Says what anybody on the network can do."""
+        """Warns of what anybody on the network can do."""
         if not (self._config.callers or self._config.tls_client_ca):
-            logger.warning("whoever reaches %s may use the server: callers are not identified", self._config.listen)
+            logger.warning(
+                "anybody who can reach %s may use the server: callers are not identified", self._config.listen
+            )
         if self._credentials is None:
-            logger.warning("what travels to and from %s is not encrypted, nor are tokens", self._config.listen)
+            logger.warning("traffic on %s is not encrypted, tokens included", self._config.listen)
 
     async def _load_layers(self) -> None:
-        """Loads the layers of the configured file, all or none; LayerError keeps the server from starting."""
+        """Loads the layers of the configured file, all or none; a LayerError keeps the server from starting."""
         try:
             await self.registry.load(Path(self._config.layers))
         except OutOfMemory as error:
@@ -224,7 +227,7 @@ class Server:
         self._service.end_streams()
 
     async def abandon(self) -> None:
-        """Lives no longer: says so, and has the replies leave that say it to callers."""
+        """Gives the server up: reports itself as failed, and lets the replies that tell callers so be sent."""
         self.health.set("failed")
         await self.engine.drain(FAREWELL_S)
         self._service.end_streams()

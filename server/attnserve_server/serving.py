@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CUT_OFF = 3
-"""The exit status where the grace was over before the work was."""
+"""The exit status if the grace period ended before the work did."""
 
 
 def run(config: Config, open_device: OpenDevice = configured_device) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start.
 
-    Until it serves, signals do what they did before: there is nothing to drain, and loading cannot be interrupted.
+    Until it serves, signals do what they did before: there is nothing to drain, and loading cannot be stopped half-way.
     """
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -40,7 +40,7 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
 
 
 async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> int:
-    """Serves; the exit status."""
+    """Serves; returns the exit status."""
     stopping, startup = asyncio.Event(), Startup(config.log_format)
     server = Server(config, open_device)
     server.metrics.watch_loop(lambda: loop.busy_seconds)
@@ -69,14 +69,14 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
             ended.result()
     finally:
         await server.stop()
-        for number in STOP_SIGNALS:  # being told again must not kill what is about to end well
+        for number in STOP_SIGNALS:  # another signal must not kill a clean ending
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return FAILED
     if server.engine.stuck:
-        logger.warning("what was still being computed is cut off")
+        logger.warning("requests that were still being computed are cut off")
         return CUT_OFF
-    logger.info("ended")  # without this line the process was killed
+    logger.info("ended")  # if this line is missing, the process was killed
     return 0

@@ -10,7 +10,7 @@ class StartError(Exception):
 
 
 class UsageError(StartError):
-    """The command line is not one."""
+    """The command line is invalid."""
 
     exit_status = 2
 
@@ -24,7 +24,7 @@ class ConfigError(UsageError):
 
 
 class ListenError(StartError):
-    """An address cannot be listened on, most often because another process does."""
+    """An address cannot be listened on, most often because another process has it."""
 
     def __init__(self, name: str, address: str, reason: str) -> None:
         super().__init__(f"{name}: cannot listen on {address}: {reason}")

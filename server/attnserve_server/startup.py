@@ -1,7 +1,7 @@
-"""What the server says of itself while it starts: facts, one a line, on standard output; the last one is `ready`.
+"""What the server says about itself while it starts: facts, one per line, on standard output; the last is `ready`.
 
-In: a name, a value, and perhaps more that is known of it. Out: `name: value` for people, or a JSON object for machines:
-that of a log line, with `fact`, `value` and the rest as fields.
+In: a name, a value, and perhaps further fields. Out: `name: value` for people, or a JSON object for machines: that of a
+log line, with `fact`, `value` and the rest as fields.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attnserve_server.observability.logs import JsonFormatter
 
 
 class Startup:
-    """Where facts are said, in a log format: `text` or `json`."""
+    """Prints facts in a log format: `text` or `json`."""
 
     def __init__(self, log_format: str) -> None:
         self._formatter = JsonFormatter() if log_format == "json" else None
 
     def say(self, fact: str, value: str, *, note: str = "", **more: str) -> None:
-        """Says one fact. `note` follows the value for people; `more` are fields, for machines."""
+        """Prints one fact. `note` follows the value, for people; `more` are fields, for machines."""
         line = f"{fact}: {value}{note}"
         if self._formatter is not None:
             record = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": line}

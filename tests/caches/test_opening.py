@@ -30,13 +30,13 @@ def pool_bytes(config: Config) -> int:
 @pytest.mark.parametrize("size", [2 * GIB + 4096, 4000 << 40, 1 << 60])
 def test_a_pool_beyond_the_machine_is_refused(size: int) -> None:
     """It would be promised, and the process be killed when it is written."""
-    with pytest.raises(StartError, match=r"^cache_bytes: .* is not to be had, for there is 2GiB$"):
+    with pytest.raises(StartError, match=r"^cache_bytes: .* is not available: there is 2GiB$"):
         pool_bytes(Config(cache_bytes=size, cache_page_bytes=4096))
 
 
 def test_a_pool_beyond_the_control_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB + 1000)
-    with pytest.raises(StartError, match=r"^cache_bytes: 1536MiB .* is not to be had, for there is 1GiB$"):
+    with pytest.raises(StartError, match=r"^cache_bytes: 1536MiB .* is not available: there is 1GiB$"):
         pool_bytes(Config(cache_bytes=3 * GIB // 2))
     assert pool_bytes(Config(cache_bytes=GIB)) == GIB
 

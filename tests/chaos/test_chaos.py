@@ -30,7 +30,7 @@ def test_the_promise_is_kept(name: str) -> None:
 
 
 def test_devices_that_fail_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the ways; the others are tested without a process of their own (`test_engine_faults`)."""
+    """Two of the ways; the others are tested without a process of their own (`scheduling/test_engine_faults.py`)."""
     monkeypatch.setattr(device, "CASES", {case: device.CASES[case] for case in ("lost", device.ON_THE_LOOP)})
     kept("device")
 

@@ -185,7 +185,7 @@ def test_memory_holds_what_the_settings_allow(rendered: Rendered) -> None:
 def test_threads_follow_the_limit_of_processors(rendered: Rendered) -> None:
     resources = rendered.container["resources"]
     assert resources["requests"]["cpu"] == resources["limits"]["cpu"]
-    assert int(resources["limits"]["cpu"]) >= 2  # whole: a part of a processor would be no thread (see cpus.py)
+    assert int(resources["limits"]["cpu"]) >= 2  # whole: a part of a processor would be no thread (see `host.cpus`)
     assert rendered.config.threads == 0
     assert not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & rendered.environment.keys()
 

@@ -231,5 +231,5 @@ def test_every_kernel_for_requests_is_warm_before_they_come(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device() -> None:
-    with pytest.raises(DeviceError, match="'cuda:7' is not to be had"):
+    with pytest.raises(DeviceError, match="'cuda:7' is not available"):
         open_device("cuda:7", 1, 0)

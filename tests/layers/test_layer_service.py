@@ -259,7 +259,7 @@ def test_a_link_within_the_directory_is_followed(changing: tuple[Server, Client]
 
 def test_unloading_gives_the_memory_back(start_server: Callable[..., Server], tmp_path: Path) -> None:
     """64 MiB, again and again: replaced, and in the end unloaded. Of a server that has done nothing else: what large
-    messages took is kept (`allocator`), and there would be room for a layer in it.
+    messages took is kept (`host.allocator`), and there would be room for a layer in it.
     """
     directory = tmp_path / "models"
     directory.mkdir()

@@ -56,7 +56,7 @@ def test_the_best_is_taken_unless_another_is_wanted(caplog: pytest.LogCaptureFix
     for name in library.available():
         assert instructions(open_device("cpu", 1, 0, names[name])) == name
     for name in names.keys() - set(library.available()):
-        with pytest.raises(DeviceError, match="is not to be had"):
+        with pytest.raises(DeviceError, match="is not available"):
             open_device("cpu", 1, 0, names[name])
     assert bool(caplog.messages) == (not library.available())
 
@@ -66,10 +66,10 @@ def test_where_it_was_not_built_torch_computes_and_the_log_says_so(caplog: pytes
     assert instructions(open_device("cpu", 1, 0, "off")) is None
     assert not caplog.messages
     assert instructions(open_device("cpu", 1, 0, "auto")) is None
-    assert [(record.levelno, "no native kernel" in record.message) for record in caplog.records] == [
+    assert [(record.levelno, "native kernel is not available" in record.message) for record in caplog.records] == [
         (logging.WARNING, True)
     ]
-    with pytest.raises(DeviceError, match="avx2 is not to be had: there is none"):
+    with pytest.raises(DeviceError, match="avx2 is not available: there is none"):
         open_device("cpu", 1, 0, "avx2")
 
 
@@ -104,8 +104,8 @@ def test_what_cannot_be_loaded_is_none_and_the_log_says_why(
     (elsewhere / "attention.so").write_bytes(content)
     assert library.available() == ()
     assert instructions(open_device("cpu", 1, 0, "auto")) is None
-    assert "there is no native kernel, since it cannot be loaded" in caplog.text
-    with pytest.raises(DeviceError, match="avx2 is not to be had: there is none, since it cannot be loaded"):
+    assert "the native kernel is not available, because it cannot be loaded" in caplog.text
+    with pytest.raises(DeviceError, match="avx2 is not available: there is none, since it cannot be loaded"):
         open_device("cpu", 1, 0, "avx2")
 
 
@@ -124,7 +124,7 @@ def test_one_that_was_not_made_of_the_sources_beside_it_is_none(
     os.utime(elsewhere / "kernel.h", (0, 0))
     with pytest.warns(RuntimeWarning, match="was not made of the sources beside it: python hatch_build.py"):
         assert instructions(open_device("cpu", 1, 0, "auto")) is None
-    assert "there is no native kernel, since" in caplog.text
+    assert "the native kernel is not available, because" in caplog.text
     assert "was not made of the sources beside it" in caplog.text
 
 

@@ -159,7 +159,7 @@ def test_without_a_collector_the_server_serves_and_ends_in_time(
         calls.unary(channel, "Attend", messages.random_attend(1).SerializeToString())
         calls.until(lambda: bool(exemplars(server.http_address, "attnserve_request_duration_seconds")), "an example")
     assert server.stop() == 0, server.stderr()
-    assert "the last spans were not taken" in server.stderr()
+    assert "the last spans were not exported" in server.stderr()
 
 
 def test_the_server_that_is_shared_traces_nothing(server: Server) -> None:

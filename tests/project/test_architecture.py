@@ -67,11 +67,11 @@ def rooms(package: str) -> list[str]:
     return re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
 
 
-def imported(path: Path) -> Iterator[str]:
-    """What a module imports when it is imported: not for types alone, nor in functions."""
+def imported(path: Path, *, in_functions: bool = False) -> Iterator[str]:
+    """What a module imports when it is imported, and later too if `in_functions`: never what it imports for types."""
 
     def within(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
             return
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             return
@@ -128,27 +128,24 @@ def test_no_module_imports_one_that_imports_it() -> None:
     assert left == {}
 
 
-@pytest.mark.parametrize(("package", "elsewhere"), [("attnserve", {"integrations"}), ("attnserve_server", set())])
-def test_no_room_imports_one_above_it(package: str, elsewhere: set[str]) -> None:
-    order = rooms(package)
-    assert {*order, *elsewhere} == {
-        path.parent.name for path in (PACKAGES[package] / package).glob("*/__init__.py") if path.parent.name != "v1"
-    }
-    put_together = {
-        "server",
-        "serving",
-        "startup",
-        "__main__",
-        "_client",
-        "_async_client",
-        "_thread_calls",
-        "_task_calls",
-    }
-    for name, path in modules().items():
-        room = name.split(".")[1:2]
-        if name.split(".")[0] == package and room and room[0] in order:
-            found = {other.split(".")[1] for other in imported(path) if other.startswith(f"{package}.")}
-            above = set(order[: order.index(room[0])])
-            if room[0] != "_commands":
-                above |= put_together
-            assert found & above == set(), name
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_room_imports_one_above_it(package: str) -> None:
+    """Nor, of the modules beside the rooms, one that is put together of rooms above it, or of itself."""
+    root, order = PACKAGES[package] / package, rooms(package)
+    places = {name: path.relative_to(root).parts for name, path in modules().items() if path.is_relative_to(root)}
+    room_of = {name: parts[0] for name, parts in places.items() if len(parts) > 1}
+    assert set(order) == set(room_of.values())
+    needs = {name: places.keys() & set(imported(modules()[name], in_functions=True)) for name in places}
+
+    def put_together_of(name: str, seen: set[str]) -> set[str]:
+        seen.add(name)
+        beside = needs[name] - room_of.keys() - seen
+        return {room_of[each] for each in needs[name] & room_of.keys()}.union(
+            *(put_together_of(each, seen) for each in beside)
+        )
+
+    for name, room in room_of.items():
+        above = set(order[: order.index(room)])
+        assert {room_of[each] for each in needs[name] & room_of.keys()} & above == set(), name
+        for beside in needs[name] - room_of.keys():
+            assert put_together_of(beside, set()) & (above | {room}) == set(), (name, beside)

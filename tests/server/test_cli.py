@@ -95,13 +95,13 @@ def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
 
 def test_a_pool_that_there_is_no_memory_for_is_one_line_and_status_1() -> None:
     before = "from attnserve_server.host import control_groups; control_groups.memory_limit = lambda: 2**30 + 1000"
-    line = "cache_bytes: 4GiB of memory is not to be had, for there is 1GiB"
+    line = "cache_bytes: 4GiB of memory is not available: there is 1GiB"
     ends_with(line, 1, "--cache-bytes", "4GiB", before=before)
 
 
 def test_a_pool_that_the_process_may_not_have_is_one_line_and_status_1() -> None:
     before = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)"
-    ends_with("cache_bytes: 16GiB of memory is not to be had on cpu", 1, "--cache-bytes", "16GiB", before=before)
+    ends_with("cache_bytes: 16GiB of memory is not available on cpu", 1, "--cache-bytes", "16GiB", before=before)
 
 
 def test_a_page_that_is_more_than_the_pool_is_by_default_is_one_line_and_status_2() -> None:

@@ -1,1 +1,1 @@
-"""Resident caches: the operations on one, in order, each through all it takes."""
+"""Resident caches: operations on them, in order, each through all its steps."""

@@ -1,7 +1,7 @@
 """Resident caches: keys and values on the server, per layer, for many queries to attend to.
 
-`Cache` and `AsyncCache` are one cache, as returned by `create_cache` and `open_cache`; `Caches` and `AsyncCaches` are
-the `caches` of the two clients. The versions for threads and for tasks have the same methods.
+`Cache` and `AsyncCache` are handles to one cache, returned by `create_cache` and `open_cache`; `Caches` and
+`AsyncCaches` are the `caches` of the two clients. The threaded and the asyncio classes behave alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnserve._client import Client
 
 _OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
-"""How a server fails that others need not wait for."""
+"""Errors of one server that do not stop the others from being asked."""
 
 
 class Cache(CacheState):
@@ -125,7 +125,7 @@ class Cache(CacheState):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        # An exception of the body says more than a failure to delete, perhaps because the server is gone.
+        # An exception from the body matters more than a failure to delete, perhaps because the server is gone.
         with suppress(*() if kind is None else (AttnServeError,)):
             self.delete()
 
@@ -195,7 +195,7 @@ class AsyncCache(CacheState):
 
 
 def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
-    """What to say where several servers were asked and none did it: that one is out of reach, if one is."""
+    """The error to raise if none of the servers asked did it: that one is out of reach, if one is."""
     return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])
 
 

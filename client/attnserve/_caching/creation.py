@@ -1,8 +1,8 @@
-"""The making of a cache, of which nobody may ever hear: its caller gave it up, or its time was over, or the connection
-broke once too often. Such a cache would be there until its lease ends, if it has one, and nobody could name it.
+"""The creation of a cache whose caller may never get it: it was given up, or timed out, or the connection broke once
+too often. Such a cache would stay until its lease ends, if it has one, and nobody would know its name.
 
 In: the request of a creation or a fork, the servers that were asked, how it ended. Out: requests to those servers to
-delete what they may have made, and to make it no more. No I/O: the clients send them, and wait for none.
+delete what they may have made, and not to make it later. No I/O: the clients send them, and wait for none.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _REFUSALS: Final = (
     OverloadedError,
     PermissionDeniedError,
 )
-"""A server that answers so has made nothing, unless at an earlier attempt: it may refuse before it looks for that."""
+"""A server that answers with one of these has made nothing, except perhaps at an earlier attempt: it may refuse before
+it checks for that."""
 
 
 class Making:
-    """One cache in the making, at one server or at several in turn, as a context manager.
+    """The creation of one cache, tried at one server or at several in turn, as a context manager.
 
         with Making(rpc, send) as making:
             making.at(home)
             info = ask(rpc, home)
             making.done()
 
-    Each server that may have made it, and is not the one that did, is told to give it up.
+    Each server that may have made the cache is told to give it up, except the one that answered with it.
     """
 
     def __init__(self, rpc: Rpc[Any, Any], send: Callable[[Rpc[Any, Any], str | None], object]) -> None:
-        """`send` sends a request to the server at an address, or to any, and waits for nothing."""
+        """`send` sends a request to the server at an address, or to any, without waiting for the reply."""
         self._rpc: Final = rpc
         self._send: Final = send
         self._asked: list[str | None] = []
 
     def at(self, home: str | None) -> None:
-        """Another server is about to be asked."""
+        """Notes that another server is about to be asked."""
         self._asked.append(home)
 
     def done(self) -> None:
-        """The last one has made it, and its answer is there."""
+        """Notes that the last server has made the cache, and its reply has arrived."""
         self._asked.pop()
 
     def __enter__(self) -> Self:
@@ -62,9 +63,9 @@ class Making:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, GeneratorExit):  # a coroutine that is thrown away, perhaps when its loop is closed
+        if isinstance(error, GeneratorExit):  # a discarded coroutine, perhaps when its loop is closed
             return
-        # Only what a server says has details, and what ended this is what the last one said.
+        # Only a server's error has details, and this one came from the server that was asked last.
         if isinstance(error, _REFUSALS) and error.details and not error.resent:
             self._asked.pop()
         for home in self._asked:

@@ -1,21 +1,20 @@
-"""What an operation on caches sends, step by step, and what follows from the answers. No I/O: both clients carry out
+"""What an operation on caches sends, step by step, and what follows from the replies. No I/O: both clients carry out
 the same plans (`transaction`).
 
-In: caches, and arguments as the caller has them. Out: a `Plan`, whose steps are a generator: it yields requests, is
+In: caches, and arguments as the caller passed them. Out: a `Plan`, whose steps are a generator: it yields requests, is
 sent their results or thrown their errors, and returns what the caller gets.
 
-**Nothing is appended twice, and nothing acknowledged is lost.** Every request says how many tokens the SDK believes a
-cache to have, and one that appends has an id. A request whose connection broke is sent again by the transports; if its
-first attempt was carried out, the second meets FAILED_PRECONDITION, and the server knows it by its id. Then
+**Nothing is appended twice, and nothing acknowledged is lost.** Every request states how many tokens the SDK expects a
+cache to have, and one that appends or truncates has an id. If the connection breaks, the transports send the request
+again; if the first attempt had run, the second gets FAILED_PRECONDITION, and the server recognises its id. Then
 
-- an append has succeeded,
-- an attention is asked for again without keys and values: the answer is the same, since causal is bottom right,
-- a layer, whose keys and values only it can make, is applied again to caches cut back to where they were.
+- an append or a truncation has succeeded,
+- an attention is requested again without keys and values: the result is the same, since causal is bottom right,
+- a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were.
 
-Everything else is the caller's to see: a length alone may be due to another writer, or to an operation that was given
-up and carried out all the same. What the SDK knows of lengths changes on success only: a caller who repeats what
-failed, but was done, is refused rather than doubled. A truncation has an id as well: one that was carried out before
-has succeeded, and cuts off nothing that was appended since.
+All other failures are for the caller to see: a length alone may be due to another writer, or to an operation that was
+given up but ran all the same. The lengths that the SDK knows change on success only: a caller who repeats an operation
+that failed but did run is refused, and nothing is appended twice.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from attnserve.v1 import attention_pb2 as pb
 T = TypeVar("T")
 
 Request: TypeAlias = EncodedCall[Any] | Rpc[Any, Any]
-"""What a step sends."""
+"""What one step sends."""
 
 Steps: TypeAlias = Generator[Request, Any, T]
-"""Requests out, their results in; returns the result of the whole."""
+"""Yields requests, is sent their results, and returns the result of the operation."""
 
 
 class CacheState:
@@ -73,11 +72,11 @@ class CacheState:
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
         self.ids: Final = itertools.count(secrets.randbits(63) + 1)
-        """The ids by which the server recognises appends and truncations, different from those of other clients."""
+        """Ids by which the server recognises repeated appends and truncations; different from any other client's."""
         self.line: Final = Line()
-        """The operations on it."""
+        """The operations that use or wait for the cache."""
         self.turns: Final = turns
-        """Those of its client."""
+        """The turns of its client."""
 
     @property
     def length(self) -> int:
@@ -105,20 +104,20 @@ class Plan(NamedTuple, Generic[T]):
     caches: Sequence[CacheState]
     """The caches, each once."""
     alone: bool
-    """Whether it changes them or what is known of them, so that nothing else may use them meanwhile."""
+    """Whether it changes the caches or their known lengths, so that nothing else may use them meanwhile."""
     timeout: float | None
-    """How long it may take, waiting for its turn included, in seconds; None for no limit."""
+    """How long it may take, in seconds, including the wait for its turn; None for no limit."""
 
     @property
     def home(self) -> str | None:
-        """The address of the server that all its caches are at."""
+        """The address of the server that holds all its caches."""
         return self.caches[0].home
 
 
 def append(
     cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
 ) -> Plan[int]:
-    """Appends to one layer. The result is its length."""
+    """Appends to one layer. The result is the layer's length."""
     layer = _layer("layer", layer, (cache,))
     tokens, fields = cache_requests.appended(key, value, layout)
 
@@ -137,7 +136,7 @@ def append(
 
 
 def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None]:
-    """Cuts all layers off at a length."""
+    """Truncates all layers to a length."""
     length = arguments.count("length", length, 0, 63)
 
     def steps() -> Steps[None]:
@@ -147,17 +146,17 @@ def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None
 
 
 def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> Plan[CacheInfo]:
-    """Makes another cache with the same content, by a request to fork it."""
+    """Makes another cache with the same content, by `rpc`, a request to fork it."""
     return Plan(_one(rpc), (cache,), False, checked_timeout(timeout))
 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
-    """Deletes a cache, after all that was asked of it before."""
+    """Deletes a cache, after all operations that were asked for before."""
     return Plan(_one(cache_requests.delete([cache.name])), (cache,), True, checked_timeout(timeout))
 
 
 def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
-    """Asks what a cache is, and believes its lengths from now on."""
+    """Asks for the description of a cache, and takes over its lengths."""
 
     def steps() -> Steps[CacheInfo]:
         info: CacheInfo = yield cache_requests.get(cache.name)
@@ -177,7 +176,7 @@ def attend(
     default_timeout: float | None,
     options: AttendOptions,
 ) -> Plan[AttentionResult[ArrayT]]:
-    """Attends to caches, having appended keys and values to them if there are any."""
+    """Attends to caches, after appending keys and values to them, if any are given."""
     states = _checked(turns, caches)
     layer = _layer("cache_layer", layer, states)
     call = encode_attend(query, key, value, True, default_timeout=default_timeout, **options)
@@ -222,7 +221,7 @@ def apply(
 def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerResult[T]]:
     before = [state.tokens[0] for state in states]
     _refer(call, states, 0, before)
-    while True:  # each time that it is carried out, its reply may be lost
+    while True:  # every time it runs, its reply may be lost
         try:
             result: LayerResult[T] = yield call
             break
@@ -238,12 +237,12 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
 
 
 def _one(rpc: Rpc[Any, T]) -> Steps[T]:
-    """The steps of what is one request."""
+    """The steps of an operation that is a single request."""
     return cast(T, (yield rpc))
 
 
 def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
-    """Cuts a cache off at a length, once. The result is what its layers had then."""
+    """Truncates a cache to a length, once. The result is the lengths of its layers after that."""
     try:
         info: CacheInfo = yield cache_requests.truncate(cache.name, length, expected, next(cache.ids))
     except FailedPreconditionError as error:
@@ -254,18 +253,16 @@ def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
 
 
 def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
-    """The lengths after an append of so many tokens to each cache, or of one number of tokens to all."""
+    """The lengths after an append; `appends` has the number of tokens for each cache, or one number for all."""
     if len(appends) == 1:
         appends = list(appends) * len(before)
-    if len(appends) != len(before):  # nothing that a server would have done
+    if len(appends) != len(before):  # a server would have refused this
         return list(before)
     return [length + tokens for length, tokens in zip(before, appends, strict=True)]
 
 
 def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, lengths: Sequence[int]) -> None:
-    """Has a call refer to caches, which are expected to have some lengths. What it appends reaches all or none, and has
-    one id.
-    """
+    """Makes a call refer to caches, with their expected lengths. It appends to all or to none, so it has one id."""
     append_id = next(states[0].ids) if call.appends else 0
     references = [
         pb.CacheReference(name=state.name, layer=layer, expected_length=length, append_id=append_id)
@@ -282,14 +279,14 @@ def _lengths(result: AttentionResult[Any] | LayerResult[Any], states: Sequence[C
 
 
 def one_or_many(cache: CacheState | None, caches: CacheStates | None) -> CacheStates | None:
-    """What the arguments `cache` and `caches` name together; None for none."""
+    """The caches named by the arguments `cache` and `caches`, of which only one may be given; None for none."""
     if cache is not None and caches is not None:
         raise InvalidRequestError("caches: expected cache or caches, found both", field="caches")
     return caches if cache is None else cache
 
 
 def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
-    """Caches of one client, each once, one at least."""
+    """The caches: at least one, each only once, all of this client and on one server; else InvalidRequestError."""
     if isinstance(caches, CacheState) and caches.turns is turns:
         return (caches,)
     states = [caches] if isinstance(caches, CacheState) else list(caches)

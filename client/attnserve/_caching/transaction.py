@@ -1,9 +1,9 @@
-"""One operation on caches from its place in line to its result: it waits for its turn, then takes one step after the
-other.
+"""One operation on caches, from its place in the queue to its result: it waits for its turn, then takes its steps one
+after the other.
 
-In: a `Plan`. Out: its result, or the error. A `Transaction` is for who has a future of the result: whatever brings an
-answer takes the next step. `perform` is for a thread that waits for the result, and takes the steps itself: no other
-has to be woken for them. What clients bring is a way to send a request and get a future of the answer, or the answer.
+In: a `Plan`. Out: its result, or the error. A `Transaction` is for callers with a future: whatever brings a reply takes
+the next step. `perform` is for a thread that waits for the result: it takes the steps itself, so that no other thread
+has to be woken. The clients provide a way to send a request and get the reply, or a future of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class AnyFuture(Protocol):
     """What the futures of threads and of asyncio have in common."""
 
     def add_done_callback(self, function: Callable[[Any], object], /) -> object:
-        """Has a function called with the future when it is done."""
+        """Calls a function with the future when it is done."""
 
     def cancel(self) -> bool:
-        """Gives it up."""
+        """Gives up the call."""
 
 
 class Transaction(Turn, Generic[T]):
-    """A plan that is being carried out. When it is over, nothing leads back to it: what it held is free at once."""
+    """A plan that is being carried out. Once it is over, nothing refers back to it: what it held is freed at once."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Transaction(Turn, Generic[T]):
         send: Callable[[Request, float | None], AnyFuture],
         settle: Callable[[T | Exception], object],
     ) -> None:
-        """`send` sends a request, which is answered within so many seconds; `settle` takes the outcome, once."""
+        """`send` sends a request with a timeout in seconds; `settle` takes the outcome, once."""
         super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
         self._turns: Final = turns
         self._steps: Final = plan.steps
@@ -57,7 +57,7 @@ class Transaction(Turn, Generic[T]):
         self._over = False
 
     def begin(self) -> None:
-        """Gets in line."""
+        """Enters the queues of its caches."""
         try:
             self._turns.take(self)
         except BaseException:  # an interrupt: nobody gets the future
@@ -65,7 +65,7 @@ class Transaction(Turn, Generic[T]):
             raise
 
     def cancel(self) -> bool:
-        """Gives up the operation; the server is told. False if it has its outcome already."""
+        """Gives up the operation, and tells the server. False if it already has its outcome."""
         with self._lock:
             if self._over:
                 return False
@@ -85,10 +85,10 @@ class Transaction(Turn, Generic[T]):
             if self._over or self._answer is not None:
                 return
             self._over = True
-        self._end(CancelledError())  # an interrupt that was somebody else's has ended the first step
+        self._end(CancelledError())  # an interrupt, meant for other code, has ended the first step
 
     def expire(self) -> None:
-        """Ends it, unless it has begun."""
+        """Ends the operation, unless it has begun."""
         with self._lock:
             if self._begun or self._over:
                 return
@@ -104,7 +104,7 @@ class Transaction(Turn, Generic[T]):
         )
 
     def _take_step(self, resume: Callable[[], Request]) -> None:
-        """Goes on with the plan, to its next request or to its end."""
+        """Resumes the plan, up to its next request or its end."""
         answer: AnyFuture | None = None
         outcome: Any = None
         with self._lock:
@@ -117,10 +117,10 @@ class Transaction(Turn, Generic[T]):
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
-                outcome = error.with_traceback(None)  # which leads here, and to all that this holds
-            self._answer = answer  # which knows whom to call back
+                outcome = error.with_traceback(None)  # it would keep this frame alive, and all that it holds
+            self._answer = answer  # and drop the previous one, whose callback refers to this object
             self._over = answer is None
-        if answer is not None:  # without the lock: it may be there already
+        if answer is not None:  # without the lock: it may be done already
             answer.add_done_callback(self._answered)
         else:
             self._end(outcome)
@@ -131,29 +131,27 @@ class Transaction(Turn, Generic[T]):
 
 
 class _Place(Turn):
-    """The turn of a thread."""
+    """The turn of a waiting thread."""
 
     def __init__(self, plan: Plan[Any]) -> None:
         super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Has the thread begin."""
+        """Lets the thread begin."""
         self._news.put(True)
 
     def expire(self) -> None:
-        """Has the thread give up, unless it has begun."""
+        """Makes the thread give up, unless it has begun."""
         self._news.put(False)
 
     def has_come(self) -> bool:
-        """Waits for the turn. Whether it has come in time."""
+        """Waits for the turn, and returns whether it came in time."""
         return self._news.get()
 
 
 def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], Any]) -> T:
-    """Carries out a plan. `ask` sends a request, waits for its answer, so many seconds, and returns it or raises its
-    error.
-    """
+    """Carries out a plan. `ask` sends a request with a timeout in seconds; it returns the reply or raises its error."""
     place = _Place(plan)
     try:
         turns.take(place)
@@ -171,21 +169,21 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
         result: T = end.value
         return result
     finally:
-        resume = partial(next, plan.steps)  # not what leads to an error, which leads here
+        resume = partial(next, plan.steps)  # break the reference cycle between this frame and an error
         try:
             turns.leave(place)
-        except BaseException:  # an interrupt, perhaps before it could begin; what is done already is not done again
+        except BaseException:  # an interrupt, perhaps before `leave` began; repeating it is safe
             turns.leave(place)
             raise
 
 
 def _deadline(plan: Plan[Any]) -> float:
-    """Until when a plan that begins now may take, in seconds of `time.monotonic`."""
+    """The deadline of a plan that begins now, in seconds of `time.monotonic`."""
     return inf if plan.timeout is None else time.monotonic() + plan.timeout
 
 
 def _remaining(deadline: float, timeout: float | None) -> float | None:
-    """How much of a timeout is left, in seconds; None for no limit. DeadlineExceededError if nothing is."""
+    """The seconds left until a deadline; None for no limit. DeadlineExceededError if none are."""
     if deadline == inf:
         return None
     remaining = deadline - time.monotonic()

@@ -1,10 +1,9 @@
-"""In which order operations use caches: in that in which they were asked for, those that only read side by side.
+"""The order in which operations use caches: that in which they were asked for, with readers side by side.
 
-In: turns, each for one or many caches. Out: the call of a turn's `start` when it has come, or of its `expire` when it
-has not in time. No I/O and no clock but `later`, which both clients bring.
+In: turns, each for one or more caches. Out: a call of a turn's `start` when its turn comes, or of its `expire` when its
+deadline passes first. No I/O, and no clock but `time.monotonic` and `later`, which each client provides.
 
-A turn enters the lines of all its caches at once, so that two operations over the same caches never wait for each
-other.
+A turn enters the lines of all its caches at once, so that two operations on the same caches cannot deadlock.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Final, Protocol
 
 
 class Timer(Protocol):
-    """A call that is yet to be made."""
+    """A scheduled call."""
 
     def cancel(self) -> object:
-        """Leaves it out."""
+        """Cancels the call."""
 
 
 class Line:
-    """The operations that use a cache, or wait for it, in the order in which they were asked for."""
+    """The operations that use or wait for a cache, in the order in which they were asked for."""
 
     __slots__ = ("_turns",)
 
@@ -35,28 +34,30 @@ class Line:
         self._turns: deque[Turn] = deque()
 
     def enter(self, turn: Turn) -> None:
-        """Takes a turn."""
+        """Adds a turn at the end."""
         self._turns.append(turn)
 
     def leave(self, turn: Turn) -> None:
-        """Forgets a turn, if it is here."""
+        """Removes a turn, if it is here."""
         if turn in self._turns:
             self._turns.remove(turn)
 
     def has_in_front(self, turn: Turn) -> bool:
-        """Whether a turn, which is here, may use the cache."""
+        """Whether a turn in this line may use the cache."""
         if len(self._turns) > 1 and turn is self._turns[-1] and not turn.alone:
             last = self._turns[-2]
-            if last.called and not last.alone:  # they read side by side, however many there are
+            if last.called and not last.alone:  # readers run side by side, however many there are
                 return True
         return turn in self.front()
 
     def followers(self, turn: Turn) -> list[Turn]:
-        """Who may use the cache since a turn has left it: none of those that read behind another who still does."""
+        """The turns that may use the cache now that `turn` has left, and are not called yet. If it was reading, at most
+        the first in line: readers behind an active reader do not wait for it.
+        """
         return [each for each in self.front(1 if turn.called and not turn.alone else None) if not each.called]
 
     def front(self, most: int | None = None) -> list[Turn]:
-        """The turns that may use the cache: the first, and those right behind it as long as all only read."""
+        """The turns that may use the cache: the first, and those right behind it as long as all are readers."""
         front: list[Turn] = []
         for turn in self._turns:
             if turn.left:
@@ -76,33 +77,33 @@ class Turn(ABC):
         self.lines: Final = lines
         """The lines of its caches, each once."""
         self.alone: Final = alone
-        """Whether it must have its caches for itself: it changes them."""
+        """Whether it needs exclusive use of its caches, because it changes them."""
         self.deadline: Final = deadline
-        """Until when it waits, in seconds of `time.monotonic`."""
+        """When it stops waiting, in seconds of `time.monotonic`."""
         self.called = False
-        """Whether it has come, and waits no longer."""
+        """Whether the turn has come, so that it no longer waits."""
         self.left = False
         """Whether it is over."""
 
     @property
     def is_in_front(self) -> bool:
-        """Whether nothing that it must wait for is before it."""
+        """Whether it may use all its caches now."""
         return all(line.has_in_front(self) for line in self.lines)
 
     @abstractmethod
     def start(self) -> None:
-        """Called when the turn has come, from any thread; again if an interrupt ended the first call."""
+        """Called when the turn comes, from any thread; called again if an interrupt ended the first call."""
 
     @abstractmethod
     def expire(self) -> None:
-        """Called when the deadline has passed before that; the turn is then still to be left."""
+        """Called if the deadline passes before the turn comes; `Turns.leave` must still be called."""
 
 
 class Turns:
     """The turns of all caches of one client."""
 
     def __init__(self, later: Callable[[float, Callable[[], object]], Timer]) -> None:
-        """`later` makes a call after so many seconds."""
+        """`later` schedules a call after a number of seconds."""
         self._later = later
         self._lock = threading.Lock()
         self._waiting: set[Turn] = set()
@@ -112,8 +113,8 @@ class Turns:
         self._due = inf
 
     def take(self, turn: Turn) -> None:
-        """Enters a turn; it starts at once if nothing is before it. Where an interrupt ends this, the turn is still
-        to be left.
+        """Enters a turn, which starts at once if it need not wait. If an interrupt ends this, `leave` must still be
+        called.
         """
         with self._lock:
             for line in turn.lines:
@@ -126,11 +127,11 @@ class Turns:
             turn.start()
 
     def leave(self, turn: Turn) -> None:
-        """Ends a turn, begun or not, and starts those that waited for it alone."""
+        """Ends a turn, begun or not, and starts those that waited for nothing else."""
         turn.left = True
         try:
             self._call_followers(turn)
-        except BaseException:  # an interrupt: what it has left half done is done again, in a thread that has none
+        except BaseException:  # an interrupt: another thread, which gets none, completes this
             with self._lock:
                 if self._starter == threading.get_ident():
                     self._starter = None
@@ -138,7 +139,7 @@ class Turns:
             raise
 
     def _call_followers(self, turn: Turn) -> None:
-        """Starts who waited for a turn that is left. Whatever of it is done already is not done again."""
+        """Starts the turns that waited for one that has left. Safe to repeat: steps already done are not done again."""
         with self._lock:
             for line in turn.lines:
                 line.leave(turn)
@@ -149,14 +150,14 @@ class Turns:
                         self._ready.append(follower)
                         follower.called = True
             self._waiting.discard(turn)
-            if not self._waiting and self._timer is not None:  # it would keep the client alive
+            if not self._waiting and self._timer is not None:  # the timer would keep the client alive
                 self._timer.cancel()
                 self._timer, self._due = None, inf
             if self._starter is not None or not self._ready:
                 return
             self._starter = threading.get_ident()
-        # One after the other: an operation that fails as it starts makes others ready, and of those there may be more
-        # than a stack is deep.
+        # In a loop, not by recursion: an operation that fails as it starts makes others ready, perhaps more than the
+        # stack is deep.
         while (ready := self._next_ready()) is not None:
             if not ready.left:
                 ready.start()
@@ -170,7 +171,7 @@ class Turns:
             return None
 
     def _watch(self, deadline: float) -> None:
-        """Has `_expire` called at a deadline, if not before. With the lock held."""
+        """Schedules `_expire` at a deadline, unless it is due earlier. The lock must be held."""
         if deadline < self._due:
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,1 +1,1 @@
-"""The command `attnserve`, for shells."""
+"""The command-line tool `attnserve`."""

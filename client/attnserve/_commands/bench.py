@@ -1,9 +1,8 @@
-"""`attnserve bench`: the speed of a running server, measured from here with the SDK alone.
+"""`attnserve bench`: how fast a running server answers, measured from the client with the SDK alone.
 
-In: an address, how long, which loads. Out: a table or JSON. Each load runs in a closed loop, where each reply is
-followed by the next request, and then in open loops, with random arrivals at shares of the rate that was reached, where
-latency counts from when a request was due: a stall is not hidden. The first answer to each load is compared with
-float64 NumPy.
+In: an address, how long, which loads. Out: a table or JSON. Each load runs in a closed loop, each reply followed by the
+next request, and then in open loops, at random times at shares of the closed loop's rate. There, latency counts from
+when a request was due, so that stalls are not hidden. The first answer to each load is compared with float64 NumPy.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ HEADS: Final = 8
 HEAD_DIM: Final = 64
 CACHED: Final = 2048
 WARM_UP: Final = 0.2
-"""The share of a measurement's time, before it, that is not counted."""
+"""The warm-up before a measurement, which is not counted, as a share of the measurement's time."""
 SHARES: Final = (0.5, 0.9)
 LEASE_S: Final = 600.0
-"""What is left behind when this process is killed goes by itself, later."""
+"""The lease of caches, so that those left behind by a killed process expire."""
 TOLERANCE: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked: so many queries of 8 heads of 64, float32, of themselves or of a cache, and so many in flight."""
+    """Requests of some queries (8 heads of 64, float32) that attend to themselves or to a cache; how many in flight."""
 
     description: str
     in_flight: int
@@ -57,14 +56,14 @@ LOADS: Final = {
     "L": Load("1 024 tokens, 4 in flight", 4, 1024),
     "D": Load("1 query to a cache of 2 048 tokens, 1 in flight", 1, 1, cached=True),
 }
-"""By name. All are causal, and the last appends nothing."""
+"""The loads by name. All are causal, and the last appends nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of a load in one loop. Times are in seconds; `share` is that of the rate reached, None if closed.
+    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed.
 
-    Of the server's own time, as the replies say it: `queue` and `compute` are medians.
+    `queue` and `compute` are medians of the server's own times, as reported in replies.
     """
 
     load: str
@@ -79,15 +78,15 @@ class Measured:
     compute: float
     batch_size: float
     client_cpu: float
-    """Of this process, a request."""
+    """CPU time of this process per request."""
 
 
 class WrongAnswerError(Exception):
-    """The server computes something else: nothing wrong is worth timing."""
+    """The server's result is wrong, and so not worth timing."""
 
 
 def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, timeout: float) -> tuple[Any, str]:
-    """Measures loads, by name, for so many seconds a loop, by open loops too if `opened`: as data, and as text.
+    """Measures loads, given by name, for `seconds` per loop, with open loops if `opened`: results as data and as text.
 
     `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError.
     """
@@ -106,7 +105,7 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
 
 
 def add_flags(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
-    """Gives the command its own flags."""
+    """Adds the command's own flags."""
     parser.add_argument("--loads", type=_loads, default=["S", "M", "D"], metavar="NAMES", help=_described())
     parser.add_argument("--seconds", type=seconds, default=2.0, help="duration of each measurement (%(default)s)")
     parser.add_argument(
@@ -130,13 +129,13 @@ def _described() -> str:
 
 
 def _say(what: str) -> None:
-    """Says what is done, on a terminal, in a line that the next overwrites."""
+    """On a terminal, shows what is being done, in a line that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
 
 def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: float) -> _Submit:
-    """A function that sends the load's request; what it needs on the server lasts as long as the stack."""
+    """A function that sends the load's request; what it needs on the server lives as long as the stack."""
     random = np.random.default_rng(0)
     tokens = CACHED if load.cached else load.queries
     query = random.standard_normal((HEADS, load.queries, HEAD_DIM), dtype=np.float32)
@@ -154,17 +153,17 @@ def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: 
             return client.submit(query, key, value, causal=True)
 
     if not load.cached:
-        # The service may not be there at all: whoever waits is told soon.
+        # The service may not be there at all: this fails soon.
         client.attend(query, key, value, causal=True, timeout=timeout)
     output = submit().result().output
     error = float(np.abs(output[:, -1] - _last_row(query, key, value)).max())
-    if not error <= TOLERANCE:  # nor is NaN
+    if not error <= TOLERANCE:  # written so that NaN fails, too
         raise WrongAnswerError(f"load {name}: the answer is off by {error:.1e}, where {TOLERANCE:.0e} is allowed")
     return submit
 
 
 def _last_row(query: Array, key: Array, value: Array) -> Array:
-    """The attention of the last query, which attends every key, in float64: [H, D]."""
+    """The attention of the last query, which attends to every key, in float64: [H, D]."""
     last, key, value = (array.astype(np.float64) for array in (query[:, -1], key, value))
     scores = np.einsum("hd,hsd->hs", last, key) / np.sqrt(HEAD_DIM)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -172,7 +171,7 @@ def _last_row(query: Array, key: Array, value: Array) -> Array:
 
 
 class _Answer(NamedTuple):
-    """What is kept of an answer: not its arrays, which would soon be gigabytes."""
+    """What is kept of an answer: not its arrays, which would soon add up to gigabytes."""
 
     due: float
     at: float
@@ -185,7 +184,7 @@ class _Answer(NamedTuple):
 
 
 _Answers: TypeAlias = "queue.SimpleQueue[_Answer | BaseException]"
-"""Answers as they come, and errors."""
+"""Answers and errors, as they arrive."""
 
 
 def _send(submit: _Submit, due: float, answers: _Answers) -> None:
@@ -201,7 +200,7 @@ def _send(submit: _Submit, due: float, answers: _Answers) -> None:
 
 
 def _next(answers: _Answers) -> _Answer:
-    """The next answer. Raises it if it is an error."""
+    """The next answer; if it is an error, raises it."""
     answer = answers.get()
     if isinstance(answer, BaseException):
         raise answer
@@ -209,7 +208,7 @@ def _next(answers: _Answers) -> _Answer:
 
 
 def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
-    """As many as the load says in flight, for so many seconds after a warm-up."""
+    """Keeps the load's number of requests in flight, for `seconds` after a warm-up."""
     answers: _Answers = queue.SimpleQueue()
     for _ in range(LOADS[name].in_flight):
         _send(submit, time.perf_counter(), answers)
@@ -231,7 +230,7 @@ def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
 
 
 def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float) -> Measured:
-    """Poisson arrivals at a rate a second, for so many seconds after a warm-up; all that are due are waited for."""
+    """Poisson arrivals at `rate` per second, for `seconds` after a warm-up; waits for all answers."""
     gaps = np.random.default_rng(1).exponential(1 / rate, int(rate * seconds * 2) + 100)
     times = np.cumsum(gaps)
     warm = WARM_UP * seconds
@@ -271,7 +270,7 @@ def _measured(name: str, share: float | None, counted: Sequence[_Answer], second
 
 
 def _text(found: Sequence[Measured]) -> str:
-    """A table; times in microseconds."""
+    """The results as a table; times are in microseconds."""
     titles = ("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9", "queue", "compute", "client CPU", "batch")
     rows: list[tuple[str, ...]] = [titles]
     for each in found:

@@ -1,7 +1,7 @@
-"""The command `attnserve`: what a caller does from a shell.
+"""The command `attnserve`: the service from a shell.
 
-In: arguments. Out: text or JSON on standard output, one line on standard error if it fails, and an exit status: 0,
-1 if the service could not be asked or refuses, 2 for arguments that make no sense.
+In: arguments. Out: text or JSON on standard output, one line on standard error if it fails, and an exit status: 0, 1 if
+the service could not be reached or refused, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from attnserve._settings.config import DEFAULT_ADDRESS
 from attnserve._version import __version__
 
 _METRICS_ADDRESS: Final = "127.0.0.1:8002"
-"""Where a server has its metrics unless it is told otherwise."""
+"""The default address of a server's metrics."""
 _INTERRUPTED: Final = 130
-"""What shells say of a command that ended by ctrl-c."""
+"""The exit status by convention for a command ended by ctrl-c."""
 _LONGEST: Final = 1e9
-"""Seconds: thirty years, and what the clocks of all systems can wait for."""
+"""Seconds: thirty years, which all systems' clocks can wait for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails as it ends
+    except BrokenPipeError:  # the reader has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ask(parsed: argparse.Namespace) -> int:
-    """Asks the service, and prints what it says."""
+    """Asks the service, and prints the answer."""
     try:
         client = _client(parsed)
     except ValueError as error:
@@ -71,7 +71,7 @@ def _complain(parsed: argparse.Namespace, error: Exception) -> None:
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
-    """The flags that the server may have missed. A connection that lacks TLS, or a certificate, is closed unsaid."""
+    """The flags that the server may expect. It does not say why it closes a connection without TLS or a certificate."""
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
     if not isinstance(error, UnavailableError):
@@ -83,13 +83,13 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
 
 
 def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
-    """A client as the command line and the environment say. ValueError if they make no sense."""
+    """A client set up by the command line and the environment. ValueError if they are invalid."""
     tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
     return Client(parsed.address, retries=retries, tls=tls, token=token)
 
 
 def _measure(parsed: argparse.Namespace) -> int:
-    """Measures the service, and prints what was found."""
+    """Measures the service, and prints the results."""
     parsed.ask = lambda client, timeout: _bench.run(client, parsed.loads, parsed.seconds, parsed.open, timeout)
     try:
         return _ask(parsed)
@@ -163,7 +163,7 @@ def _seconds(text: str) -> float:
 
 
 def _health(parsed: argparse.Namespace) -> int:
-    """Asks whether the server is well."""
+    """Asks whether the server is healthy."""
     try:
         client = _client(parsed, retries=0)
     except ValueError as error:
@@ -182,7 +182,7 @@ def _health(parsed: argparse.Namespace) -> int:
 
 def _top(parsed: argparse.Namespace) -> int:
     try:
-        from attnserve._commands import top as top
+        from attnserve._commands import top
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] not in ("rich", "prometheus_client"):
             raise
@@ -207,7 +207,7 @@ def _caches(client: Client, timeout: float) -> tuple[Any, str]:
 
 
 def _text(info: ServerInfo) -> str:
-    """The information, one thing a line."""
+    """The information, one item per line."""
     rows = [
         ("version", info.version),
         ("device", f"{info.device} ({info.device_name})" if info.device_name else info.device),
@@ -232,7 +232,7 @@ def _setting_value(setting: Setting) -> str:
 
 
 def _layer_table(layers: Sequence[Layer]) -> str:
-    """The layers, one a line, and nothing for what a layer lacks."""
+    """The layers, one per line; cells for what a layer lacks are empty."""
     if not layers:
         return "no layers are loaded"
     titles = (
@@ -269,7 +269,7 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
 
 
 def _pool_text(pool: CachePool) -> str:
-    """The caches, one a line, and how full the pool is."""
+    """The caches, one per line, and how full the pool is."""
     room = f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
     if not pool.caches:
         return f"no caches are open; {room}"

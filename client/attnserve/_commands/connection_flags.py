@@ -1,7 +1,7 @@
-"""The flags and environment variables by which a command is told how to connect.
+"""The flags and environment variables that tell a command how to connect.
 
-In: an argument parser, what it has parsed, the environment. Out: the `tls` and `token` of a client. A flag wins over
-its variable. There is no flag for the token itself: every user of a machine sees the command lines of all.
+In: an argument parser, the parsed arguments, the environment. Out: the `tls` and `token` of a client. A flag overrides
+its variable. There is no flag for the token itself: all users of a machine can see each other's command lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
 
 
 class Flag(TypedDict):
-    """A flag that names something, and its variable."""
+    """A flag that takes a value, and its environment variable."""
 
     variable: str
     metavar: str
@@ -49,7 +49,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Gives a command the flags of a connection."""
+    """Adds the connection flags to a command."""
     group = parser.add_argument_group("connection")
     group.add_argument(
         "--tls", action="store_true", help="connect over TLS, to a server with a certificate from public authorities"
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None:
-    """The TLS that a command line and an environment ask for. ValueError if it is not complete."""
+    """The TLS that the command line and the environment ask for. ValueError if it is incomplete."""
     ca, certificate, key, name = (
         _given(parsed, flag, environ) for flag in ("--ca", "--certificate", "--key", "--server-name")
     )
@@ -70,7 +70,7 @@ def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None
 
 
 def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | None:
-    """The token that a command line and an environment give; a file wins over a variable that holds one."""
+    """The token given by the command line or the environment; a token file overrides the variable with a token."""
     if file := _given(parsed, "--token-file", environ):
         return Token(file=file, plaintext=parsed.plaintext_token)
     if value := environ.get(TOKEN_VARIABLE):

@@ -1,6 +1,6 @@
-"""Where a server has its metrics, and how they are fetched: over HTTP or HTTPS, with a token where one is needed.
+"""Fetches a server's metrics: over HTTP or HTTPS, with a token if one is needed.
 
-In: an address, TLS and a token as for a client. Out: the page of metrics.
+In: an address, and TLS and a token as for a client. Out: the page of metrics.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 from attnserve._settings.credentials import TLS, Bearer, Token, is_local
 
 _SAID: Final = 200
-"""So many characters of a refusal are passed on."""
+"""How many characters of a refusal are quoted in the error."""
 _PIECE: Final = 64 * 1024
 _LARGEST: Final = 64 * 1024 * 1024
-"""More bytes than metrics have."""
+"""More bytes than a page of metrics has."""
 
 
 class Endpoint:
     """The metrics at `host:port`, or below `http://host:port` or `https://host:port`.
 
-    Files are read at once, the token's again when it changes. `timeout` is in seconds. ValueError names what is wrong.
+    Files are read at once, the token's again when it changes. `timeout` is in seconds. ValueError says what is wrong.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Endpoint:
         self.url: Final = f"{'https' if secure else 'http'}://{netloc}{self._path}"
 
     def fetch(self) -> str:
-        """The page. OSError if there is none."""
+        """Fetches the page. OSError if there is none."""
         try:
             with closing(self._connection()) as connection:
                 connection.request("GET", self._path, headers=dict(self._bearer.metadata))
                 answer = connection.getresponse()
                 text = self._read(answer).decode(errors="replace")
         except OSError as error:
-            closed = self._tls is None and isinstance(error, ConnectionResetError)  # as by one that speaks TLS
+            closed = self._tls is None and isinstance(error, ConnectionResetError)  # as a server that speaks TLS does
             raise OSError(f"no metrics at {self.url}: {error}{'; if it speaks TLS: https://' * closed}") from None
-        except http.client.HTTPException:  # its text is what has come, which need not be any
+        except http.client.HTTPException:  # its text is what was received, perhaps nothing
             raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
         if answer.status != http.HTTPStatus.OK:
             said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
@@ -63,7 +63,9 @@ class Endpoint:
         return text
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
-        """All that comes, within the timeout, which a socket has for each piece only. OSError if that is no page."""
+        """The whole page, within the timeout, which a socket applies to each piece only. OSError if it comes too late,
+        is too long or is cut short.
+        """
         page, until = bytearray(), monotonic() + self._timeout
         while piece := answer.read1(_PIECE):
             page += piece
@@ -80,7 +82,7 @@ class Endpoint:
 
 
 class _NamedConnection(http.client.HTTPSConnection):
-    """HTTPS to a server whose certificate may have another name than the address."""
+    """HTTPS to a server whose certificate may have a name other than the address."""
 
     def __init__(self, name: str | None, host: str, port: int | None, timeout: float, context: ssl.SSLContext) -> None:
         super().__init__(host, port, timeout=timeout, context=context)

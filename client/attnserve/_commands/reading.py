@@ -1,7 +1,7 @@
-"""What a server's own metrics say: at one moment, or of what happened between two.
+"""What a server's own metrics say: at one moment, or about the time between two.
 
 In: a server's endpoint. Out: its samples, counts, and quantiles estimated from histograms as Prometheus
-estimates them. Needs prometheus-client, which the extra `top` brings.
+estimates them. Needs prometheus-client, which the extra `top` installs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Reading:
 
     samples: dict[tuple[str, _Labels], float]
     at: float
-    """When it was read, in seconds of a clock of its own; of a difference, how much later than the other."""
+    """When it was read, in seconds of a monotonic clock; for a difference, the seconds between the two."""
 
     @classmethod
     def of(cls, endpoint: Endpoint | str) -> Self:
-        """Reads what is at an endpoint, or at a `host:port` without more ado. OSError if there are no metrics."""
+        """Reads the metrics at an endpoint, or at a plain `host:port`. OSError if there are none."""
         endpoint = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         page = endpoint.fetch()
         try:
@@ -38,7 +38,7 @@ class Reading:
 
     @classmethod
     def parse(cls, page: str) -> Self:
-        """What a page says, as if it had been read now. ValueError if it is none of metrics."""
+        """The samples on a page, as if read now. ValueError if it is not a page of metrics."""
         return cls(
             {
                 (sample.name, frozenset(sample.labels.items())): sample.value
@@ -49,13 +49,13 @@ class Reading:
         )
 
     def since(self, earlier: Self) -> Self:
-        """What was added between an earlier reading and this one."""
+        """The difference between an earlier reading and this one."""
         return type(self)(
             {key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()}, self.at - earlier.at
         )
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples of that name that have those labels, whatever their others."""
+        """The sum of the samples of that name with those labels, whatever other labels they have."""
         return sum(
             value
             for (sample, its), value in self.samples.items()
@@ -63,11 +63,11 @@ class Reading:
         )
 
     def labels(self, name: str) -> dict[str, str]:
-        """The labels of the one sample of that name; empty if there is none."""
+        """The labels of the only sample of that name; empty if there is none."""
         return next((dict(its) for sample, its in self.samples if sample == name), {})
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The samples of that name that are not 0, by one of their labels, the largest first."""
+        """The non-zero samples of that name, summed by one of their labels, the largest first."""
         sums: dict[str, float] = {}
         for (sample, its), value in self.samples.items():
             if sample == name and value:
@@ -76,12 +76,12 @@ class Reading:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def mean(self, name: str, **labels: str) -> float:
-        """The mean of all that a histogram observed; NaN of nothing."""
+        """The mean of a histogram's observations; NaN if there are none."""
         count = self.total(f"{name}_count", **labels)
         return self.total(f"{name}_sum", **labels) / count if count else math.nan
 
     def quantile(self, q: float, name: str, **labels: str) -> float:
-        """A quantile of a histogram, linear within its bucket, as Prometheus has it; NaN of nothing."""
+        """A quantile of a histogram, interpolated within its bucket as Prometheus does; NaN if it is empty."""
         buckets: dict[float, float] = {}
         for (sample, its), value in self.samples.items():
             if sample == f"{name}_bucket" and labels.items() <= dict(its).items():

@@ -1,4 +1,4 @@
-"""Tables of plain text, for terminals. In: rows of cells, the titles first. Out: lines with straight columns."""
+"""Plain-text tables for terminals. In: rows of cells, the titles first. Out: lines with aligned columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[tuple[str, ...]], words: int) -> str:
-    """Rows, the titles first: so many columns of names and words to the left, numbers to the right."""
+    """The rows as text: the first `words` columns are aligned left, the others, which are numbers, right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

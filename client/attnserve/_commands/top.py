@@ -1,7 +1,7 @@
 """`attnserve top`: one server's load and latency, live in a terminal, from its metrics.
 
-In: the address of its HTTP port. Out: a view that is redrawn at each reading until it is interrupted; or, once, a view
-or JSON, for scripts. Needs the extra `top`.
+In: the address of its HTTP port. Out: a view that is redrawn at each reading until interrupted; or, once, a view or
+JSON, for scripts. Needs the extra `top`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HISTORY: Final = 40
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs the command as it was parsed; its exit status."""
+    """Runs the parsed command, and returns its exit status."""
     try:
         endpoint = Endpoint(
             parsed.address,
@@ -78,7 +78,7 @@ def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
                     last = figures(before, after)
                     history.append(last.requests)
                 before = after
-            except OSError as error:  # it may come back: servers are replaced
+            except OSError as error:  # the server may come back: servers are replaced
                 said = Text(str(error), style="bold red")
             shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history))]
             live.update(Group(said, *shown), refresh=True)

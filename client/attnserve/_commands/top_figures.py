@@ -1,6 +1,6 @@
-"""What a server does, worked out of two readings of its metrics: plain values, for the view and for programs.
+"""What a server does, computed from two readings of its metrics: plain values, for the view and for programs.
 
-Rates are per second, between the readings; what there is now is of the later one.
+Rates are per second, between the readings; current values are those of the later reading.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _DURATION = "attnserve_request_duration_seconds"
 _PHASES = "attnserve_request_phase_duration_seconds"
 
 _FEW: Final = 8
-"""So many requests may wait however long they take: the bound on time is for queues."""
+"""Up to this many requests may wait however long they take: the bound on time is for queues."""
 
 Rates: TypeAlias = dict[str, float]
-"""By name, what is not 0, the largest first."""
+"""Values other than 0, by name, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Requests of one kind. Latencies are in seconds, NaN if nothing was asked."""
+    """Requests of one kind. Latencies are in seconds, NaN without requests."""
 
     requests: float
     failed: float
@@ -37,19 +37,19 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches a second, and what is in one. NaN if there was none."""
+    """Batches per second, and what is in one. NaN if there was none."""
 
     batches: float
     mean_requests: float
     p99_requests: float
     padding: float
-    """The part of the work that was padding, from 0 to 1."""
+    """The share of the work that was padding, from 0 to 1."""
     kernel_calls: Rates
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What waits and what is in flight, beside its bounds by their names."""
+    """What is queued and what is in flight, and its bounds, by name."""
 
     queue_requests: float
     queue_bytes: float
@@ -58,7 +58,7 @@ class Load:
 
     @property
     def fullest(self) -> tuple[str, float]:
-        """The bound that is taken most, and the part of it that is."""
+        """The bound that is closest to being reached, and the share of it that is used."""
         parts = {
             bound: self.in_flight.get(bound, 0.0) / limit
             for bound, limit in self.limits.items()
@@ -69,25 +69,25 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes, and the process around it."""
+    """The device, and the server's process."""
 
     name: str
     use: float
-    """The part of the time in which it had a batch, from 0 to 1."""
+    """The share of the time in which it had a batch, from 0 to 1."""
     batch_seconds: float
-    """How long it has had the batch that it has now; 0 if it has none."""
+    """How long it has been running its current batch; 0 if it has none."""
     memory: Rates
-    """Bytes of a memory of its own, by state; empty on a CPU."""
+    """Bytes of the device's own memory, by state; empty on a CPU."""
     loop: float
-    """The part of the time in which the event loop worked, from 0 to 1."""
+    """The share of the time in which the event loop was busy, from 0 to 1."""
     processors: float
-    """Processors that the process uses."""
+    """How many processors the process uses."""
     resident_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """Resident caches. Appends, forks and evictions are a second."""
+    """Resident caches. Appends, forks and evictions are per second."""
 
     open: float
     tokens: float
@@ -105,7 +105,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All of it."""
+    """All figures of a server."""
 
     seconds: float
     """The time between the readings."""
@@ -121,7 +121,7 @@ class Figures:
     sent_bytes: float
     streams: float
     operations: dict[str, Operation]
-    """Those that were ever asked for."""
+    """The operations that were ever requested, by name."""
     codes: Rates
     rejected: Rates
     cancelled: Rates
@@ -132,13 +132,13 @@ class Figures:
     device: Device
     caches: Caches
     layers: Rates
-    """FLOPs by layer."""
+    """FLOP/s by layer."""
     callers: Rates
-    """FLOPs by caller."""
+    """FLOP/s by caller."""
 
 
 def figures(before: Reading, after: Reading) -> Figures:
-    """What a server did between two readings. One that was started anew in between has done nothing before."""
+    """What a server did between two readings. If it was restarted in between, its counts start from 0."""
     if after.total(_REQUESTS) < before.total(_REQUESTS):
         before = Reading({}, before.at)
     since = after.since(before)
@@ -216,7 +216,7 @@ def figures(before: Reading, after: Reading) -> Figures:
 
 
 def without_nan(value: Any) -> Any:
-    """The same values with None for NaN and infinity, which JSON has no words for."""
+    """The same values with None for NaN and infinity, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

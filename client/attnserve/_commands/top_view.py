@@ -17,13 +17,13 @@ from attnserve._commands.top_figures import Figures, Rates
 _BAR: Final = 12
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 _NAMES: Final = 4
-"""So many callers, layers or kernels are named; the rest is counted."""
+"""How many callers, layers or kernels are named; the others are only counted."""
 
 
 def view(figures: Figures, address: str, now: float, history: Sequence[float] = ()) -> RenderableType:
-    """Everything, at a time in seconds since the epoch, with the requests a second of the last moments.
+    """The whole view at `now`, in seconds since the epoch; `history` has the latest rates of requests per second.
 
-    What matters most comes first: a terminal that is too small cuts the rest off.
+    What matters most comes first: a terminal that is too small cuts off the rest.
     """
     head = Table.grid(expand=True)
     head.add_column()
@@ -110,12 +110,12 @@ def _operations(figures: Figures) -> Table:
 
 
 def _by_name(rates: Rates, unit: str) -> str:
-    """The largest by name, with their rates."""
+    """The largest, by name, with their rates."""
     return _listed([f"{name} {_rate(rate)}{unit}" for name, rate in rates.items()])
 
 
 def _by_part(rates: Rates) -> str:
-    """The largest by name, with their parts of the whole."""
+    """The largest, by name, with their shares of the total."""
     whole = sum(rates.values())
     return _listed([f"{name} {_percent(rate / whole)}" for name, rate in rates.items()])
 
@@ -148,7 +148,7 @@ def _seconds(value: float) -> str:
 
 
 def _bytes(value: float) -> str:
-    """In powers of 1024."""
+    """Bytes with a unit, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
@@ -157,7 +157,7 @@ def _bytes(value: float) -> str:
 
 
 def _scaled(value: float) -> str:
-    """With a prefix of powers of 1000, and a space before it."""
+    """The number, a space, and an SI prefix."""
     for prefix in ("", "k", "M", "G", "T"):
         if value < 1000:
             return f"{value:.3g} {prefix}"
@@ -166,13 +166,13 @@ def _scaled(value: float) -> str:
 
 
 def _bar(part: float) -> str:
-    """How much of something is taken."""
+    """A bar, filled up to `part` of 1."""
     eighths = 0 if math.isnan(part) else round(min(max(part, 0.0), 1.0) * _BAR * 8)
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(_BAR, "·")
 
 
 def _sparkline(history: Sequence[float]) -> str:
-    """The last values, the largest of them as high as a line."""
+    """The latest values as bars, of which the largest has full height."""
     most = max(history, default=0.0)
     return "".join(_STEPS[round(value / most * (len(_STEPS) - 1))] if most else _STEPS[0] for value in history)

@@ -1,1 +1,1 @@
-"""What is asked for and what comes of it: arguments to encoded requests, replies to results. No I/O."""
+"""Requests and their results: arguments to encoded requests, replies to results. No I/O."""

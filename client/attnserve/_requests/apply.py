@@ -1,8 +1,8 @@
-"""One application of a resident layer to ask for: the arguments of `apply` as an encoded `ApplyRequest`.
+"""A request to apply a resident layer: the arguments of `apply` as an encoded `ApplyRequest`.
 
-In: a layer's name, arrays, tensors and options, as the caller has them. Out: `ApplyCall`, the message in pieces and the
-way from its response to a `LayerResult`. The part of the message that does not depend on the arrays' contents is
-encoded once and remembered, so that asking again for the same layer, shapes and options is cheap.
+In: a layer's name, arrays, tensors and options, as the caller passed them. Out: `ApplyCall`, the message in pieces and
+the conversion of its response to a `LayerResult`. The part of the message that does not depend on the arrays' contents
+is encoded once and cached, so that asking again for the same layer, shapes and options is cheap.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
     operation = APPLY
 
     def result(self, response: Response) -> LayerResult[ArrayT]:
-        """The result of the call. ProtocolError if the response is not one to this call."""
+        """The result of the call. ProtocolError if the response does not fit this call."""
         parts = self.parts(response)
         version = cast(pb.ApplyResponse, response.message).layer_version
         return LayerResult(*parts[:-1], version, parts.cache_lengths)
@@ -91,7 +91,7 @@ def encode_apply(
 ) -> ApplyCall[ArrayT]:
     """The call that `Client.apply` describes; `resident` if there are caches.
 
-    InvalidRequestError names an argument that no server would take.
+    InvalidRequestError names an argument that no server would accept.
     """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
     arrays = [("input", _arrays.floating_or_ids("input", input))]
@@ -133,7 +133,7 @@ def encode_apply(
 
 
 def _lengths(arrays: Sequence[tuple[str, Array]]) -> Sequence[int]:
-    """The lengths of the input's sequences, or the one that all have."""
+    """The lengths of the input's sequences, or the one length of all."""
     for field, array in arrays:
         if field == "lengths":
             return [int(length) for length in np.frombuffer(array.data, np.int64)]
@@ -153,7 +153,7 @@ def _header(
     average_scores: bool,
     priority: int,
 ) -> bytes:
-    """The request with tickets for its tensors."""
+    """The serialised request, with tickets for its tensors."""
     request = pb.ApplyRequest(
         layer=layer,
         alignment=causal[1],

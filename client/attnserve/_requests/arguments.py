@@ -1,7 +1,7 @@
-"""Arguments that operations have in common: their types, what the words among them mean, and their checks.
+"""Arguments that operations have in common: their types, the meanings of keywords, and their checks.
 
-In: what the caller gave. Out: what goes into a message, or an `InvalidRequestError` with the field's name. Checked is
-only what needs no knowledge of attention. The server is the authority on the rest.
+In: what the caller passed. Out: what goes into a message, or an `InvalidRequestError` with the field's name. Only what
+needs no knowledge of attention is checked here. The server is the authority on the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnserve._settings.targets import check_address
 from attnserve.v1 import attention_pb2 as pb
 
 ArrayT = TypeVar("ArrayT")
-"""The caller's kind of array: what the query or the input is, so is the result. NumPy arrays or torch tensors."""
+"""The caller's kind of array, NumPy or torch: the result is of the same kind as the query or the input."""
 
 ArrayLike: TypeAlias = Any
 """A NumPy array, a torch tensor, or numbers in lists."""
@@ -35,10 +35,10 @@ ALIGNMENTS: Final[dict[Any, tuple[bool, pb.Alignment]]] = {
     "top_left": (True, pb.ALIGNMENT_TOP_LEFT),
     "bottom_right": (True, pb.ALIGNMENT_BOTTOM_RIGHT),
 }
-"""What `causal` says: whether there is a causal mask, and where the first query stands."""
+"""The values of `causal`: whether there is a causal mask, and how it is aligned."""
 
 RESIDENT_ALIGNMENTS: Final = {**ALIGNMENTS, True: (True, pb.ALIGNMENT_UNSPECIFIED)}
-"""What `causal` says of resident caches, where servers take what is not set to be the bottom right."""
+"""The values of `causal` with resident caches, for which servers take an unset alignment as bottom right."""
 
 STAGES: Final[dict[Any, pb.ScoreStage]] = {
     None: pb.SCORE_STAGE_UNSPECIFIED,
@@ -47,11 +47,11 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
     "masked": pb.SCORE_STAGE_MASKED,
     "weights": pb.SCORE_STAGE_WEIGHTS,
 }
-"""What `return_scores` asks for."""
+"""The values of `return_scores`."""
 
 
 def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]]) -> None:
-    """TypeError, as of the method that was called, if there is an option that it does not have."""
+    """TypeError, as if from the called method, if it does not have one of the options."""
     names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
     if not options.keys() <= names:
         unknown = min(options.keys() - names)
@@ -61,7 +61,7 @@ def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[s
 
 
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
-    """What a word among some choices means."""
+    """The meaning of a keyword, looked up in `choices`."""
     try:
         return choices[value]
     except (KeyError, TypeError):
@@ -70,7 +70,7 @@ def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
 
 
 def number(field: str, value: Any) -> float:
-    """A number of any type."""
+    """A number of any type, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -78,7 +78,7 @@ def number(field: str, value: Any) -> float:
 
 
 def integer(field: str, value: Any, bits: int) -> int:
-    """A signed integer of so many bits, of any type."""
+    """An integer of any type that fits into a signed integer of `bits` bits."""
     try:
         index = operator.index(value)
     except TypeError:
@@ -89,7 +89,7 @@ def integer(field: str, value: Any, bits: int) -> int:
 
 
 def count(field: str, value: Any, least: int, bits: int) -> int:
-    """An integer of any type, of at least so many and below 2 to the power of so many bits."""
+    """An integer of any type, at least `least` and less than 2 to the power of `bits`."""
     index = integer(field, value, 64)
     if not least <= index < 1 << bits:
         raise InvalidRequestError(f"{field}: expected an integer of {least} or more, found {index}", field=field)
@@ -108,13 +108,13 @@ def window(value: Any) -> tuple[int, int] | None:
 
 
 def lengths(field: str, value: Any) -> Array:
-    """The lengths of sequences, ``[B]``; one integer is the length of one sequence."""
+    """The lengths of sequences, ``[B]``; a single integer is the length of one sequence."""
     array = arrays.integers(field, value)
     return array if array.shape else array._replace(shape=(1,))
 
 
 def text(field: str, value: Any) -> str:
-    """A name or a path, which is never empty."""
+    """A name or a path, which must not be empty."""
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
     if not value.isascii():
@@ -126,7 +126,7 @@ def text(field: str, value: Any) -> str:
 
 
 def address(field: str, value: Any) -> str:
-    """Where one server is."""
+    """The address of one server."""
     try:
         check_address(text(field, value))
     except ValueError as error:
@@ -135,5 +135,5 @@ def address(field: str, value: Any) -> str:
 
 
 def names(field: str, values: Names) -> list[str]:
-    """The names, none of which is empty."""
+    """The names as a list; none may be empty."""
     return [text(field, value) for value in ((values,) if isinstance(values, str) else values)]

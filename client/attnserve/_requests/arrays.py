@@ -1,10 +1,10 @@
-"""What the caller has, as what travels, and back.
+"""The caller's arrays in the wire's form, and back.
 
 In: NumPy arrays of any byte order and stride, torch tensors of any device, numbers and lists of them. Out: `Array`, a
-dtype of the wire, a shape and a view of the elements (packed, C-order, little-endian). Whatever is that already is not
+dtype of the wire, a shape and a view of the elements (packed, C-order, little-endian). Data already in this form is not
 copied. Back: from a reply's tensor to an array of the caller's kind, in memory of its own.
 
-torch is never imported: who has a tensor has imported it.
+torch is never imported: a caller that has a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BFLOAT16: Final = _dtypes.NUMPY[pb.DATA_TYPE_BFLOAT16]
 
 
 class Array(NamedTuple):
-    """A tensor that is ready to travel."""
+    """A tensor that is ready to send."""
 
     dtype: int
     """A value of the protocol's `DataType`."""
     shape: tuple[int, ...]
     """The length of each axis."""
     data: Buffer
-    """The elements: a view of the caller's memory where that was possible."""
+    """The elements: a view of the caller's memory if possible."""
 
 
 def torch_tensor(value: Any) -> Any | None:
@@ -51,9 +51,9 @@ def floating(field: str, value: Any) -> Array:
 
 
 def floating_or_ids(field: str, value: Any) -> Array:
-    """A floating tensor, or an int64 tensor where integers are given, or nothing in a list.
+    """A floating tensor, or an int64 tensor for integers and for empty lists.
 
-    Fractions in lists become float32. InvalidRequestError for any other dtype.
+    Floats in lists become float32. InvalidRequestError for any other dtype.
     """
     array = _as_numpy(field, value)
     plain = _is_plain(value)
@@ -105,7 +105,7 @@ def _integers(field: str, array: np.ndarray[Any, Any]) -> Array:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is made of Python's own numbers and sequences, which have no dtype."""
+    """Whether a value is a Python number or sequence, which has no dtype."""
     return isinstance(value, int | float | list | tuple)
 
 
@@ -131,7 +131,7 @@ def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _torch_as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    """A torch tensor's elements as NumPy sees them, without a copy where they are in memory and contiguous."""
+    """A torch tensor as a NumPy array, without a copy if it is in CPU memory and needs no conversion."""
     torch = sys.modules["torch"]
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype is torch.bfloat16:
@@ -148,12 +148,12 @@ def _little_endian(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _packed(dtype: int, array: np.ndarray[Any, Any]) -> Array:
     if not array.flags.c_contiguous:
         array = array.copy(order="C")
-    # The buffer protocol knows no bfloat16.
+    # The buffer protocol does not support bfloat16.
     return Array(dtype, array.shape, (array if dtype != pb.DATA_TYPE_BFLOAT16 else array.view(np.uint16)).data)
 
 
 def from_wire(field: str, dtype: int, shape: tuple[int, ...], data: Buffer) -> np.ndarray[Any, Any]:
-    """A reply's tensor as an array of its own, aligned and writable. ProtocolError if it contradicts itself."""
+    """A copy of a reply's tensor as an array, aligned and writable. ProtocolError if the tensor is inconsistent."""
     numpy_dtype = _dtypes.NUMPY.get(dtype)
     if numpy_dtype is None:
         raise ProtocolError(f"{field}: the server replied with dtype {_dtypes.name(dtype)}")
@@ -162,14 +162,14 @@ def from_wire(field: str, dtype: int, shape: tuple[int, ...], data: Buffer) -> n
         raise ProtocolError(f"{field}: the server replied with {length} bytes for {numpy_dtype} {list(shape)}")
     try:
         elements: np.ndarray[Any, Any] = np.ndarray(shape, numpy_dtype, data)
-    except ValueError as error:  # an empty array whose other axes are absurd
+    except ValueError as error:  # an empty array whose other axes are too long
         raise ProtocolError(f"{field}: the server replied with shape {list(shape)}") from error
-    # The payload has any alignment, and lies among other replies.
+    # The payload may be unaligned, and shares its memory with other replies.
     return elements.copy()
 
 
 def to_torch(array: np.ndarray[Any, Any], device: Any) -> Any:
-    """An array as a torch tensor on a device; it shares the array's memory if that is the CPU."""
+    """An array as a torch tensor on a device; on the CPU it shares the array's memory."""
     torch = sys.modules["torch"]
     if array.dtype == _BFLOAT16:
         result = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

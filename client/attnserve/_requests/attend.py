@@ -1,8 +1,8 @@
-"""One attention to ask for: the arguments of `attend` as an encoded `AttendRequest`.
+"""A request for attention: the arguments of `attend` as an encoded `AttendRequest`.
 
-In: arrays, tensors and options, as the caller has them. Out: `AttendCall`, the message in pieces and the way from its
-response to an `AttentionResult`. The part of the message that does not depend on the arrays' contents is encoded once
-and remembered, so that asking again for the same shapes and options is cheap.
+In: arrays, tensors and options, as the caller passed them. Out: `AttendCall`, the message in pieces and the conversion
+of its response to an `AttentionResult`. The part of the message that does not depend on the arrays' contents is encoded
+once and cached, so that asking again for the same shapes and options is cheap.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class AttendCall(EncodedCall[AttentionResult[ArrayT]], Generic[ArrayT]):
     operation = ATTEND
 
     def result(self, response: Response) -> AttentionResult[ArrayT]:
-        """The result of the call. ProtocolError if the response is not one to this call."""
+        """The result of the call. ProtocolError if the response does not fit this call."""
         return AttentionResult(*self.parts(response))
 
 
@@ -118,9 +118,9 @@ def encode_attend(
     timeout: float | EllipsisType | None = ...,
     default_timeout: float | None = None,
 ) -> AttendCall[ArrayT]:
-    """The call that `Client.attend` describes; `resident` if there are caches, and then perhaps no key and value.
+    """The call that `Client.attend` describes; `resident` if there are caches: key and value may then be None.
 
-    InvalidRequestError names an argument that no server would take.
+    InvalidRequestError names an argument that no server would accept.
     """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
     arrays = [("query", _arrays.floating("query", query))]
@@ -177,7 +177,7 @@ def _header(
     return_scores: pb.ScoreStage,
     priority: int,
 ) -> bytes:
-    """The request with tickets for its tensors."""
+    """The serialised request, with tickets for its tensors."""
     request = pb.AttendRequest(
         layout=layout,
         causal=causal[0],
@@ -196,7 +196,7 @@ def _header(
 
 
 def _score_arrays(score: Any) -> list[tuple[str, Array]]:
-    """The parameters of a score, by the path of their field in the request."""
+    """The parameters of a score, by the paths of their fields in the request."""
     if isinstance(score, GeneralScore):
         parameters = {"general.weight": score.weight}
     elif isinstance(score, AdditiveScore):

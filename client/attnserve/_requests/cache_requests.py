@@ -1,11 +1,11 @@
-"""What a cache is, and the requests of `CacheService` as values.
+"""The description of a cache, and the requests of `CacheService` as values.
 
-In: names, numbers, keys and values, as the caller has them. Out: an `Rpc` for either client to send, whose answer is a
+In: names, numbers, keys and values, as the caller passed them. Out: an `Rpc` for either client to send, which returns a
 `CacheInfo`, a `CachePool`, a length or nothing.
 
-All may be sent again if it is not known whether the server has carried them out: an append and a truncation say what
-length they expect; an append, a truncation, a create and a fork have an id by which the server recognises them, and it
-can be told that nobody waits for what the latter two make; the rest asks or deletes.
+All may be sent again if it is unknown whether the server has run them: an append and a truncation state the length that
+they expect; they, a create and a fork have an id by which the server recognises them, and the server can be told that
+nobody waits for what a create or a fork makes; the others only read or delete.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from attnserve.v1 import tensor_pb2
 _SERVICE: Final = "/attnserve.v1.CacheService/"
 
 _LONGEST_TTL: Final = 315_576_000_000
-"""Seconds: ten thousand years, which is what a protobuf Duration holds."""
+"""Seconds: ten thousand years, the maximum of a protobuf Duration."""
 
 _ID_BYTES: Final = 16
-"""Random bytes by which a server recognises a request."""
+"""The length of the random id by which a server recognises a repeated request."""
 
 _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float32": tensor_pb2.DATA_TYPE_FLOAT32,
@@ -49,7 +49,7 @@ _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
 AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
 
 _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
-"""Which axis of appended keys counts tokens, by layout."""
+"""The token axis of appended keys, by layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +117,20 @@ def create(
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype: of NumPy's classes too, such as ``numpy.float16``."""
+    """The name of a dtype, which may also be a NumPy class such as ``numpy.float16``."""
     return str(np.dtype(dtype) if isinstance(dtype, type) else dtype).removeprefix("torch.")
 
 
 def append(
     name: str, layer: int, expected_length: int, append_id: int, fields: Sequence[Buffer]
 ) -> Rpc[pb.CacheServiceAppendResponse, int]:
-    """Appends what `appended` has made of keys and values; the answer is the length of the layer."""
+    """Appends keys and values, as fields made by `appended`; the answer is the length of the layer."""
     request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length, append_id=append_id)
     return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
 
 
 def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[int, Sequence[Buffer]]:
-    """How many tokens keys and values are, and the fields of an append that hold them."""
+    """The number of tokens in keys and values, and the fields of an append that hold them."""
     axis: int = arguments.choice("layout", _LENGTH_AXES, layout)
     arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]
     header = _append_header(call.tensors(arrays), layout == "length_first")
@@ -140,12 +140,12 @@ def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[in
 
 @lru_cache(maxsize=1024)
 def _append_header(tensors: Tensors, length_first: bool) -> bytes:
-    """What two appends of the same shapes have in common, with tickets for the tensors."""
+    """What all appends of the same shapes have in common, with tickets for the tensors."""
     return call.header(pb.CacheServiceAppendRequest(length_first=length_first), tensors)
 
 
 def _one_sequence(field: str, value: ArrayLike) -> Array:
-    """Floating, of rank 3; of rank 4 if that is a batch of one."""
+    """A floating array of rank 3, made from one of rank 3, or of rank 4 with a batch of one."""
     array = _arrays.floating(field, value)
     shape = array.shape
     if len(shape) == 4 and shape[0] == 1:
@@ -166,7 +166,7 @@ def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, Cache
 def truncate(
     name: str, length: int, expected_length: int, truncation_id: int
 ) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
-    """Cuts all layers off at a length; expected is the length of the longest."""
+    """Truncates all layers to a length; `expected_length` is that of the longest."""
     request = pb.CacheServiceTruncateRequest(
         name=name, length=length, expected_length=expected_length, truncation_id=truncation_id
     )
@@ -174,7 +174,7 @@ def truncate(
 
 
 def get(name: str) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
-    """Asks what a cache is."""
+    """Asks for the description of a cache."""
     request = pb.CacheServiceGetRequest(name=arguments.text("name", name))
     return Rpc(_SERVICE + "Get", request, pb.CacheServiceGetResponse, _only_cache)
 
@@ -191,7 +191,7 @@ def delete(names: Names) -> Rpc[pb.CacheServiceDeleteResponse, None]:
 
 
 def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
-    """Deletes the cache that a creation or a fork has made, and has it make none if it arrives only now."""
+    """Deletes the cache that a creation or a fork has made; if that request arrives later, it makes none."""
     request = pb.CacheServiceDeleteRequest(request_ids=[made.request.request_id])  # type: ignore[attr-defined]
     return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
 

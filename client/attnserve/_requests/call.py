@@ -1,7 +1,7 @@
 """A call of any operation, encoded, with what is needed to turn its response into a result.
 
-In: the checked arrays and the header that an operation's arguments make (`attend`, `apply`). Out: the pieces of the
-message, views of the caller's memory among them; later, from a `Response`, the arrays of the result, of the caller's
+In: the checked arrays and the header made from an operation's arguments (`attend`, `apply`). Out: the pieces of the
+message, some of them views of the caller's memory; later, from a `Response`, the arrays of the result, of the caller's
 kind and on the caller's device.
 """
 
@@ -28,18 +28,18 @@ from attnserve.v1 import tensor_pb2
 ResultT = TypeVar("ResultT")
 
 Tensors: TypeAlias = tuple[tuple[str, int, tuple[int, ...]], ...]
-"""The tensors of a request without their elements: the path of each one's field, its dtype and its shape."""
+"""The tensors of a request without their elements: the path of each field, the dtype and the shape."""
 
 _NANOSECOND: Final = 1e-9
 
 
 def tensors(arrays: Sequence[tuple[str, Array]]) -> Tensors:
-    """Arrays by the paths of their fields, without their elements."""
+    """Arrays with the paths of their fields, without their elements."""
     return tuple([(field, array.dtype, array.shape) for field, array in arrays])
 
 
 def header(request: Message, tensors: Tensors) -> bytes:
-    """A request, complete but for its tensors, with tickets for them in their order."""
+    """The serialised request, with a ticket for each tensor, in order; `request` is complete except for the tensors."""
     for index, (field, dtype, shape) in enumerate(tensors):
         tensor = operator.attrgetter(field)(request)
         tensor.dtype = dtype
@@ -49,7 +49,7 @@ def header(request: Message, tensors: Tensors) -> bytes:
 
 
 class Parts(NamedTuple):
-    """What every result has; arrays are of the caller's kind."""
+    """What all results have in common; arrays are of the caller's kind."""
 
     output: Any
     lse: Any
@@ -75,7 +75,7 @@ class EncodedCall(ABC, Generic[ResultT]):
     )
 
     operation: ClassVar[Operation]
-    """What is asked for."""
+    """The operation that is called."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class EncodedCall(ABC, Generic[ResultT]):
         returns_scores: bool,
         timeout: float | None,
     ) -> None:
-        """Puts a request together from its header and its arrays, in the order of the header's tickets.
+        """Assembles a request from its header and its arrays, in the order of the header's tickets.
 
-        The first array is made from what the caller gave as `like`: the result has its kind and is on its device, and
-        the output has its dtype, or any floating one if it is of integers.
+        The first array was made from the caller's `like`: the result is of its kind and on its device, and the output
+        has its dtype, or any floating one if `like` holds integers.
         """
         self.started = time.perf_counter()
         """When the call was made, in seconds of `time.perf_counter`."""
         self.pieces, self.size = _wire.join(self.operation.request_type, header, [array.data for _, array in arrays])
-        """The pieces that, concatenated, are the serialised request; and their length together, in bytes."""
+        """The pieces that, concatenated, are the serialised request; and their total length, in bytes."""
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
         self.appends: Sequence[int] = ()
@@ -108,18 +108,18 @@ class EncodedCall(ABC, Generic[ResultT]):
         self._returns_scores = returns_scores
 
     def prepend(self, fields: bytes) -> None:
-        """Puts serialised fields of the request before the others: those that change with every call, and would make
-        each header a new one.
+        """Puts serialised fields of the request before the others: fields that change with every call, and would make
+        every header a different one.
         """
         self.pieces.insert(0, fields)
         self.size += len(fields)
 
     @abstractmethod
     def result(self, response: Response) -> ResultT:
-        """The result of the call. ProtocolError if the response is not one to this call."""
+        """The result of the call. ProtocolError if the response does not fit this call."""
 
     def parts(self, response: Response) -> Parts:
-        """What every result has, from the response. ProtocolError if it is not one to this call."""
+        """What all results have in common, from the response. ProtocolError if it does not fit this call."""
         operation, message, _ = response
         if operation is not self.operation:
             raise ProtocolError(f"the server answered {self.operation.field} with the result of {operation.field}")

@@ -1,7 +1,6 @@
-"""What can be asked of a server on a stream, as data: where the calls and replies of each operation lie in messages.
+"""The operations that a stream carries, as data: where each one's calls and replies are in messages.
 
-Whatever carries calls (`multiplexer`, `threads`, `tasks`) knows no operation by name; one more in the protocol is
-one more value here.
+The code that carries calls (`_transports`) names no operation; a new one in the protocol is one more value here.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from attnserve.v1 import attention_pb2 as pb
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """An operation of the protocol, as a unary method and as a choice of a stream's calls and replies."""
+    """An operation of the protocol, as a unary method and as one kind of a stream's calls and replies."""
 
     field: str
-    """The field of a stream's reply that holds its response, and that of a stream's call that holds its request."""
+    """The name of its field in a stream's call and in a stream's reply."""
     number: int
-    """The number of that field in a stream's call."""
+    """The number of its field in a stream's call."""
     path: str
     """Its unary method."""
     request_type: type[Message]
-    """The message that asks for it."""
+    """The type of its request."""
     response_type: type[pb.AttendResponse] | type[pb.ApplyResponse]
-    """The message that it is answered with."""
+    """The type of its response."""
 
 
 def _number(field: str) -> int:
@@ -37,10 +36,10 @@ def _number(field: str) -> int:
 
 
 ATTEND: Final = Operation("attend", _number("attend"), SERVICE + "Attend", pb.AttendRequest, pb.AttendResponse)
-"""One attention."""
+"""Computes one attention."""
 
 APPLY: Final = Operation("apply", _number("apply"), SERVICE + "Apply", pb.ApplyRequest, pb.ApplyResponse)
-"""A resident layer, applied."""
+"""Applies a resident layer."""
 
 OPERATIONS: Final = {operation.field: operation for operation in (ATTEND, APPLY)}
-"""All operations, by their field."""
+"""All operations, by the name of their field."""

@@ -1,7 +1,7 @@
-"""What a server answered, as messages; the payloads of large ones are still where they arrived.
+"""A server's replies as messages; the payloads of large ones stay in the buffer that they arrived in.
 
-In: the bytes of a stream's message, or of a unary response. Out: responses, with the ids of their calls where they came
-on a stream. Whatever makes no sense is a `ProtocolError`, never an exception of another library.
+In: the bytes of a stream's message, or of a unary response. Out: responses, with the ids of their calls if they came on
+a stream. Malformed input is a `ProtocolError`, never an exception of another library.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from attnserve.v1 import tensor_pb2
 M = TypeVar("M", bound=Message)
 
 _SMALL: Final = 1 << 16
-"""The bytes of a response up to which protobuf reads it, payloads and all: it copies them twice in less time than the
-way to them takes, which differs with every response for its timings."""
+"""Up to this size, protobuf parses a response with its payloads: copying them twice takes less time than finding them
+in bytes whose layout differs with every response, due to its timings."""
 
 _JOINED: Final = 1 << 20
-"""The bytes of a message of many small replies up to which it does."""
+"""The same limit for a message of many small replies."""
 
 
 class Response(NamedTuple):
     """A decoded response."""
 
     operation: Operation
-    """Which operation it is a response of."""
+    """The operation that it answers."""
     message: pb.AttendResponse | pb.ApplyResponse
-    """All of it, or its header."""
+    """The whole message, or its header."""
     payloads: list[memoryview] | None
-    """What the tickets of the header name; None where the message has its payloads itself."""
+    """The payloads that the header's tickets refer to; None if the message contains its payloads."""
 
     def elements(self, tensor: tensor_pb2.Tensor) -> Buffer:
         """The payload of a tensor of the message."""
@@ -51,19 +51,19 @@ class Reply(NamedTuple):
 
     id: int
     result: Response | Status | ProtocolError
-    """What came of the call; a ProtocolError if the reply does not say."""
+    """The outcome of the call; a ProtocolError if the reply has none."""
 
 
 class Replies(NamedTuple):
-    """What a message of a stream holds."""
+    """The content of one message of a stream."""
 
     replies: list[Reply]
     closing: bool
-    """Whether the server wants the stream to be closed."""
+    """Whether the server asks for the stream to be closed."""
 
 
 def decode_replies(data: bytes) -> Replies:
-    """The content of an `AttendStreamResponse`. ProtocolError if the bytes are none."""
+    """The content of an `AttendStreamResponse`. ProtocolError if the bytes are not one."""
     try:
         message, payloads = _read(pb.AttendStreamResponse, data, len(data) <= _JOINED and _begins_small(data))
     except DecodeError as error:
@@ -83,7 +83,7 @@ def decode_replies(data: bytes) -> Replies:
 
 
 def decode_response(operation: Operation, data: bytes) -> Response:
-    """The response of an operation. ProtocolError if the bytes are none."""
+    """The response of an operation. ProtocolError if the bytes are not one."""
     try:
         return Response(operation, *_read(operation.response_type, data, len(data) <= _SMALL))
     except DecodeError as error:
@@ -91,7 +91,7 @@ def decode_response(operation: Operation, data: bytes) -> Response:
 
 
 def _read(message_type: type[M], data: bytes, small: bool) -> tuple[M, list[memoryview] | None]:
-    """A message, and its payloads if they are not in it."""
+    """A message with its payloads (and None), or its header and its payloads."""
     if small:
         return message_type.FromString(data), None
     header, payloads = _wire.split(message_type, data)
@@ -99,7 +99,7 @@ def _read(message_type: type[M], data: bytes, small: bool) -> tuple[M, list[memo
 
 
 def _begins_small(data: bytes) -> bool:
-    """Whether the first reply of a message is small: those that travel together are of a kind, as a rule."""
+    """Whether the first reply in a message is small: replies in one message are usually alike."""
     if len(data) <= _SMALL:
         return True
     *_, content, behind = next(_fields.fields(data, 0, len(data)))

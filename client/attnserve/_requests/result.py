@@ -1,4 +1,4 @@
-"""The results of calls, as their callers get them."""
+"""The results of calls, as the caller gets them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Looks, again and again, which servers there are: in a thread of its own, because looking may take its time.
+"""Looks up a client's servers at intervals, in a thread of its own, because a look-up may block.
 
-In: what says which there are, and how often to ask it. Out: its answers, to whoever wants them. Asked to, it looks at
-once, but not more often than once a second.
+In: the look-up function, and the interval. Out: its results, passed to a callback. It can be asked to look at once, but
+always pauses between looks, for a second or for the interval if that is shorter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ logger = logging.getLogger("attnserve")
 
 
 class Lookout:
-    """A thread that looks which servers there are."""
+    """A thread that looks up which servers there are."""
 
     def __init__(
         self, look_up: Callable[[], Sequence[str]], interval: float, deliver: Callable[[Sequence[str]], object]
     ) -> None:
-        """`deliver` is called in the thread, every `interval` seconds and whenever it is asked to look."""
+        """`deliver` gets each result, in the thread: every `interval` seconds and whenever `ask` is called."""
         self._look_up = look_up
         self._interval = interval
         self._deliver = deliver
@@ -31,11 +31,11 @@ class Lookout:
         threading.Thread(target=self._run, name="attnserve-lookout", daemon=True).start()
 
     def ask(self) -> None:
-        """Has it look soon."""
+        """Asks for a look-up soon."""
         self._asked.set()
 
     def close(self) -> None:
-        """Ends it; what it delivers afterwards must not matter."""
+        """Ends the thread; one more result may still be delivered, and must be ignored."""
         self._closed.set()
         self._asked.set()
 
@@ -47,7 +47,7 @@ class Lookout:
                 return
             try:
                 self._deliver(self._look_up())
-            except Exception as error:  # those that are known are used on
-                logger.warning("which servers there are is not known: %s", error)
+            except Exception as error:  # the known servers stay in use
+                logger.warning("the servers could not be looked up: %s", error)
             if self._closed.wait(min(LEAST_PAUSE, self._interval)):
                 return

@@ -1,8 +1,8 @@
-"""Several servers that do the same: which one a call goes to.
+"""Several equivalent servers: which one a call goes to.
 
-In: the addresses that there are, and what is seen of each server. Out: the connection of the next call. The one with
-the fewest calls in flight gets it, in turn where several have as few; one that has just failed rests. What a cache is
-asked goes to the server that has it. Connections are opened and closed by whoever owns them: no I/O, but a lock.
+In: the current addresses, and the successes and failures of each server. Out: the connection for the next call: that
+with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests. Calls on a
+cache go to the server that holds it. Connections are opened and closed by their owner: no I/O here, but a lock.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from typing import Final, Generic, Protocol, TypeVar
 
 FIRST_REST: Final = 0.5
 LONGEST_REST: Final = 30.0
-"""How long a server is left alone that failed, in seconds: twice as long every time, from the first to the longest."""
+"""How long a server that failed is left alone, in seconds: twice as long every time, from the first to the longest."""
 
 FORGET_AFTER: Final = 60.0
-"""How long, in seconds, the connection of a server that is named no longer is kept without use: caches may be there.
-One that has been made anew is kept as long, for who has just been given it.
+"""How long, in seconds, the unused connection to a server that is no longer listed is kept, as it may hold caches. One
+that was replaced by a new one is kept as long, for callers that have just been given it.
 """
 
 
 class Replica:
-    """What is seen of one server."""
+    """The observed state of one server."""
 
     __slots__ = ("_failures", "_told", "address", "rests_until", "used")
 
     def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
-        """`told` is called when it seems that there are other servers now."""
+        """`told` is called when there may be other servers now."""
         self.address: Final = address
         self._told = told
         self._failures = 0
         self.rests_until = 0.0
-        """Until when others are preferred, in seconds of `time.monotonic`."""
+        """Until when other servers are preferred, in seconds of `time.monotonic`."""
         self.used = 0
         """The number of its last call."""
 
     def failed(self, now: float) -> None:
-        """It is not there, or takes no calls."""
-        if now < self.rests_until:  # which all who were in flight say
+        """Notes that the server is unreachable, or takes no calls."""
+        if now < self.rests_until:  # all calls that were in flight report the same failure
             return
         self.rests_until = now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(self._failures, 30))
         self._failures += 1
         self._told()
 
     def asks_to_leave(self, now: float) -> None:
-        """It takes calls, but would rather not."""
+        """Notes that the server takes calls, but prefers not to get any."""
         self.rests_until = max(self.rests_until, now + FIRST_REST)
         self._told()
 
     def worked(self, now: float) -> None:
-        """It has answered."""
+        """Notes that the server has answered."""
         if self._failures and now >= self.rests_until:
             self._failures = 0
 
@@ -65,36 +65,36 @@ class Connection(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many calls it has not answered."""
+        """How many calls the server has not answered."""
 
     def leave(self) -> None:
-        """Has its calls made elsewhere, as far as they are not under way and not about what it alone has."""
+        """Moves its calls to other servers, except those that have been sent or that only this server can answer."""
 
 
 C = TypeVar("C", bound=Connection)
 
 
 class Replicas(Generic[C]):
-    """The servers of one client. Any thread may use it; connections are opened in the thread that does."""
+    """The servers of one client. Any thread may use this; connections are opened in the calling thread."""
 
     def __init__(self, connect: Callable[[Replica], C], dispose: Callable[[C], object]) -> None:
-        """`connect` makes a connection; `dispose` closes one that nobody uses any more."""
+        """`connect` makes a connection; `dispose` closes one that is no longer used."""
         self._connect = connect
         self._dispose = dispose
         self._lock = threading.Lock()
         self._rotation: list[C] = []
         self.only: C | None = None
-        """The connection of every call, where there is one server."""
+        """The connection for every call, if there is only one server."""
         self._connections: dict[str, C] = {}
         self._last_used: dict[str, float] = {}
         self._replaced: list[tuple[float, C]] = []
         self._calls = itertools.count(1)
         self.told: Callable[[], object] = bool
-        """Called when it seems that there are other servers now."""
+        """Called when there may be other servers now."""
 
     @property
     def addresses(self) -> list[str]:
-        """Where there are servers."""
+        """The addresses of the current servers."""
         return [connection.replica.address for connection in self._rotation]
 
     def others(self, connection: C) -> bool:
@@ -102,7 +102,7 @@ class Replicas(Generic[C]):
         return any(other is not connection for other in self._rotation)
 
     def update(self, addresses: Iterable[str], now: float) -> None:
-        """Takes notice of which servers there are. That there are none is not believed."""
+        """Takes over the current list of servers. An empty list is ignored."""
         wanted = list(dict.fromkeys(addresses))
         if not wanted:
             return
@@ -129,7 +129,7 @@ class Replicas(Generic[C]):
             self._dispose(connection)
 
     def renew(self, now: float) -> None:
-        """Has every connection made anew. Calls in flight end on those that there are, until `retire` closes them."""
+        """Replaces every connection with a new one. Calls in flight finish on the old ones, which `retire` closes."""
         with self._lock:
             replaced = list(self._connections.values())
             self._replaced += [(now, connection) for connection in replaced]
@@ -140,7 +140,7 @@ class Replicas(Generic[C]):
             connection.leave()
 
     def retire(self, now: float) -> bool:
-        """Closes connections that were made anew, if nobody can have them in hand any more. Whether some are left."""
+        """Closes replaced connections that no caller can still hold. Returns whether any are left."""
         with self._lock:
             idle = [
                 (since, each) for since, each in self._replaced if now - since >= FORGET_AFTER and not each.in_flight
@@ -168,7 +168,7 @@ class Replicas(Generic[C]):
             return self._open(address)
 
     def all(self) -> Sequence[C]:
-        """Every connection, to be closed."""
+        """All connections, replaced ones included, for closing."""
         with self._lock:
             return [*self._connections.values(), *(connection for _, connection in self._replaced)]
 

@@ -1,7 +1,7 @@
-"""The servers of one client: found, watched, and connected to as they are needed.
+"""The servers of one client: found, watched, and connected to as needed.
 
 In: what the client's address names, and how to connect to one address. Out: the connection for a call. Both clients use
-it; what they bring are connections, and a way to be told of new addresses where connections may be made.
+it; they provide connections, and a way to run code where connections may be made, to take over new addresses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Servers(Generic[C]):
         run: Callable[[Callable[[], object]], object] = lambda function: function(),
         outdated: Callable[[], bool] | None = None,
     ) -> None:
-        """Where addresses are looked up, that is done again every `refresh` seconds; `run` then calls a function where
-        connections may be made. `outdated` says, once, that connections would now be made otherwise than they were.
+        """If addresses are looked up, that is repeated every `refresh` seconds; `run` then calls a function where
+        connections may be made. `outdated` says, once, that new connections would differ from those that exist.
         """
         self._process: Final = process
         self._target: Final = target
@@ -51,10 +51,10 @@ class Servers(Generic[C]):
         self._retiring: threading.Timer | None = None
         self._closed = False
         self.found = False
-        """Whether it is known which servers there are."""
+        """Whether the servers' addresses are known."""
 
     def homes(self, timeout: float | None) -> Sequence[str | None]:
-        """The servers, to be asked one by one; None is whatever a single address leads to. Raises what `find` does."""
+        """The servers' addresses, to ask one by one; None: wherever a single address leads. Raises what `find` does."""
         self.find(timeout)
         return self._replicas.addresses if self._knows_each else [None]
 
@@ -64,17 +64,17 @@ class Servers(Generic[C]):
 
     @property
     def must_look(self) -> bool:
-        """Whether `find` takes its time."""
+        """Whether `find` may block on a look-up."""
         return not self.found and self._target.look_up is not None
 
     def home_of(self, replica: Replica, info: CacheInfo) -> str | None:
-        """Where a cache that a server has made is to be asked for: at that server, or where it says that it is; None
-        where it does not.
+        """The address for calls on a cache that a server has made: that server's, or the one in the cache's info; None
+        if that names none.
         """
         return replica.address if self._knows_each else info.address
 
     def connection(self, home: str | None = None, timeout: float | None = None) -> C:
-        """The connection for a call, to the server `home` if it is not for any. Raises what `find` does."""
+        """The connection for a call: to the server `home`, or to any if that is None. Raises what `find` does."""
         self._process.enter()
         if self._outdated is not None and self._outdated() and not self._closed:
             self._replicas.renew(time.monotonic())
@@ -89,8 +89,8 @@ class Servers(Generic[C]):
         return self._replicas.choose(time.monotonic())
 
     def each_once(self, timeout: float | None) -> Iterator[Replica]:
-        """The servers for a call that any can answer, the best first, until there is none that has not been tried.
-        Raises what `find` does.
+        """The servers for a call that any can answer, the best first, until all have been tried. Raises what `find`
+        does.
         """
         self.find(timeout)
         tried: set[str] = set()
@@ -99,12 +99,12 @@ class Servers(Generic[C]):
             yield replica
 
     def others(self, connection: C) -> bool:
-        """Whether the calls of a connection could be made on another."""
+        """Whether the calls of a connection could move to another."""
         return self._replicas.others(connection)
 
     def find(self, timeout: float | None = None) -> float | None:
-        """Finds out which servers there are, if that is not known, and returns how much is left of so many seconds
-        (None for no limit). Raises what `look` does, and ClientClosedError where the client is another process's.
+        """Finds the servers, if they are not known yet, and returns how many seconds of the timeout are left (None for
+        no limit). Raises what `look` does, and ClientClosedError if the client belongs to another process.
         """
         self._process.enter()
         if self.found:
@@ -116,8 +116,8 @@ class Servers(Generic[C]):
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
 
     def look(self, timeout: float | None) -> Sequence[str]:
-        """The addresses that there are now. UnavailableError if there are none, DeadlineExceededError if that is not
-        known after so many seconds, and ClientClosedError if the client is closed before.
+        """The current addresses. UnavailableError if there are none, DeadlineExceededError if they are not known within
+        the timeout, and ClientClosedError if the client is closed before.
         """
         try:
             return self.looked_up().result(timeout)
@@ -125,12 +125,12 @@ class Servers(Generic[C]):
             raise self.too_late() from None
 
     def too_late(self) -> DeadlineExceededError:
-        """What is said where a look takes longer than a call may."""
+        """The error if a look-up takes longer than the call's timeout."""
         return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
 
     def looked_up(self) -> Future[Sequence[str]]:
-        """The addresses, to come from a thread of its own: nothing ends a look that takes too long. Only where a name
-        is looked up; whoever gives up waiting must not cancel it. It fails as `look` does.
+        """A future of the addresses, from a thread of its own, since a look-up cannot be interrupted. Only for names
+        that are looked up; a caller that stops waiting must not cancel it. It fails as `look` does.
         """
         self._process.enter()
         with self._lock:
@@ -139,7 +139,7 @@ class Servers(Generic[C]):
             if self._first_look is None or self._first_look.done():
                 found: Future[Sequence[str]] = Future()
                 threading.Thread(target=self._look, args=(found,), name="attnserve-look", daemon=True).start()
-                self._first_look = found  # not before there is a thread that looks
+                self._first_look = found  # only once its thread has started
             return self._first_look
 
     def _look(self, found: Future[Sequence[str]]) -> None:
@@ -158,7 +158,7 @@ class Servers(Generic[C]):
                 found.set_exception(failure)
 
     def _look_up(self) -> Sequence[str]:
-        assert self._target.look_up is not None  # or they are known
+        assert self._target.look_up is not None  # fixed addresses need no look-up
         try:
             addresses = self._target.look_up()
         except OSError as error:
@@ -168,7 +168,7 @@ class Servers(Generic[C]):
         return addresses
 
     def take(self, addresses: Sequence[str]) -> None:
-        """Takes notice of which addresses there are."""
+        """Takes over the current addresses."""
         with self._lock:
             if not self._closed:
                 self._take(addresses)
@@ -184,7 +184,7 @@ class Servers(Generic[C]):
         self._run(lambda: self.take(addresses))
 
     def _retire_later(self) -> None:
-        """Has connections closed, in good time, that have been made anew."""
+        """Schedules the closing of connections that have been replaced."""
         with self._lock:
             if self._closed or self._retiring is not None:
                 return
@@ -198,7 +198,7 @@ class Servers(Generic[C]):
             self._retire_later()
 
     def close(self) -> Sequence[C]:
-        """Looks no more, tells those who wait for a look, and gives every connection to whoever closes it."""
+        """Ends look-ups, fails a pending one with ClientClosedError, and returns all connections, to be closed."""
         with self._lock:
             self._closed = True
             if self._first_look is not None and not self._first_look.done():

@@ -1,4 +1,4 @@
-"""The servers of a client for asyncio: `Servers`, whose first look-up of a name the loop does not wait for."""
+"""The servers of an asyncio client: `Servers`, whose first look-up of a name does not block the loop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ C = TypeVar("C", bound=Connection)
 
 
 class TaskServers(Servers[C]):
-    """Where the calls of a client go. Where a name has not been looked up, what is awaited here does that first."""
+    """Where the calls of a client go. Its coroutines first look up a name that has not been looked up."""
 
     async def find_soon(self, timeout: float | None) -> float | None:
-        """What `find` does and returns."""
+        """Does and returns what `find` does."""
         if not self.must_look:
             return self.find(timeout)
         begin = time.monotonic()
-        looked_up = asyncio.shield(asyncio.wrap_future(self.looked_up()))  # others wait for the same look
+        looked_up = asyncio.shield(asyncio.wrap_future(self.looked_up()))  # others wait for the same look-up
         try:
             self.take(await asyncio.wait_for(looked_up, timeout))
         except TimeoutError:
@@ -29,5 +29,5 @@ class TaskServers(Servers[C]):
         return self.find(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 
     async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
-        """What `homes` gives."""
+        """Returns what `homes` does."""
         return self.homes(await self.find_soon(timeout))

@@ -1,1 +1,1 @@
-"""How a client is set up: its servers' address, whom it trusts and who it is, what it sends again. No I/O."""
+"""The settings of a client: its servers' address, whom it trusts, how it identifies itself, what it sends again."""

@@ -1,4 +1,4 @@
-"""How a client is set up: one value, checked when it is made, that both clients share.
+"""The settings of a client: one value, checked when it is made, shared by both kinds of client.
 
 In: the constructor arguments of a client. Out: `Settings`, with the channel options that follow from them.
 """
@@ -27,8 +27,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_receive_message_length", -1),
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # A name that resolves to several servers (a headless Service) has its streams spread over them.
-    # A server that says that it takes no more calls gets none; one that says nothing does.
+    # If a name resolves to several servers (a headless Service), streams are spread over them.
+    # A server whose health check says that it takes no more calls gets none; one without a health check gets calls.
     (
         "grpc.service_config",
         json.dumps(
@@ -45,22 +45,22 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A connection that has gone silent is noticed within 30 s, and its calls are sent again, well before they time out.
-    # The service bears a ping every 10 s. Another server may not; gRPC then pings half as often.
+    # The service tolerates a ping every 10 s. Another server may not; gRPC then pings half as often.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # The same where bytes do come, and make no sense: the answer to a ping is not among them.
+    # The same if bytes still arrive but are garbage, without the answer to a ping among them.
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a client was told, checked. ValueError names the argument that is wrong."""
+    """The checked arguments of a client. ValueError names the argument that is wrong."""
 
     address: Address
-    """``host:port``, ``unix:/path``, ``dns:///name:port``, several addresses, or what says which there are."""
+    """``host:port``, ``unix:/path``, ``dns:///name:port``, several addresses, or a function that returns them."""
     transport: Transport
-    """How calls travel: many on a stream, or each by itself."""
+    """How calls travel: many on a stream, or as unary calls."""
     timeout: float | None
     """How long a call waits unless it says otherwise, in seconds; None for no limit."""
     retries: int
@@ -68,13 +68,13 @@ class Settings:
     streams: int
     """How many streams the calls are spread over."""
     options: Sequence[tuple[str, Any]]
-    """gRPC channel options, which win over the SDK's own."""
+    """gRPC channel options, which override the SDK's own."""
     tls: TLS | None = None
-    """How the server proves who it is, and the client too where the server asks; None for a connection in the clear."""
+    """How the server proves its identity, and the client too if the server asks; None for an unencrypted connection."""
     token: Token | None = None
     """The bearer token of every call."""
     refresh: float = 10.0
-    """How often it is looked up which servers there are, in seconds."""
+    """The interval between look-ups of the servers, in seconds."""
     target: Target = field(init=False)
     """What the address names."""
     policy: RetryPolicy = field(init=False)
@@ -102,7 +102,7 @@ class Settings:
             self.check_secrecy(address)
 
     def check_secrecy(self, address: str) -> None:
-        """ValueError if the token would travel to an address for everybody to read."""
+        """ValueError if the token would be sent to an address unencrypted."""
         if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(address):
             raise ValueError(
                 f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
@@ -112,7 +112,7 @@ class Settings:
         """The options of a channel to an address: the SDK's own, overridden by the caller's."""
         own = dict(_CHANNEL_OPTIONS)
         if self.tls is not None:
-            # What was looked up proves that it is who was meant, not that it is who has that address.
+            # A server that was looked up must prove that it has the looked-up name, not that address.
             name = self.tls.server_name or (self.target.authority if is_looked_up(address) else None)
             if name is not None:
                 own["grpc.ssl_target_name_override"] = name
@@ -123,16 +123,16 @@ MAX_TIMEOUT: Final = 1e9
 """Seconds, some thirty years."""
 
 TELLING_SECONDS: Final = 30.0
-"""For how long it is tried to tell a server what nobody waits for."""
+"""The timeout of requests that nobody waits for, such as to give up a cache."""
 
 LAST_WORDS_SECONDS: Final = 1.0
-"""How long closing a client waits for that."""
+"""How long closing a client waits for those requests."""
 
 
 def checked_timeout(timeout: Any) -> float | None:
     """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError.
 
-    What is longer than gRPC can say is no timeout.
+    A timeout longer than gRPC can express becomes None.
     """
     if timeout is None:
         return None

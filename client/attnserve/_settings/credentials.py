@@ -1,4 +1,4 @@
-"""How a client verifies its server and identifies itself: two values, for TLS and for a bearer token.
+"""How a client verifies its server, and identifies itself: two values, for TLS and for a bearer token.
 
 In: names of files, a token. Out: gRPC's channel credentials, and the metadata that every call carries.
 """
@@ -23,7 +23,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 PathLike: TypeAlias = str | os.PathLike[str]
 
 LOOK_INTERVAL_S: Final = 1.0
-"""How often the files of certificates are looked at, at most: every call asks."""
+"""The shortest interval between looks at the certificate files, in seconds: every call asks for one."""
 
 _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
@@ -63,10 +63,10 @@ class TLS:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.certificate is not None:
-                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # without asking a terminal
+                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never prompt on a terminal
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
-        except OSError as error:  # of TLS, too
+        except OSError as error:  # SSLError is one, too
             raise ValueError(f"tls: the files are not in order: {error.strerror}") from None
 
 
@@ -96,7 +96,7 @@ class Token:
 
 
 class Identity:
-    """What a client's channels are made with: the files of a `TLS`, as they are now."""
+    """The credentials for a client's channels: the files of a `TLS`, as they are now."""
 
     def __init__(self, tls: TLS | None) -> None:
         """Reads the files. ValueError if one cannot be read."""
@@ -107,10 +107,12 @@ class Identity:
         self._next_look = time.monotonic() + LOOK_INTERVAL_S if self._paths else inf
         self._lock = threading.Lock()
         self.credentials = None if tls is None else tls.channel_credentials()
-        """The credentials of a channel; None for one in the clear."""
+        """The credentials of a channel; None for an unencrypted one."""
 
     def changed(self) -> bool:
-        """Whether the credentials are others than when this was last asked. Looks now and then; any thread may ask."""
+        """Whether the credentials have changed since this was last asked. Looks at the files at most once per
+        `LOOK_INTERVAL_S`; any thread may ask.
+        """
         now = time.monotonic()
         if now < self._next_look or not self._lock.acquire(blocking=False):
             return False
@@ -122,7 +124,7 @@ class Identity:
             try:
                 self._tls.check()
                 credentials = self._tls.channel_credentials()
-            except ValueError:  # they are being replaced: the next look finds them
+            except ValueError:  # they are being replaced: the next look will find the new ones
                 return False
             if self._look() != seen:
                 return False
@@ -136,7 +138,7 @@ class Identity:
 
 
 class Bearer:
-    """What calls carry: the token as it is now."""
+    """The token that calls carry, as it is now."""
 
     def __init__(self, token: Token | None) -> None:
         """Reads the token. ValueError if it cannot be read."""
@@ -151,21 +153,21 @@ class Bearer:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of a call. A file that cannot be read leaves the token that it held."""
+        """The metadata of a call. While the file cannot be read, the last token from it is kept."""
         if self._file is not None and (identity := _identity(self._file)) != self._identity:
-            with suppress(ValueError):  # it is being replaced: the next call looks again
+            with suppress(ValueError):  # the file is being replaced: the next call looks again
                 self._metadata = _metadata(_token_in(self._file))
                 self._identity = identity
         return self._metadata
 
 
 def as_token(token: str | Token | None) -> Token | None:
-    """A token that may be given as a plain string."""
+    """The token, which may be given as a plain string."""
     return Token(token) if isinstance(token, str) else token
 
 
 def is_local(address: str) -> bool:
-    """Whether a client's address is of this machine, as far as it says so itself."""
+    """Whether an address is on this machine, judged by its text alone."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = _SCHEME.sub("", address, count=1)
@@ -180,7 +182,7 @@ def is_local(address: str) -> bool:
 
 def _checked(token: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("token: expected visible ASCII characters")  # and no word of those that there are
+        raise ValueError("token: expected visible ASCII characters")  # never quote the token itself
     return token
 
 
@@ -205,7 +207,7 @@ def _token_in(path: Path) -> str:
 
 
 def _identity(path: Path) -> object:
-    """What is another once the file is."""
+    """A value that changes when the file does."""
     try:
         status = path.stat()
     except OSError as error:

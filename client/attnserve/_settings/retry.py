@@ -1,12 +1,12 @@
-"""When a call is sent again, and after how long. The one place that decides it, for every transport.
+"""When a call is sent again, and after how long: decided here alone, for every transport.
 
-The rule: attention is pure, so that a call that may or may not have run can be sent again; what is appended to a cache
-comes with an id and the length that the cache is expected to have, so that a second attempt is recognised (`plans`).
-It is, up to `retries` times and within its deadline, when the server is unavailable (a reply or a status UNAVAILABLE,
-or what gRPC says of connections that fail), when the stream that carried it breaks for a reason that is not the call's,
-or when the server has no room for it now, and then no sooner than it says. Nothing else is retried: an error that would
-come again, and a call that changes the server. Of what full servers refused, no more is sent again than is answered, or
-those who suffer from an overload would make it last.
+The rule: attention is pure, so a call that may or may not have run can be sent again; an append to a cache has an id
+and states the length that the cache is expected to have, so that a second attempt is recognised (`_caching.plans`). A
+call is sent again, up to `retries` times and within its deadline, if the server is unavailable (a reply or a status
+UNAVAILABLE, or gRPC's errors for failed connections), if its stream breaks and the call is not the cause, or if the
+server has no room for it now, and then no sooner than the server says. Nothing else is retried: not an error that would
+recur, nor a call that changes the server. Of the calls refused for lack of room, no more are sent again than calls are
+answered: otherwise retries would prolong the overload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnserve._errors import AttnServeError, OverloadedError, UnavailableError,
 _OF_THE_CONNECTION: Final = frozenset(
     code.value[0]
     for code in (
-        grpc.StatusCode.OK,  # the server ended the stream in good order, with calls unanswered
+        grpc.StatusCode.OK,  # the server ended the stream normally, with calls unanswered
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
@@ -34,21 +34,21 @@ _OF_THE_CONNECTION: Final = frozenset(
 )
 
 _PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED"))
-"""The reasons of an overload that passes by itself."""
+"""The reasons of overloads that pass by themselves."""
 
 
 def breaks_only_the_stream(code: int) -> bool:
-    """Whether a stream that ended with this status code may be followed by one that works: what servers and proxies
-    report when they go away.
+    """Whether a new stream may work after one that ended with this status code: those that servers and proxies report
+    when they go away.
     """
     return code in _OF_THE_CONNECTION
 
 
 def _of_the_connection(status: Status) -> bool:
-    """Whether the status of a call that travelled by itself tells of the connection, or of a server that ends.
+    """Whether the status of a unary call means that the connection failed or the server is going away.
 
-    What the service says comes with details. Without them it is gRPC's word: INTERNAL or UNKNOWN where a connection
-    carried what is not HTTP/2, CANCELLED where a server ended before it began the call.
+    Statuses from the service have details. Those without come from gRPC: INTERNAL or UNKNOWN if the connection carried
+    something other than HTTP/2, CANCELLED if a server ended before it began the call.
     """
     unavailable = status.code == grpc.StatusCode.UNAVAILABLE.value[0]
     return unavailable or (breaks_only_the_stream(status.code) and not status.details)
@@ -56,13 +56,13 @@ def _of_the_connection(status: Status) -> bool:
 
 BUDGET_WINDOW_S: Final = 10
 BUDGET_ALWAYS: Final = 10
-"""So many calls in that time may be sent again whatever was answered: somebody with few calls has few answers."""
+"""Retries allowed in that time however many calls were answered: a client with few calls gets few answers."""
 
 
 class RetryBudget:
-    """How many calls that full servers refused a client may send again: in `BUDGET_WINDOW_S` as many as were answered,
-    and `BUDGET_ALWAYS`. Where most are answered that is all of them; where few are, those who come back would but keep
-    the servers busy with refusing. (Retry budgets, as in Finagle and in the SRE book, chapter 22.)
+    """How many calls refused by full servers a client may send again: in `BUDGET_WINDOW_S` as many as were answered,
+    plus `BUDGET_ALWAYS`. If most calls are answered, that is all of them; if few are, retries would only keep the
+    servers busy with refusing. (Retry budgets, as in Finagle and in the SRE book, chapter 22.)
 
     For any number of threads, without a lock: at worst some counts of one second are lost.
     """
@@ -70,7 +70,7 @@ class RetryBudget:
     def __init__(self) -> None:
         self._seconds = [-BUDGET_WINDOW_S] * BUDGET_WINDOW_S
         self._balances = [0] * BUDGET_WINDOW_S
-        """Answers less what was sent again, in each of the last seconds."""
+        """Answers minus retries, in each of the last seconds."""
 
     def answered(self, calls: int, now: float) -> None:
         """Counts calls that servers have answered."""
@@ -81,7 +81,7 @@ class RetryBudget:
         self._balances[slot] += calls
 
     def take(self, now: float) -> bool:
-        """Whether a call may be sent again; counts it if so."""
+        """Whether a call may be sent again; if so, it is counted."""
         oldest = int(now) - BUDGET_WINDOW_S
         recent = zip(self._seconds, self._balances, strict=True)
         if BUDGET_ALWAYS + sum(balance for second, balance in recent if second > oldest) <= 0:
@@ -91,17 +91,17 @@ class RetryBudget:
 
 
 class Again(NamedTuple):
-    """A call is to be sent again."""
+    """The decision to send a call again."""
 
     pause: float
-    """In so many seconds."""
+    """After how many seconds."""
     refusal: AttnServeError | None = None
-    """The error with which it ends instead if then there is no budget for it: a server had no room."""
+    """If a server had no room: the error with which the call ends if the budget does not allow a retry then."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, so that the callers of a server that went away do not return all at once."""
+    """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once."""
 
     retries: int
     """How often a call is sent again at most."""
@@ -112,10 +112,10 @@ class RetryPolicy:
     random: Callable[[], float] = field(default=random.random, repr=False)
     """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
     budget: RetryBudget = field(default_factory=RetryBudget, repr=False)
-    """Of what full servers refuse."""
+    """The budget for calls that full servers refuse."""
 
     def delay(self, attempts: int, now: float, deadline: float) -> float | None:
-        """How long to wait before the next attempt, in seconds, after so many; None to give up."""
+        """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up."""
         if attempts > self.retries:
             return None
         longest = min(self.longest_delay, self.first_delay * 2.0 ** min(attempts - 1, 30))
@@ -123,8 +123,8 @@ class RetryPolicy:
         return delay if now + delay < deadline else None
 
     def after_overload(self, error: AttnServeError, attempts: int, now: float, deadline: float) -> float | None:
-        """How long to wait, in seconds, after so many attempts of which a full server refused the last; None to give
-        up, or if the error is another. A server that is full again is left alone for twice as long as it says.
+        """How long to wait, in seconds, if a full server refused the last of `attempts`; None to give up, or for any
+        other error. The delay that the server asks for is doubled with each further attempt.
         """
         if not isinstance(error, OverloadedError) or error.reason not in _PASSES or attempts > self.retries:
             return None
@@ -135,8 +135,8 @@ class RetryPolicy:
     def after(
         self, status: Status, attempts: int, now: float, deadline: float, resent: bool = False
     ) -> Again | AttnServeError:
-        """What follows a call that has failed so many times, now with a status: another attempt, or the error to give
-        up with. `resent` says that an attempt before this one may have been carried out.
+        """What follows the last of `attempts` failed ones, which ended with `status`: another attempt, or the error to
+        give up with. `resent` says whether an attempt before this one may have run.
         """
         if not _of_the_connection(status):
             error = error_from_status(status, resent=resent)
@@ -151,7 +151,7 @@ NO_RETRIES: Final = RetryPolicy(0)
 
 
 def given_up(status: Status, attempts: int) -> AttnServeError:
-    """The error of a call that is not sent again, after so many attempts of which the last ended with a status."""
+    """The error of a call that is not sent again, after `attempts` of which the last ended with `status`."""
     error = error_from_status(status) if status.code else UnavailableError("the server ended the stream")
     tried = "" if attempts == 1 else f" (attempt {attempts})"
     return UnavailableError(f"{error.code.name}: {error}{tried}", code=error.code, details=error.details)

@@ -1,7 +1,7 @@
 """What the address of a client names: one server, or several.
 
-In: the argument `address`. Out: a `Target`: addresses that are known, or a way to find out. Only names that stand for
-several servers are looked up here, so that each server has a connection of its own; all else is left to gRPC.
+In: the argument `address`. Out: a `Target`: known addresses, or a way to look them up. Only names that stand for
+several servers are looked up here, so that each server has a connection of its own; everything else is left to gRPC.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final, TypeAlias
 from urllib.parse import unquote
 
 Address: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
-"""One address, several, or what says which there are now."""
+"""One address, several, or a function that returns the current ones."""
 
 _DNS: Final = re.compile(r"dns:///(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d+)")
 _LIST: Final = re.compile(r"ipv[46]:((//)?/)?(?P<places>.*)")
 _NO_PORT: Final = ("unix:", "unix-abstract:", "vsock:", "xds:", "google-c2p:")
-"""What gRPC finds without a port, or with one that it checks itself."""
+"""The schemes that gRPC resolves without a port, or whose port it checks itself."""
 _NAME: Final = re.compile(r"dns:((//[^/\s]*)?/)?(?P<place>.*)")
 _HOST_AND_PORT: Final = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/,]+):(?P<port>[0-9]+)")
 _LAST_PORT: Final = 65535
@@ -30,16 +30,16 @@ _EXPECTED: Final = "expected host:port, unix:/path or dns:///name:port"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The servers that a client may ask."""
+    """The servers that a client may call."""
 
     name: str
-    """What they are called together."""
+    """A name for all of them."""
     fixed: tuple[str, ...]
-    """Their addresses, where those are known for good."""
+    """Their addresses, if they never change."""
     look_up: Callable[[], Sequence[str]] | None = None
-    """What says which addresses there are now, otherwise. It may take its time, and fail."""
+    """Otherwise: returns the current addresses. It may block, and fail."""
     authority: str | None = None
-    """The name by which each of them is to be trusted, where that is not its address."""
+    """The name that each server's certificate must have, if that is not in its address."""
 
 
 def target_of(address: Address) -> Target:
@@ -64,8 +64,8 @@ def target_of(address: Address) -> Target:
 
 
 def check_address(address: str) -> None:
-    """ValueError if an address is none. gRPC would not say so: where there is no port it takes 443, for one that there
-    cannot be another one, modulo 65536, and a URL is a name that it looks up in vain, again and again.
+    """ValueError if an address is not valid. gRPC would not say so: it takes port 443 if there is none, an impossible
+    port modulo 65536, and a URL for a name that it looks up in vain, again and again.
     """
     if address.startswith(_NO_PORT):
         return
@@ -79,13 +79,13 @@ def check_address(address: str) -> None:
 
 
 def _listed(address: str) -> list[str]:
-    """The addresses in one that lists them, each as it is by itself; none if it does not."""
+    """The addresses in one that lists them (``ipv4:``, ``ipv6:``), without the scheme; empty for any other."""
     found = _LIST.fullmatch(address)
     return [] if found is None else unquote(found["places"]).split(",")
 
 
 def look_up(host: str, port: int) -> list[str]:
-    """The addresses that a name has now, each with the port. OSError if there are none."""
+    """The current addresses of a name, each with the port. OSError if there are none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:  # a label that is empty, or too long
@@ -98,7 +98,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def is_looked_up(address: str) -> bool:
-    """Whether an address is a number, as `look_up` gives them, and no name."""
+    """Whether an address is numeric, as `look_up` returns them, rather than a name."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return bool(ipaddress.ip_address(host))

@@ -1,1 +1,1 @@
-"""How calls travel: streams and unary calls, by gRPC's channel for threads and by that for asyncio."""
+"""How calls travel: as streams and unary calls, over gRPC's synchronous channel and over its asyncio channel."""

@@ -1,7 +1,7 @@
-"""Futures that call others back, settled where nobody else is kept waiting: whoever is called may wait for anything.
+"""Settles futures that have callbacks in a thread of its own, since a callback may block on anything.
 
 In: futures and their outcomes, from threads that have other things to do. Out: settled futures, one after the other, in
-the order in which they came. The thread is there as long as there is something to settle.
+the order in which they came. The thread lives as long as there is something to settle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attnserve._transports.thread_future import CallFuture
 
 
 class Callbacks:
-    """The futures that are to be settled by a thread of their own."""
+    """A queue of futures to settle, and the thread that settles them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Callbacks:
         self._running = False
 
     def settle(self, future: CallFuture[Any, Any], outcome: Any) -> None:
-        """Has a future get its outcome."""
+        """Queues a future to be settled with its outcome."""
         with self._lock:
             self._due.append((future, outcome))
             if self._running:
@@ -30,14 +30,14 @@ class Callbacks:
             self._running = True
         try:
             threading.Thread(target=self._run, name="attnserve-callbacks", daemon=True).start()
-        except RuntimeError:  # there is no thread to be had: here, then
+        except RuntimeError:  # no thread can be started: settle it here
             self._run()
 
     def _run(self) -> None:
         while (due := self._next()) is not None:
             future, outcome = due
             future.settle(outcome)
-            del due, future, outcome  # nothing of it is to be kept while the next is settled
+            del due, future, outcome  # keep nothing alive while the next one is settled
 
     def _next(self) -> tuple[CallFuture[Any, Any], Any] | None:
         with self._lock:

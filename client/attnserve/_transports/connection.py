@@ -1,6 +1,6 @@
-"""A connection to one server, all but its I/O: the streams on it, its unary methods, and how many calls are in flight.
+"""A connection to one server, except for its I/O: its streams, its unary methods, and how many calls are in flight.
 
-In: a server, and what the client knows of all servers. Out: what a call travels on.
+In: a server, and what the client knows of all servers. Out: the stream or method that a call travels on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from attnserve._transports.in_flight import Call
 
 
 class Stream(Protocol):
-    """What a connection must know of a stream on it."""
+    """What a connection needs from a stream on it."""
 
     def __len__(self) -> int:
         """How many calls are in flight."""
 
     def leave(self) -> None:
-        """Has the calls that have not been sent made elsewhere."""
+        """Moves its unsent calls to other servers."""
 
 
 S = TypeVar("S", bound=Stream)
@@ -35,7 +35,7 @@ class BaseConnection(ABC, Generic[S]):
     """The channel to one server and the streams on it."""
 
     library: ClassVar[Any]
-    """gRPC's module that makes the channel."""
+    """The gRPC module that creates the channel."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class BaseConnection(ABC, Generic[S]):
         others: Callable[[Self], bool],
         move: Callable[[Call[Any]], object],
     ) -> None:
-        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
+        """`others` says whether other servers could answer, and `move` moves a call to one of them."""
         self._options: Final = settings.channel_options(replica.address)
         self._credentials: Final = credentials
         self.replica: Final = replica
         """The server."""
         self.unary: Final[set[object]] = set()
-        """The calls by themselves that it has not answered."""
+        """The unary calls that it has not answered."""
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
         others_than_it = partial(others, self)
@@ -63,7 +63,7 @@ class BaseConnection(ABC, Generic[S]):
 
     @abstractmethod
     def _new_stream(self, *arguments: Any) -> S:
-        """A stream on the channel; nothing is sent yet. Arguments are what streams of either client are made of."""
+        """A stream on the channel; nothing is sent yet. The arguments are those that both clients' streams take."""
 
     def _new_channel(self) -> Any:
         address, options = self.replica.address, self._options
@@ -77,7 +77,7 @@ class BaseConnection(ABC, Generic[S]):
         return sum(map(len, self._streams)) + len(self.unary)
 
     def stream(self) -> S:
-        """What a call travels on."""
+        """The stream with the fewest calls in flight."""
         return self._streams[0] if len(self._streams) == 1 else min(self._streams, key=len)
 
     def method(self, path: str) -> Any:
@@ -88,6 +88,6 @@ class BaseConnection(ABC, Generic[S]):
         return method
 
     def leave(self) -> None:
-        """Has calls on streams made elsewhere, as far as they have not been sent."""
+        """Moves the unsent calls of its streams to other servers."""
         for stream in self._streams:
             stream.leave()

@@ -1,9 +1,9 @@
-"""How a stream of grpc.aio ended: with the status that its peer gave, where a write failed because it ended, too.
+"""The status with which a grpc.aio stream ended: the peer's, even if a write failed because the stream had ended.
 
 In: the call, before anything is written; the error that reading ended with. Out: the status.
 
-Such a write replaces the peer's status by one of its own, INTERNAL, which is what the error then says
-(https://github.com/grpc/grpc/issues/36066). Whoever has asked to be called when the call is done sees it before.
+Such a write replaces the peer's status with its own, INTERNAL, which the error from reading then reports
+(https://github.com/grpc/grpc/issues/36066). A done callback of the call sees the peer's status before that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Said(grpc.RpcError):
-    """The status that a call has, as gRPC's errors tell of it."""
+    """The status of a call, with the interface of gRPC's errors."""
 
     def __init__(self, rpc: Any) -> None:
         """`rpc` is done."""
@@ -38,12 +38,12 @@ class Said(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> Any:
-        """What came with it."""
+        """Its trailing metadata."""
         return self._metadata
 
 
 class Ending:
-    """The first status of one call."""
+    """Records the first status of one call."""
 
     def __init__(self, rpc: Any) -> None:
         """`rpc` is a call of grpc.aio."""
@@ -51,7 +51,7 @@ class Ending:
         rpc.add_done_callback(self._note)
 
     def status(self, error: grpc.RpcError) -> Status:
-        """The status that the call ended with, where reading ended with this error."""
+        """The status that the call ended with, given the error that reading ended with."""
         return status_from_rpc_error(error if self._said is None else self._said)
 
     def _note(self, rpc: Any) -> None:
@@ -60,7 +60,7 @@ class Ending:
 
 
 def _known(value: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for."""
+    """The result of a coroutine that does not need to wait."""
     try:
         value.send(None)
     except StopIteration as end:

@@ -1,6 +1,7 @@
-"""One call on a stream, from when it is taken to its outcome: what is sent, until when, and where it stands.
+"""One call on a stream, from submission to outcome: what is sent, its deadline, and its state.
 
-No I/O, no clock. Only the multiplexer changes one (`multiplexer.py`); who moves it to another server hands it on.
+No I/O, no clock. Only the multiplexer (`multiplexer.py`) that has a call changes it; moving a call to another server
+hands it to another multiplexer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """One call and where it stands."""
+    """One call and its state."""
 
     __slots__ = (
         "attempts",
@@ -40,32 +41,32 @@ class Call(Generic[T]):
         self, owner: T, field: int, pieces: Sequence[Buffer], size: int, now: float, timeout: float | None
     ) -> None:
         self.owner: Final = owner
-        """Whoever waits for the outcome; means nothing here."""
+        """Who waits for the outcome; opaque here."""
         self.field: Final = field
-        """The number of the field that the request has in a stream's call: what is asked for."""
+        """The field number of the request in a stream's call, which says what operation it is."""
         self.pieces: Final = pieces
-        """The serialised request, kept until the outcome: the call may have to be sent again."""
+        """The serialised request, kept until the outcome because the call may have to be sent again."""
         self.size: Final = size
-        """The length of the pieces together, in bytes."""
+        """The total length of the pieces, in bytes."""
         self.timeout: Final = timeout
         self.deadline: Final = inf if timeout is None else now + timeout
-        """When nobody waits any more."""
+        """When the caller stops waiting."""
         self.pinned = False
-        """Whether no other server can answer it."""
+        """Whether only this server can answer it."""
         self.trace = b""
         """Its trace context, as serialised fields of a stream's call."""
         self.id = 0
-        """What the call is named on the wire; 0 before it is added."""
+        """The call's id on the wire; 0 before it is added."""
         self.stream = 0
         """The stream on which the call was sent; 0 while it is not sent."""
         self.message_size = 0
-        """The sizes together of the calls in the message with which it was sent."""
+        """The total size of the calls in the message that it was sent in."""
         self.attempts = 0
         """How many attempts have failed."""
         self.refusal: OverloadedError | None = None
-        """What the last attempt was refused with, if a server had no room."""
+        """The error that refused the last attempt, if a server had no room."""
         self.resent = False
-        """Whether an attempt may have been carried out without a reply; one that was answered UNAVAILABLE was not."""
+        """Whether an earlier attempt may have run without a reply; one that was answered UNAVAILABLE did not."""
 
 
 Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]

@@ -1,7 +1,7 @@
-"""Locks for who may be called in the middle of anything: a finalizer, which Python's collector runs in whatever thread
-makes an object, or a signal's handler. What holds the lock may be further up the very stack, and never let go of it.
+"""Locks for code that may interrupt anything: a finalizer, which Python's garbage collector runs in whatever thread
+allocates an object, or a signal handler. The holder may be further up the same stack, so that waiting would deadlock.
 
-In: a lock. Out: the lock, taken, or `Held`; who is told that has another thread wait for it.
+In: a lock. Out: the lock, acquired, or `Held`; the caller then leaves the wait to another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Held(Exception):
 
 @contextmanager
 def at_once(lock: threading.Lock) -> Iterator[None]:
-    """Holds a lock, if that needs no waiting."""
+    """Holds a lock, if it can be acquired without waiting."""
     if not lock.acquire(blocking=False):
         raise Held
     try:

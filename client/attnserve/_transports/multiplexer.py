@@ -1,14 +1,14 @@
 """Many calls on one stream: ids, what is in flight, what the next message holds, what happens when a stream breaks.
 
-No I/O, no clock, no locks: the clients bring messages, the time and the ends of streams; they take messages to send
+No I/O, no clock, no locks: the transports pass in messages, the time and the ends of streams, and get messages to send
 and outcomes to deliver. All times are seconds of one monotonic clock.
 
     add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
                     ▲                        │ broken(), or a reply UNAVAILABLE
-                    └──tick()── waiting ◀────┘ (retries: see retry.py)
+                    └──tick()── waiting ◀────┘ (retries: see `_settings.retry`)
 
-A stream that is broken is followed by a new one. A stream with a reply UNAVAILABLE comes from a server that goes away:
-nothing more is sent on it, what it still owes is awaited, and a new stream takes the further calls.
+A broken stream is replaced by a new one. A reply UNAVAILABLE means that the server is going away: nothing more is sent
+on that stream, the replies that it still owes are awaited, and further calls go onto a new stream.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from attnserve._transports.in_flight import Call, Outcome
 T = TypeVar("T")
 
 MESSAGE_BYTES: Final = 1 << 20
-"""What a message holds at most, unless a single call is larger: beyond it, joining calls saves nothing more."""
+"""Maximum size of a message, unless a single call is larger: beyond this, joining calls saves nothing more."""
 
 MESSAGE_CALLS: Final = 1024
-"""How many calls a message holds at most, and how many cancelled ones; servers say in `Limits` what they take."""
+"""Maximum number of calls in a message, and of cancelled calls; servers state their own limit in `Limits`."""
 
 # The fields of AttendStreamRequest and AttendStreamCall.
 _CANCEL: Final = 1
@@ -58,7 +58,7 @@ class Multiplexer(Generic[T]):
     def __init__(
         self, policy: retry.RetryPolicy, replica: Replica | None = None, *, message_bytes: int = MESSAGE_BYTES
     ) -> None:
-        """`replica` is told how the server behaves."""
+        """`replica` is told about the server's successes and failures."""
         self._policy = policy
         self._replica = replica or Replica("")
         self._message_bytes = message_bytes
@@ -71,7 +71,7 @@ class Multiplexer(Generic[T]):
         self._stream = 0
         self._leaving: list[Call[T]] = []
         self.wakeup = inf
-        """When `tick` is due; it only ever comes nearer between ticks."""
+        """When `tick` is due; between ticks it only ever becomes earlier."""
 
     def __len__(self) -> int:
         """How many calls have no outcome yet."""
@@ -79,7 +79,7 @@ class Multiplexer(Generic[T]):
 
     @property
     def opened_so_far(self) -> int:
-        """How many streams there have been."""
+        """How many streams have been opened so far."""
         return self._last_stream
 
     @property
@@ -89,27 +89,27 @@ class Multiplexer(Generic[T]):
 
     @property
     def wants_writer(self) -> bool:
-        """Whether there is something to do for who waits to write: more to send, or a sending side to be closed."""
+        """Whether the writer has something to do: more to send, or a sending side to close."""
         return bool(self._ready or self._cancelled) or not self._stream
 
     def opened(self) -> int:
-        """Takes notice that a stream was opened. Returns its number, which names it from now on."""
+        """Notes that a stream was opened. Returns its number, which identifies it from now on."""
         self._last_stream += 1
         self._stream = self._last_stream
         return self._stream
 
     def unopened(self, stream: int, error: BaseException, now: float) -> list[Outcome[T]]:
-        """Takes notice that a stream could not be opened after all, and why. What was ready for it is sent again, as
-        after one that broke: nobody else would open another.
+        """Notes that a stream could not be opened after all, and why. The calls that were ready for it are sent again,
+        as after a stream that broke: nothing else would open another.
         """
         return self.broken(stream, Status(code=_UNAVAILABLE, message=f"no stream could be opened: {error!r}"), now)
 
     def writes(self, stream: int) -> bool:
-        """Whether more may be sent on a stream; if not, its sending side is to be closed."""
+        """Whether more may be sent on a stream; if not, its sending side should be closed."""
         return stream == self._stream
 
     def add(self, call: Call[T]) -> None:
-        """Takes a call; it travels with the next message."""
+        """Takes a call, which goes into the next message."""
         self._last_id += 1
         call.id = self._last_id
         self._calls[call.id] = call
@@ -118,8 +118,8 @@ class Multiplexer(Generic[T]):
             self.wakeup = call.deadline
 
     def cancel(self, call: Call[T]) -> bool:
-        """Forgets a call for which nobody waits. False if it already has its outcome, or is made elsewhere by now: what
-        has its id here may then be another call.
+        """Forgets a call that nobody waits for. False if it already has its outcome, or has moved to another server:
+        its id may then mean another call here.
         """
         if self._calls.get(call.id) is not call:
             return False
@@ -128,13 +128,13 @@ class Multiplexer(Generic[T]):
         return True
 
     def _retract(self, call: Call[T]) -> None:
-        """Has the server told that a call is no longer waited for, if it knows the call."""
+        """Queues a cancellation for the server, if it has been sent the call."""
         if call.stream and call.stream == self._stream:
             self._cancelled.append(call.id)
 
     def next_message(self, stream: int, now: float) -> list[Buffer] | None:
-        """The pieces of the next message for a stream: all that is ready, up to a bound on their size and on their
-        number. None if there is nothing.
+        """The pieces of the next message for a stream: all calls that are ready, up to the bounds on size and number.
+        None if there is nothing to send.
         """
         if stream != self._stream or not (self._ready or self._cancelled):
             return None
@@ -147,7 +147,7 @@ class Multiplexer(Generic[T]):
             del self._cancelled[:MESSAGE_CALLS]
         while self._ready and len(calls) < MESSAGE_CALLS:
             call = self._ready[0]
-            if call.id in self._calls and call.deadline > now:  # one that is too late is left to `tick`
+            if call.id in self._calls and call.deadline > now:  # expired ones are left to `tick`
                 if calls and size + call.size > self._message_bytes:
                     break
                 envelope = _ID + varint(call.id)
@@ -168,7 +168,7 @@ class Multiplexer(Generic[T]):
         return message or None
 
     def resolve(self, stream: int, replies: Iterable[Reply], now: float) -> list[Outcome[T]]:
-        """Takes the replies of a message. Replies to calls that are not in flight on the stream are dropped: their
+        """Takes the replies in a message. Replies to calls that are not in flight on the stream are dropped: their
         callers have gone.
         """
         outcomes: list[Outcome[T]] = []
@@ -199,8 +199,8 @@ class Multiplexer(Generic[T]):
         return outcomes
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
-        """The server wants a stream to be closed; what it owes, it still answers. With `others`, what has not been sent
-        is for them.
+        """The server asks for a stream to be closed; it still answers the calls that it has. If there are `others`,
+        calls that have not been sent go to them.
         """
         if stream == self._stream:
             self._leave_stream()
@@ -209,32 +209,32 @@ class Multiplexer(Generic[T]):
                 self._part_with(list(self._ready))
 
     def leave(self) -> None:
-        """Has everything made elsewhere that has not been sent; what has been is awaited. A call that a server had no
-        room for waits on, as it was told to: `tick` has it made elsewhere then, if there is budget for it.
+        """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
+        waits out the pause that it was told: `tick` then moves it, if the retry budget allows it.
         """
         self._leave_stream()
         self._part_with([*self._ready, *(call for _, call in self._waiting if call.refusal is None)])
 
     def take_leaving(self) -> list[Call[T]]:
-        """The calls that are to be made elsewhere from now on."""
+        """The calls to be moved to other servers, which are no longer kept here."""
         leaving, self._leaving = self._leaving, []
         return leaving
 
     def _part_with(self, calls: Iterable[Call[T]]) -> None:
-        """Hands over calls that have not been sent, but those that only this server can answer."""
+        """Hands over unsent calls, except those that only this server can answer."""
         for call in calls:
             if not call.pinned and self._calls.pop(call.id, None) is not None:
                 self._leaving.append(call)
-        # They get other ids elsewhere, which mean other calls here.
+        # They get new ids elsewhere, which mean other calls here.
         self._ready = deque(call for call in self._ready if call.id in self._calls)
         self._waiting = [(due, call) for due, call in self._waiting if call.id in self._calls]
 
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
-        """Takes the end of a stream. Where the fault is not the calls', they are sent again on the next stream.
+        """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
 
-        A stream that gRPC ends with RESOURCE_EXHAUSTED, and no details, has met a message that is too long, so its
-        longest one was. If that was one call, it fails and the others are sent again; if it was several, messages are
-        shorter from now on. Either leads on, so that this needs no bound on retries.
+        If gRPC ends a stream with RESOURCE_EXHAUSTED and no details, a message was too long, so its longest one was. If
+        that held a single call, the call fails and the others are sent again; if it held several, messages are shorter
+        from now on. Either way there is progress, so this needs no bound on retries.
         """
         affected = [call for call in self._calls.values() if call.stream == stream]
         for call in affected:
@@ -251,7 +251,7 @@ class Multiplexer(Generic[T]):
                 call.stream = 0
             self._ready.extendleft(reversed(affected))
         else:
-            if stream == self._stream:  # what was about to be sent on it shares its fate, or nothing would bound that
+            if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += [call for call in self._ready if call.id in self._calls]
                 self._ready.clear()
             for call in affected:
@@ -266,15 +266,15 @@ class Multiplexer(Generic[T]):
         return outcomes
 
     def distrusted(self, stream: int, message: str) -> list[Outcome[T]]:
-        """Gives up a stream whose peer talks nonsense, and the calls on it: the next answer would be no better."""
+        """Gives up a stream whose peer breaks the protocol, and the calls on it: a retry would get no better answer."""
         if stream == self._stream:
             self._leave_stream()
         affected = [call for call in self._calls.values() if call.stream == stream]
         return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
 
     def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
-        """Does what is due: calls that waited for a retry become ready, here or with `others` elsewhere, unless there
-        are too many; calls beyond their deadline fail.
+        """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
+        fail if there are too many retries; calls past their deadline fail.
         """
         outcomes: list[Outcome[T]] = []
         for call in [call for call in self._calls.values() if call.deadline <= now]:
@@ -320,7 +320,7 @@ class Multiplexer(Generic[T]):
         self._wait(call, now + delay)
 
     def _wait(self, call: Call[T], until: float, refusal: OverloadedError | None = None) -> None:
-        """Has a call sent again, then; if it had no room, unless too many are."""
+        """Schedules a call to be sent again; with a `refusal` (no room), only if the retry budget then allows it."""
         call.stream = 0
         call.refusal = refusal
         call.attempts += 1
@@ -329,6 +329,6 @@ class Multiplexer(Generic[T]):
 
 
 def _duration(seconds: float) -> bytes:
-    """A serialised `google.protobuf.Duration` of some seconds, more than 0."""
+    """A serialised `google.protobuf.Duration`; `seconds` is more than 0."""
     whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
     return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")

@@ -1,4 +1,4 @@
-"""The connection of a client for asyncio to one server: gRPC's channel, and the streams on it. See `connection`."""
+"""An asyncio client's connection to one server: gRPC's channel, and the streams on it. See `connection`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Connection(BaseConnection[StreamTransport]):
     library: ClassVar = grpc.aio
 
     def __init__(self, *arguments: Any) -> None:
-        """Arguments are those of `BaseConnection`. ClientClosedError where gRPC would wait for a thread that is another
-        process's: it has one for all that is asyncio's, as long as there is any of it.
+        """Arguments are those of `BaseConnection`. ClientClosedError if gRPC would wait for a thread of the parent
+        process: it has one thread for everything asyncio, as long as any of it exists.
         """
         if _inherited:
             raise ClientClosedError(_FORKED)

@@ -1,9 +1,9 @@
-"""How calls travel from a client for asyncio: gRPC's asyncio channel, and the tasks around it.
+"""How an asyncio client's calls travel: gRPC's asyncio channel, and the tasks around it.
 
 In: encoded calls, all from one event loop. Out: settled futures. An open stream has two tasks: one writes what is ready
-as soon as the last write is done, one reads replies. Either may be cancelled, by whoever cancels all tasks of a loop;
-the stream is then over, and its calls are sent again. Deadlines and retries are a timer of the loop. Nothing is decided
-here; see `multiplexer` and `retry`.
+as soon as the last write is done, one reads replies. Either may be cancelled by code that cancels all tasks of the
+loop; the stream then ends, and its calls are sent again. A timer of the loop serves deadlines and retries. Nothing is
+decided here; see `multiplexer` and `_settings.retry`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 
 class CallFuture(asyncio.Future[T], Generic[R, T]):
-    """The result of a call, to come. Cancelling it has the server told; a finalizer may do it."""
+    """The future result of a call. Cancelling it also tells the server; a finalizer may cancel it."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self._finish = finish
         self.withdraw: Callable[[], object] = bool
-        """Has the transport forget the call."""
+        """Makes the transport forget the call."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
 
@@ -53,7 +53,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
             return False
         withdraw, self.withdraw = self.withdraw, bool
         try:
-            # Not here, which may be in the middle of anything, and in any thread: a finalizer may cancel.
+            # Not here: a finalizer may cancel, which interrupts anything, in any thread.
             self.get_loop().call_soon_threadsafe(self._give_up, withdraw)
         except RuntimeError:  # the loop is closed, and nothing is left to withdraw
             self._give_up(bool)
@@ -66,7 +66,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead."""
-        self.withdraw = bool  # which holds what the call holds
+        self.withdraw = bool  # drop the reference, which keeps alive all that the call holds
         if self.done():
             return
         error: Exception | None = None
@@ -75,7 +75,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         else:
             try:
                 result = self._finish(outcome)
-            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
+            except Exception as raised:  # any error (also: out of device memory) is for the caller to see
                 error = raised
         if self.span is not None and not self.done():
             self.span.end(error)
@@ -88,7 +88,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
             return
 
     def left_by(self, task: asyncio.Task[None]) -> None:
-        """The task that was to settle it is over. Whoever cancels all tasks of a loop has cancelled that, too."""
+        """The task that was to settle the future is over. Code that cancels all tasks of a loop cancels it, too."""
         if task.cancelled():
             self.settle(UnavailableError("the task that carried the call was cancelled"))
 
@@ -97,7 +97,7 @@ StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
 class StreamTransport:
-    """Calls over one stream at a time, any number in flight."""
+    """Calls over one stream at a time, with any number in flight."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class StreamTransport:
         others: Callable[[], bool],
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
-        """`others` says whether other servers could answer, and `move` makes a call at one of them."""
+        """`others` says whether other servers could answer, and `move` moves a call to one of them."""
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._loop = asyncio.get_running_loop()
@@ -126,9 +126,7 @@ class StreamTransport:
         return len(self._multiplexer)
 
     def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
-        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
-        there.
-        """
+        """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         if future.span is not None:
             call.trace = future.span.fields
@@ -136,8 +134,8 @@ class StreamTransport:
         self.adopt(call)
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that has perhaps been tried elsewhere, unless it has been given up since: what had it then had
-        nothing to withdraw. ClientClosedError if it is too late for that.
+        """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it
+        to withdraw. ClientClosedError if this transport is closed.
         """
         if self._closed:
             raise ClientClosedError
@@ -148,13 +146,13 @@ class StreamTransport:
         self._advance()
 
     def leave(self) -> None:
-        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        """Moves unsent calls to other servers, and ends the stream once all replies are in."""
         self._multiplexer.leave()
         self._part_with(self._multiplexer.take_leaving())
         self._advance()
 
     def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
-        """Has calls made at other servers."""
+        """Moves calls to other servers."""
         for call in calls:
             self._move(call)
 
@@ -174,7 +172,7 @@ class StreamTransport:
         self._writable.set()
 
     def _advance(self) -> None:
-        """Has everything done that has become possible."""
+        """Does everything that has become possible."""
         if self._closed:
             return
         if self._multiplexer.wants_stream:
@@ -188,12 +186,12 @@ class StreamTransport:
             self._timer = self._loop.call_later(max(0.0, self._watched - time.monotonic()), self._tick)
 
     def _open(self) -> None:
-        """Opens a stream. Where it cannot be opened, what was ready for it is sent again, or fails."""
+        """Opens a stream. If it cannot be opened, the calls that were ready for it are sent again, or fail."""
         stream = self._multiplexer.opened()
         try:
             rpc = self._attend_stream(metadata=self._bearer.metadata)
             ending = Ending(rpc)
-        except Exception as error:  # the channel is closed, or there is no memory: who has sent the calls has left
+        except Exception as error:  # the channel is closed, or there is no memory: `submit` may have returned
             _settle(self._multiplexer.unopened(stream, error, time.monotonic()))
             return
         writing = self._loop.create_task(self._write(stream, rpc))
@@ -203,7 +201,7 @@ class StreamTransport:
         reading.add_done_callback(partial(self._ended, stream, rpc, writing))
 
     async def _write(self, stream: int, rpc: Any) -> None:
-        """Sends the messages of a stream, as long as it is used."""
+        """Sends the messages of a stream, as long as it is in use."""
         try:
             while self._multiplexer.writes(stream):
                 message = self._multiplexer.next_message(stream, time.monotonic())
@@ -219,13 +217,13 @@ class StreamTransport:
             self._distrust(stream, rpc, error)
 
     def _written(self, rpc: Any, writing: asyncio.Task[None]) -> None:
-        """Nothing more is sent on a stream."""
+        """The writing task of a stream is over."""
         self._tasks.discard(writing)
-        if writing.cancelled():  # there may be more to send, and nobody else would send it
+        if writing.cancelled():  # there may be more to send, and nothing else would send it
             rpc.cancel()
 
     async def _read(self, stream: int, rpc: Any, ending: Ending) -> Status:
-        """Takes replies until the stream ends, and returns its end."""
+        """Takes replies until the stream ends, and returns its status."""
         try:
             while (data := await rpc.read()) is not grpc.aio.EOF:
                 replies, closing = decode_replies(data)
@@ -237,19 +235,19 @@ class StreamTransport:
                     self._advance()
                 finally:
                     _settle(outcomes)
-                del data, outcomes, replies  # nothing of it is to be kept while the next is awaited
+                del data, outcomes, replies  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             return ending.status(error)
         return Status()
 
     def _ended(self, stream: int, rpc: Any, writing: asyncio.Task[None], reading: asyncio.Task[Status]) -> None:
-        """Takes the end of a stream, or of its reading: that of a task that was cancelled before it began, too."""
+        """Handles the end of a stream or of its reading task, even if that was cancelled before it began."""
         self._tasks.discard(reading)
         writing.cancel()
         status = Status()
-        if reading.cancelled():  # or the stream was, by the one that writes
+        if reading.cancelled():  # or the stream was cancelled, when its writing task was
             rpc.cancel()
-        elif (error := reading.exception()) is not None:  # nonsense, or whatever else keeps replies from being read
+        elif (error := reading.exception()) is not None:  # malformed replies, or whatever else prevents reading them
             self._distrust(stream, rpc, error)
         else:
             status = reading.result()

@@ -1,4 +1,4 @@
-"""The connection of a client for threads to one server: gRPC's channel, and the streams on it. See `connection`."""
+"""A threaded client's connection to one server: gRPC's channel, and the streams on it. See `connection`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Connection(BaseConnection[StreamTransport]):
         return StreamTransport(self.channel, self.lose_channel, *arguments)
 
     def channel(self) -> grpc.Channel:
-        """What the next call is to travel on. RuntimeError if there is no thread for another than the one that is lost:
-        each that is lost costs memory and a file descriptor until the process ends.
+        """The channel for the next call. RuntimeError if there are no threads for a new one to replace a lost one: each
+        lost channel costs memory and a file descriptor until the process ends.
         """
         if self._is_lost:
             _find_threads(_THREADS)
@@ -43,8 +43,8 @@ class Connection(BaseConnection[StreamTransport]):
         return channel
 
     def lose_channel(self) -> None:
-        """Has the next call travel on another channel. gRPC had no thread for this one: no reply is ever read there any
-        more, and who closes it, or lets go of it, waits for that thread.
+        """Makes the next call use a new channel. gRPC had no thread for this one: no reply is ever read on it again,
+        and closing it, or dropping the last reference to it, waits for that thread.
         """
         self._is_lost = True
 
@@ -62,16 +62,16 @@ class Connection(BaseConnection[StreamTransport]):
         else:
             self._channel.close()
         for channel in self._lost:
-            with suppress(RuntimeError):  # there is no thread for that, either
+            with suppress(RuntimeError):  # there is no thread for closing it, either
                 threading.Thread(target=channel.close, name="attnserve-lost", daemon=True).start()
 
 
 _THREADS: Final = 3
-"""So many a stream needs: its own, that of its channel, and the one that takes its messages."""
+"""The threads that a stream needs: its own, its channel's, and the one that takes its messages."""
 
 
 def _find_threads(number: int) -> None:
-    """RuntimeError if there are not so many threads to be had."""
+    """RuntimeError if that many threads cannot be started."""
     found = threading.Event()
     try:
         for _ in range(number):

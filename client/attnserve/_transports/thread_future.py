@@ -1,7 +1,7 @@
-"""The future that callers of a client for threads get: settled by whatever thread brings the outcome, cancelled by any.
+"""The future that callers of a threaded client get: settled by the thread that brings the outcome, cancelled by any.
 
-In: an outcome, once; callbacks. Out: the result that is made of it. Who cancels may be a finalizer, in the middle of
-anything: what would have to wait for a lock is left to another thread (`locks`).
+In: an outcome, once; callbacks. Out: the result made from it. A finalizer may cancel, interrupting anything: whatever
+would have to wait for a lock is left to another thread (`locks`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger("attnserve")
 
 
 class Withdraw(Protocol):
-    """Has a call forgotten; false if the call has its outcome already."""
+    """Makes the transport forget a call; false if the call already has its outcome."""
 
     def __call__(self, *, waits: bool) -> bool:
-        """`Held` if it would have to wait for a lock, and must not."""
+        """Raises `Held` if it would have to wait for a lock, but `waits` is false."""
 
 
 def _withdrawn_already(*, waits: bool) -> bool:
@@ -35,17 +35,17 @@ def _withdrawn_already(*, waits: bool) -> bool:
 
 
 class CallFuture(Future[T], Generic[R, T]):
-    """The result of a call, to come. Cancelling it has the server told, if there is time; a finalizer may do it."""
+    """The future result of a call. Cancelling it also tells the server, if there is time; a finalizer may cancel it."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
-        self._calling = threading.RLock()  # what is collected while a result is made may ask to be called back
+        self._calling = threading.RLock()  # a finalizer that runs while a result is made may add a callback
         self._calls_back = False
         self.withdraw: Withdraw = _withdrawn_already
-        """Has the transport forget the call."""
+        """Makes the transport forget the call."""
         self.calls: object = None
-        """All calls of the client, which must not be collected before the reply is there."""
+        """The client's calls, kept from being garbage-collected before the reply arrives."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
 
@@ -54,31 +54,31 @@ class CallFuture(Future[T], Generic[R, T]):
         if not super().cancel():
             return False
         self.calls = None
-        span, self.span = self.span, None  # who cancels once more ends it no more
+        span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:
             self._give_up(withdraw, span, waits=False)
         except Held:
-            with suppress(RuntimeError):  # there is no thread for that: it ends when its outcome is there
+            with suppress(RuntimeError):  # no thread can be started: the call goes on until its outcome arrives
                 later(0.0, partial(self._give_up, withdraw, span, waits=True))
         return True
 
     def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
         if span is not None:
-            if not waits:  # who takes spans has locks, too
+            if not waits:  # span processors have locks, too
                 raise Held
             span.end(CancelledError())
         if withdraw(waits=waits):
-            self.set_running_or_notify_cancel()  # for who waits for several futures
+            self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Has a function called with the future when it is done."""
+        """Calls a function with the future when it is done."""
         with self._calling:
             self._calls_back = True
         super().add_done_callback(fn)
 
     def settle_silently(self, outcome: R | Exception) -> bool:
-        """Settles it, unless that would call others, who may do anything. Whether it has."""
+        """Settles the future, unless it has callbacks or a span, which may do anything. Returns whether it did."""
         with self._calling:
             silent = not self._calls_back and self.span is None
             if silent:
@@ -88,7 +88,7 @@ class CallFuture(Future[T], Generic[R, T]):
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
         self.calls = None
-        self.withdraw = _withdrawn_already  # and not what holds what the call holds
+        self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if not self.set_running_or_notify_cancel():
             return
         error: Exception | None = None
@@ -97,7 +97,7 @@ class CallFuture(Future[T], Generic[R, T]):
         else:
             try:
                 result = self._finish(outcome)
-            except Exception as raised:  # whatever it is (no memory on the device, too), it is the caller's to see
+            except Exception as raised:  # any error (also: out of device memory) is for the caller to see
                 error = raised
         if self.span is not None:
             self.span.end(error)
@@ -106,7 +106,7 @@ class CallFuture(Future[T], Generic[R, T]):
                 self.set_result(result)
             else:
                 self.set_exception(error)
-        except SystemExit:  # which is not to end a thread that others need
+        except SystemExit:  # must not end a thread that other calls need
             logger.exception("a callback of a call wanted to end its thread")
 
 

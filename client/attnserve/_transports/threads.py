@@ -1,11 +1,11 @@
-"""How calls travel from a client for threads: gRPC's synchronous channel, and the threads around it.
+"""How a threaded client's calls travel: gRPC's synchronous channel, and the threads around it.
 
 In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An open stream has two threads: gRPC's own,
-which takes messages from us as fast as the connection does, and one that asks for replies. They arrive in a thread of
-the channel's, which settles at once what somebody waits for: each thread that must be woken takes longer than a small
-call is computed in. What calls back, or goes on at other servers, is left to the stream's thread. One more watches
-deadlines and retries, from the first call. All are daemons. Where there is no thread for a stream, its calls are sent
-again a little later. Nothing is decided here; see `multiplexer` and `retry`.
+which takes messages from us as fast as the connection does, and one that asks for replies. Replies arrive in a thread
+of the channel, which at once settles futures without callbacks: waking another thread takes longer than computing a
+small call. Futures with callbacks, and calls that move to other servers, are left to the stream's thread. One more
+thread, started with the first call, watches deadlines and retries. All are daemons. If no thread can be started for a
+stream, its calls are sent again a little later. Nothing is decided here; see `multiplexer` and `_settings.retry`.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from attnserve._transports.multiplexer import Multiplexer
 from attnserve._transports.thread_future import CallFuture
 
 _PROMPT_BYTES: Final = 1 << 20
-"""The bytes of a message whose results are made where it arrives; larger ones would keep gRPC from its work."""
+"""Up to this size, a message's results are made in gRPC's thread; larger ones would keep that from its work."""
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
 class _Arrived(NamedTuple):
-    """What a message of replies leaves to do."""
+    """What is left to do after a message of replies."""
 
     outcomes: list[Outcome[StreamFuture]]
-    """To be delivered."""
+    """Outcomes to deliver."""
     leaving: list[Call[StreamFuture]]
-    """To be made at other servers."""
+    """Calls to move to other servers."""
 
 
 class StreamTransport:
-    """Calls over one stream at a time, any number in flight."""
+    """Calls over one stream at a time, with any number in flight."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class StreamTransport:
         others: Callable[[], bool],
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
-        """`channel` gives that on which the next stream is opened, or raises RuntimeError if there is no thread for it;
-        `lose_channel` is told that gRPC had none for the one that it gave. `others` says whether other servers could
-        answer, and `move` makes a call at one of them.
+        """`channel` returns the channel for the next stream, or raises RuntimeError if there is no thread for it;
+        `lose_channel` is called when gRPC had no thread for that channel. `others` says whether other servers could
+        answer, and `move` moves a call to one of them.
         """
         self._channel = channel
         self._lose_channel = lose_channel
@@ -90,9 +90,7 @@ class StreamTransport:
         return len(self._multiplexer)
 
     def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
-        """Sends a call, which no other server can answer if it is pinned. The future is settled when its outcome is
-        there.
-        """
+        """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
         call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
         if future.span is not None:
             call.trace = future.span.fields
@@ -100,8 +98,8 @@ class StreamTransport:
         self.adopt(call)
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that has perhaps been tried elsewhere, unless it was given up where no transport had it.
-        ClientClosedError if it is too late for that, and RuntimeError if there is no thread to watch it.
+        """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it.
+        ClientClosedError if this transport is closed, and RuntimeError if there is no thread to watch deadlines.
         """
         call.owner.withdraw = partial(self._withdraw, call)
         outcomes: list[Outcome[StreamFuture]] = []
@@ -109,26 +107,26 @@ class StreamTransport:
             with self._lock:
                 if self._closed:
                     raise ClientClosedError()
-                if not (given_up := call.owner.cancelled()):  # from here on, who gives it up finds it here
+                if not (given_up := call.owner.cancelled()):  # from here on, `_withdraw` finds it here
                     self._add(call, outcomes)
         finally:
             _settle(outcomes)
         if given_up:
-            call.owner.settle(CancelledError())  # for who waits for several futures
+            call.owner.settle(CancelledError())  # for `concurrent.futures.wait` and `as_completed`
 
     def _add(self, call: Call[StreamFuture], outcomes: list[Outcome[StreamFuture]]) -> None:
-        """Takes a call, and adds the outcomes to be delivered. With the lock held."""
+        """Takes a call, and adds to the `outcomes` to deliver. The lock must be held."""
         self._multiplexer.add(call)
         try:
             if self._watcher is None:
                 self._watcher = self._begin_to_watch()
             self._advance(outcomes)
-        except BaseException:  # no thread to be had, or an interrupt: nobody gets the future
+        except BaseException:  # no thread can be started, or an interrupt: nobody gets the future
             self._multiplexer.cancel(call)
             raise
 
     def leave(self) -> None:
-        """Has the calls that have not been sent made elsewhere, and the stream end once it owes nothing."""
+        """Moves unsent calls to other servers, and ends the stream once all replies are in."""
         outcomes: list[Outcome[StreamFuture]] = []
         with self._lock:
             self._multiplexer.leave()
@@ -156,7 +154,7 @@ class StreamTransport:
         return withdrawn
 
     def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
-        """Has everything done that has become possible, and adds the outcomes to be delivered. With the lock held."""
+        """Does everything that has become possible, and adds to the `outcomes` to deliver. The lock must be held."""
         if self._multiplexer.wants_stream and not self._closed:
             stream = self._multiplexer.opened()
             try:
@@ -174,8 +172,8 @@ class StreamTransport:
             self._timer.notify()
 
     def _open(self, stream: int) -> None:
-        """Opens a stream. Raises RuntimeError if there is no thread for it. That is found out first, as far as it can
-        be: a channel is of no use any more once gRPC has had none for it.
+        """Opens a stream. Raises RuntimeError if there is no thread for it. As far as possible that is found out before
+        gRPC needs one: a channel for which gRPC had no thread is useless from then on.
         """
         opened: SimpleQueue[Any] = SimpleQueue()
         rpc = None
@@ -197,7 +195,7 @@ class StreamTransport:
         return watcher
 
     def _messages(self, stream: int) -> Iterator[bytes]:
-        """The messages of a stream, as long as it is used. gRPC asks for the next when it has sent the last."""
+        """The messages of a stream, as long as it is in use. gRPC asks for the next when it has sent the last."""
         while True:
             with self._lock:
                 while (message := self._multiplexer.next_message(stream, time.monotonic())) is None:
@@ -207,7 +205,7 @@ class StreamTransport:
             yield b"".join(message)
 
     def _read(self, stream: int, opened: SimpleQueue[Any]) -> None:
-        """Takes replies until the stream ends, and then its end; nothing if it was not opened."""
+        """Takes replies until the stream ends, then handles its end. Does nothing if the stream was not opened."""
         if (rpc := opened.get()) is None:
             return
         status = Status()
@@ -219,14 +217,14 @@ class StreamTransport:
                     self._part_with(arrived.leaving)
                 finally:
                     _settle(arrived.outcomes)
-                del arrived  # nothing of it is to be kept while the next is awaited
+                del arrived  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             status = status_from_rpc_error(error)
-        except Exception as error:  # nonsense, or whatever else keeps replies from being read: no memory, a bug
+        except Exception as error:  # malformed replies, or whatever else prevents reading them: no memory, a bug
             self._distrust(stream, rpc, error)
         with self._lock:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
-            self._rpcs.pop(stream, None)  # not there if an interrupt ended the opening
+            self._rpcs.pop(stream, None)  # missing if an interrupt ended the opening
             self._advance(outcomes)
         _settle(outcomes)
 
@@ -238,8 +236,8 @@ class StreamTransport:
         _settle(outcomes)
 
     def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
-        """Takes a message of replies, where gRPC would have it deserialized: in the thread that it arrives in. Returns
-        what is left to do, or what went wrong.
+        """Takes a message of replies, as gRPC's deserializer: in the thread that it arrives in. Returns what is left to
+        do, or what went wrong.
         """
         try:
             replies, closing = decode_replies(data)
@@ -253,11 +251,11 @@ class StreamTransport:
             if len(data) <= _PROMPT_BYTES:
                 outcomes = [each for each in outcomes if not each[0].owner.settle_silently(each[1])]
             return _Arrived(outcomes, leaving)
-        except Exception as error:  # of which gRPC would only log that there was one
+        except Exception as error:  # gRPC would only log that there was one
             return error
 
     def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
-        """Has calls made at other servers. Without the lock: they have locks of their own."""
+        """Moves calls to other servers. The lock must not be held: their transports have locks of their own."""
         for call in calls:
             self._move(call)
 
@@ -280,6 +278,6 @@ class StreamTransport:
 
 
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
-    """Delivers outcomes. Without a lock: whoever waits may do anything next."""
+    """Delivers outcomes. No lock may be held: callbacks may do anything."""
     for call, outcome in outcomes:
         call.owner.settle(outcome)

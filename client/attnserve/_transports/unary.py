@@ -1,8 +1,8 @@
-"""A call that travels by itself, through all its attempts, but for its I/O: where the next one goes and how long it may
-take, and what follows one that has failed.
+"""A unary call through all its attempts, except for its I/O: where the next attempt goes and how long it may take, and
+what follows a failed one.
 
-In: the pieces of a request, and what gives the connection for an attempt. Out: what to send where, or the error with
-which the call ends. Both clients use it.
+In: the pieces of a request, and a function that gives the connection for an attempt. Out: what to send where, or the
+error with which the call ends. Both clients use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ F = TypeVar("F")
 
 
 class UnaryCall(Generic[F, C]):
-    """One call of a method, whose outcome `future` gets. Each attempt finds its server anew."""
+    """One call of a method, with the `future` for its outcome. Each attempt chooses its server anew."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class UnaryCall(Generic[F, C]):
         policy: RetryPolicy,
         route: Callable[[float | None], C],
     ) -> None:
-        """`route` gives the connection for an attempt, within so many seconds."""
+        """`route` gives the connection for an attempt, within the given number of seconds."""
         self.future: Final = future
         self.path: Final = path
         self._pieces: Final = pieces
@@ -44,18 +44,18 @@ class UnaryCall(Generic[F, C]):
         self._route: Final = route
         self._attempts = 0
         self._resent = False
-        """Whether an attempt may have been carried out: no server has said that it was not."""
+        """Whether an earlier attempt may have run: no server has said that it did not."""
         self._refusal: AttnServeError | None = None
-        """What the last attempt was refused with, if a server had no room."""
+        """The error that refused the last attempt, if a server had no room."""
 
     @property
     def message(self) -> bytes:
-        """The request, joined anew for each attempt: most need one."""
+        """The request, joined anew for each attempt, since most calls need only one."""
         return b"".join(self._pieces)
 
     def connect(self) -> tuple[C, float | None]:
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
-        none, no time left, or if it had no room and too many are sent again.
+        no server, if no time is left, or if the server had no room and there are too many retries.
         """
         if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
             raise self._refusal
@@ -80,7 +80,7 @@ class UnaryCall(Generic[F, C]):
         return verdict.pause
 
     def answered(self, connection: C) -> None:
-        """Takes notice of an attempt that has been answered."""
+        """Notes that an attempt has been answered."""
         now = time.monotonic()
         connection.replica.worked(now)
         self._policy.budget.answered(1, now)

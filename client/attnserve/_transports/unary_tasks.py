@@ -1,7 +1,7 @@
-"""Calls that each travel by themselves, for a client for asyncio.
+"""Unary calls of an asyncio client.
 
-In: the pieces of a request, and what gives the connection for an attempt. Out: a settled `CallFuture`. A call is a task
-through all its attempts. Nothing is decided here; see `unary`.
+In: the pieces of a request, and a function that gives the connection for an attempt. Out: a settled `CallFuture`. One
+task makes all attempts of a call. Nothing is decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class UnaryTransport:
-    """Calls that each travel by themselves, and find their server anew with every attempt."""
+    """Unary calls, which choose their server anew for every attempt."""
 
     def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
         self._bearer = bearer
@@ -46,10 +46,10 @@ class UnaryTransport:
         repeatable: bool = True,
         find: Callable[[float | None], Awaitable[object]] | None = None,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is known.
 
-        `route` gives the connection for an attempt; `find`, if it is there, is to be awaited before the first one. Both
-        are told how many seconds are left.
+        `route` gives the connection for an attempt; `find`, if given, is awaited before the first one. Both are passed
+        how many seconds are left.
         """
         if self._closed:
             raise ClientClosedError
@@ -76,13 +76,13 @@ class UnaryTransport:
                 await find(call.left())
             outcome = await self._reply(call)
         except AttnServeError as error:
-            outcome = error.with_traceback(None)  # which leads here, and to all that the call holds
-        except Exception as error:  # of which asyncio would only tell when the task is collected
+            outcome = error.with_traceback(None)  # it would keep this frame and the call alive
+        except Exception as error:  # asyncio would report it only when the task is collected
             outcome = ProtocolError(unreadable(error))
         call.future.settle(outcome)
 
     async def _reply(self, call: Call) -> bytes:
-        """The reply to a call, by as many attempts as it may have. Raises an AttnServeError."""
+        """The reply to a call, after as many attempts as are allowed. Raises an AttnServeError."""
         metadata = () if call.future.span is None else call.future.span.metadata
         while True:
             connection, timeout = call.connect()
@@ -93,7 +93,8 @@ class UnaryTransport:
                 call.answered(connection)
                 return reply
             except grpc.RpcError as raised:
-                error = raised.with_traceback(None)  # which leads here, and is not to be the context of what follows
+                # Without the traceback, which holds this frame; handled below, so as not to be a later error's context.
+                error = raised.with_traceback(None)
             finally:
                 connection.unary.discard(call)
             await asyncio.sleep(call.failed(connection, error))

@@ -1,9 +1,9 @@
-"""Calls that each travel by themselves, for a client for threads.
+"""Unary calls of a threaded client.
 
-In: the pieces of a request, and what gives the connection for an attempt. Out: a settled `CallFuture`. gRPC's threads
-bring the answers, and settle what somebody waits for; what calls back is left to a thread of our own, since whoever is
-called may close the client, or wait for another answer. A timer waits before another attempt. Nothing is decided here;
-see `unary`.
+In: the pieces of a request, and a function that gives the connection for an attempt. Out: a settled `CallFuture`.
+gRPC's threads bring the replies, and settle futures without callbacks; those with callbacks are left to a thread of our
+own, since a callback may close the client, or wait for another reply. A timer waits before another attempt. Nothing is
+decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
-    """A call, and what is under way of it."""
+    """A call, and its attempt or pause in progress."""
 
     connection: Connection | None = None
     rpc: Any = None
@@ -37,7 +37,7 @@ class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
 
 
 class UnaryTransport:
-    """Calls that each travel by themselves, and find their server anew with every attempt."""
+    """Unary calls, which choose their server anew for every attempt."""
 
     def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
         self._bearer = bearer
@@ -57,9 +57,9 @@ class UnaryTransport:
         *,
         repeatable: bool = True,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is there.
+        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is known.
 
-        `route` gives the connection for an attempt, within so many seconds.
+        `route` gives the connection for an attempt, within the given number of seconds.
         """
         call = _Call(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
         with self._lock:
@@ -78,12 +78,12 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
 
     def _send(self, call: _Call) -> None:
-        call.timer = None  # which leads here, once it is over, too
+        call.timer = None  # break the reference cycle: the timer still refers to the call once it has fired
         try:
             self._begin(call)
         except AttnServeError as error:
-            self._finish(call, error.with_traceback(None))  # which leads here, and to all that the call holds
-        except Exception as error:  # in the thread of a timer nobody else would hear of it
+            self._finish(call, error.with_traceback(None))  # it would keep this frame and the call alive
+        except Exception as error:  # in a timer's thread nobody else would hear of it
             self._finish(call, ProtocolError(unreadable(error)))
 
     def _begin(self, call: _Call) -> None:
@@ -108,7 +108,7 @@ class UnaryTransport:
             self._take(call, rpc)
         except AttnServeError as error:
             self._answer(call, error.with_traceback(None))
-        except Exception as error:  # which gRPC would only log
+        except Exception as error:  # gRPC would only log it
             self._answer(call, ProtocolError(unreadable(error)))
 
     def _take(self, call: _Call, rpc: Any) -> None:
@@ -133,7 +133,7 @@ class UnaryTransport:
         with self._lock if waits else at_once(self._lock):
             if call not in self._calls:
                 return False
-            if call.timer is not None and not waits:  # which has a lock, too
+            if call.timer is not None and not waits:  # a timer has a lock, too
                 raise Held
             self._calls.remove(call)
         self._stop(call)
@@ -144,7 +144,7 @@ class UnaryTransport:
             call.future.settle(outcome)
 
     def _answer(self, call: _Call, outcome: bytes | AttnServeError) -> None:
-        """Finishes a call, in a thread of gRPC's."""
+        """Finishes a call, in one of gRPC's threads."""
         if self._withdraw(call) and not call.future.settle_silently(outcome):
             self._callbacks.settle(call.future, outcome)
 

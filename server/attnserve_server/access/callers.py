@@ -1,11 +1,11 @@
 """Who calls, and what they may do.
 
-In: the context of an RPC. Out: a `Caller`, resolved once an RPC (once a stream, not once a call on it), which the
-readers of requests and the services are given, and whose `share` the queue counts by.
+In: the context of an RPC. Out: a `Caller`, resolved once per RPC (per stream, not per call on it), which is passed to
+the readers of requests and the services, and by whose `share` the queue counts.
 
 A caller proves who it is by a bearer token or by its certificate (mutual TLS); the file of callers says what it may do
-(see `grants`). Without that file, who has a certificate may use the service, and where none are asked for, anybody may
-do everything.
+(see `grants`). Without that file, any caller with a certificate may use the service, and where none are asked for,
+anybody may do everything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Caller:
     """None where callers are not identified. Caches belong to a name."""
     roles: frozenset[Role]
     share: Hashable
-    """What callers are told apart by where they compete: the name, or else the connection."""
+    """By what callers that compete are told apart: the name, or else the connection."""
 
     def require(self, *roles: Role) -> None:
         """Raises PermissionDenied if the caller has none of the roles."""
@@ -52,18 +52,18 @@ class Caller:
 
 @lru_cache(4096)
 def anybody(peer: str) -> Caller:
-    """Who is at the other end of a connection, where callers are not identified: all may do everything."""
+    """The caller at the other end of a connection, if callers are not identified: all may do everything."""
     return Caller(None, ALL_ROLES, peer)
 
 
 @lru_cache(4096)
 def certified(name: str) -> Caller:
-    """Who has a certificate of that name, where no file says what it may do."""
+    """The caller with a certificate of that name, if no file says what it may do."""
     return Caller(name, frozenset({"use"}), name)
 
 
 class Callers:
-    """Tells callers apart: by a file of callers, by certificates, by both, or not at all."""
+    """Identifies callers: by a file of callers, by certificates, by both, or not at all."""
 
     def __init__(self, grants: GrantsFile | None = None, *, certificates: bool = False) -> None:
         self._grants = grants
@@ -71,8 +71,8 @@ class Callers:
 
     @property
     def edition(self) -> object:
-        """The same object for as long as all callers may do what they may: who stays connected is looked at again when
-        it is another.
+        """The same object for as long as no caller's permissions change: when it is another, callers that stay
+        connected are checked again.
         """
         return None if self._grants is None else self._grants.current
 
@@ -85,7 +85,7 @@ class Callers:
         return anybody(context.peer())
 
     def authorize(self, authorization: str | None, role: Role) -> None:
-        """Raises Unauthenticated or PermissionDenied unless a header of an HTTP request proves a caller who has a role.
+        """Raises Unauthenticated or PermissionDenied unless an HTTP header proves a caller that has the role.
 
         Without a file of callers, everybody has it.
         """
@@ -105,7 +105,7 @@ class Callers:
 
 
 def _of_token(grants: Grants, authorization: str | bytes | None) -> Caller:
-    """The caller whom the value of a field `authorization` proves. Raises Unauthenticated."""
+    """The caller that the value of an `authorization` field proves. Raises Unauthenticated."""
     if authorization is None:
         raise Unauthenticated("there is no token: authorization: Bearer TOKEN", "NO_TOKEN")
     text = authorization if isinstance(authorization, str) else authorization.decode("latin-1")
@@ -120,6 +120,6 @@ def _of_token(grants: Grants, authorization: str | bytes | None) -> Caller:
 def _names(context: aio.ServicerContext[Any, Any]) -> list[str]:
     """The names in a caller's certificate: its subject alternative names, or else its common name."""
     names = [name.decode("utf-8", "backslashreplace") for name in context.peer_identities() or () if name]
-    if not names:  # gRPC says of a certificate without any that its common name is empty
+    if not names:  # gRPC gives an empty common name for a certificate without names
         raise Unauthenticated("the certificate has no name", "NO_NAME")
     return names

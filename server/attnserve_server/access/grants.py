@@ -9,8 +9,8 @@
     name = "spiffe://example.org/admin"  # a subject alternative name, or the common name where there is none
     roles = ["use", "layers"]
 
-In: that file. Out: the `Caller` of a token or of a certificate. A name may have several tokens, each with its roles: to
-replace one, add the new one, hand it out, and remove the old. A name is one caller, however it is proved.
+In: that file. Out: the `Caller` of a token or of a certificate. A name may have several tokens, each with its own
+roles: to replace one, add the new one, hand it out, and remove the old. A name is one caller, however it is proved.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, Final, get_args
 
 from attnserve_server.access.callers import MAX_NAME, Caller, Role
 from attnserve_server.access.tokens import digest, parse_hash
-from attnserve_server.host.watched import WatchedFiles
+from attnserve_server.access.watched import WatchedFiles
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S: Final = 1.0
-"""How often the file is looked at, at most: a token that is taken out works so much longer."""
+"""The file is checked at most this often: a token that is removed works for that much longer."""
 
 _KEY_BYTES: Final = 8
 
@@ -44,32 +44,32 @@ class GrantsError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """Who has which token or certificate, and what each may do."""
+    """Which caller has which token or certificate, and what it may do."""
 
     tokens: Mapping[bytes, tuple[bytes, Caller]] = field(repr=False)
     """Digests and callers, by the first bytes of the digest."""
     certificates: Mapping[str, Caller]
 
     def of_token(self, token: str) -> Caller | None:
-        """The caller who has a token; None if nobody does.
+        """The caller that has a token; None if nobody does.
 
-        How long it takes says, at most, that the digest begins as that of a token does: the whole digest is compared in
-        constant time, and nobody can look for a token by its digest.
+        The time it takes reveals at most that the digest begins like that of a token: the whole digest is compared in
+        constant time, and nobody can search for a token by its digest.
         """
         found = digest(token)
         known = self.tokens.get(found[:_KEY_BYTES])
         return known[1] if known is not None and hmac.compare_digest(known[0], found) else None
 
     def of_certificate(self, names: Iterable[str]) -> Caller | None:
-        """The caller whom a certificate with such names is of: the first that is known; None if none is."""
+        """The caller of a certificate with these names: that of the first known name; None if none is known."""
         return next((self.certificates[name] for name in names if name in self.certificates), None)
 
 
 class GrantsFile:
-    """The grants of a file, as it is now. What cannot be read leaves those that were."""
+    """The current grants of a file. If it cannot be read, the previous ones stay."""
 
     def __init__(self, path: Path, *, certificates: bool = True) -> None:
-        """Reads the file, which may speak of certificates if callers are asked for any. Raises GrantsError."""
+        """Reads the file, which may list certificates only if callers are asked for them. Raises GrantsError."""
         self._path = path
         self._certificates = certificates
         self._watched = WatchedFiles([path], LOOK_INTERVAL_S)
@@ -83,9 +83,9 @@ class GrantsFile:
             try:
                 self._grants = self._read()
             except GrantsError as error:
-                logger.error("the callers stay as they were", extra={"error": error})
+                logger.error("the callers file was not reloaded: the callers stay as they were", extra={"error": error})
             else:
-                logger.info("the callers have been read again")
+                logger.info("the callers file was reloaded")
         return self._grants
 
     def _read(self) -> Grants:
@@ -101,7 +101,7 @@ class GrantsFile:
 
 
 def parse(text: str) -> Grants:
-    """The grants that a text in TOML describes. ValueError says what is wrong with it."""
+    """Parses grants from TOML. ValueError says what is wrong with it."""
     document = tomllib.loads(text)
     if unknown := document.keys() - {"tokens", "certificates"}:
         raise ValueError(f"expected [[tokens]] and [[certificates]], found {min(unknown)!r}")
@@ -109,7 +109,7 @@ def parse(text: str) -> Grants:
     for where, entry in _entries(document, "tokens", {"name", "roles", "hash"}):
         try:
             whole = parse_hash(str(entry["hash"]))
-        except ValueError:  # which would quote it, and it may be a token by mistake
+        except ValueError:  # its message would quote the text, which may be a token by mistake
             raise ValueError(f"{where}.hash: expected sha256: and 64 hexadecimal digits") from None
         if whole[:_KEY_BYTES] in tokens:
             raise ValueError(f"{where}.hash: another token has it")
@@ -120,13 +120,13 @@ def parse(text: str) -> Grants:
         if entry["name"] in certificates:
             raise ValueError(f"{where}.name: another certificate has it")
         certificates[entry["name"]] = caller
-    if not tokens and not certificates:  # a file that is being written, more likely than a server for nobody
+    if not tokens and not certificates:  # more likely a half-written file than a server for nobody
         raise ValueError("expected [[tokens]] or [[certificates]], found neither")
     return Grants(tokens, certificates)
 
 
 def _entries(document: Mapping[str, Any], name: str, keys: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tables of a list, and where each is. ValueError if one has not exactly these keys."""
+    """The tables of a list, each with its path. ValueError if one does not have exactly these keys."""
     entries = document.get(name, [])
     if not isinstance(entries, list):
         raise ValueError(f"{name}: expected a list of tables, [[{name}]]")

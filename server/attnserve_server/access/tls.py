@@ -1,8 +1,8 @@
-"""TLS: the server's certificate and whom it trusts, read again when the files change.
+"""TLS: the server's certificate and the authorities that it trusts, read again when the files change.
 
-In: PEM files. Out: credentials for the gRPC port, and a context for the HTTP port, both of which take what is new with
-the next connection. New files that are not in order (a key that is not the certificate's, in the midst of a rotation)
-leave what was.
+In: PEM files. Out: credentials for the gRPC port, and a context for the HTTP port; both use new files from the next
+connection on. If new files are not valid (a key that does not match the certificate, in the middle of a rotation), the
+old ones stay in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from attnserve_server.host.watched import WatchedFiles
+from attnserve_server.access.watched import WatchedFiles
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TlsError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What the files hold, as both ports need it."""
+    """The contents of the files, in the forms that the two ports need."""
 
     grpc: grpc.ServerCertificateConfiguration = field(repr=False)
     http: ssl.SSLContext
@@ -40,7 +40,7 @@ class ServerTls:
     """The TLS of a server."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
-        """Reads the files. With `client_ca`, callers must have certificates of these authorities. Raises TlsError."""
+        """Reads the files. With `client_ca`, callers need certificates from these authorities. Raises TlsError."""
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         self._watched = WatchedFiles([path for path in (certificate, key, client_ca) if path is not None])
         self._watched.changed()
@@ -51,7 +51,7 @@ class ServerTls:
         """Credentials for one address of the gRPC port."""
         given = self._loaded
 
-        def fetch() -> Any:  # None says that nothing has changed, of which the stubs do not know
+        def fetch() -> Any:  # None means unchanged, which the stubs do not know
             nonlocal given
             with self._lock:
                 before, given = given, self._current()
@@ -71,19 +71,19 @@ class ServerTls:
         return context
 
     def _current(self) -> _Loaded:
-        """What the files hold, or last held in good order."""
+        """What the files hold, or held when they were last valid."""
         if self._watched.changed():
             try:
                 self._loaded = self._load()
             except TlsError as error:
-                logger.error("the certificate stays as it was", extra={"error": error})
+                logger.error("the certificate was not reloaded: the previous one stays in use", extra={"error": error})
             else:
-                logger.info("the certificate has been read again")
+                logger.info("the certificate was reloaded")
         return self._loaded
 
     def _load(self) -> _Loaded:
         try:
-            # It compares the key with the certificate, which gRPC does only when the first caller connects.
+            # This checks the key against the certificate, which gRPC does only when the first caller connects.
             context = _context(self._certificate, self._key)
             pair = self._key.read_bytes(), self._certificate.read_bytes()
         except ssl.SSLError as error:
@@ -111,5 +111,5 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Has an encrypted key be an error, instead of a question on the terminal."""
+    """Makes an encrypted key an error, instead of a prompt on the terminal."""
     return ""

@@ -3,9 +3,9 @@
     attnserve-server token ranker --roles use,layers --out ranker.token >> callers.toml
 
 In: a caller's name and roles. Out: the entry of a new token for `callers.toml` (see `grants`), on standard output; and
-the token itself, this once: in a file that only its owner can read, or else on standard error.
+the token itself, only this once: in a file that only its owner can read, or else on standard error.
 
-A token is 256 random bits, so its plain SHA-256 reveals nothing: nobody can guess it, however fast the hash. The server
+A token is 256 random bits, so a plain SHA-256 is safe: guessing is hopeless, and need not be slowed down. The server
 only ever knows the hash.
 """
 
@@ -29,12 +29,12 @@ _RANDOM_BYTES: Final = 32
 
 
 def new_token() -> str:
-    """A token that nobody has."""
+    """A new random token."""
     return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def digest(token: str) -> bytes:
-    """The SHA-256 of a token, of whatever characters it consists."""
+    """The SHA-256 of a token, whatever characters it consists of."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -44,7 +44,7 @@ def format_hash(digest: bytes) -> str:
 
 
 def parse_hash(text: str) -> bytes:
-    """The digest that such a text says. ValueError if it is none."""
+    """The digest in such a text. ValueError if the text is malformed."""
     digits = text.removeprefix(HASH_PREFIX)
     if digits == text or len(digits) != 2 * hashlib.sha256().digest_size:
         raise ValueError(f"{text!r} is not sha256: and 64 hexadecimal digits")
@@ -52,7 +52,7 @@ def parse_hash(text: str) -> bytes:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes a token; the exit status."""
+    """Makes a token; returns the exit status."""
     arguments = _parser().parse_args(argv)
     token = new_token()
     if arguments.out is None:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write_secret(path: str, token: str) -> None:
-    """Writes a new file that nobody else can read, not even before it is written. OSError if there is one already."""
+    """Writes a new file that nobody else can read at any time. OSError if it already exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(token + "\n")

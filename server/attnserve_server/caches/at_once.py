@@ -1,11 +1,11 @@
-"""Requests to caches on the fast path: each has its turn as soon as it is read, since nothing has one before it.
+"""Requests to caches on the fast path: each has its turn as soon as it is read, since nothing is queued before it.
 
-In: messages that have been read, of whose requests the library knows the layouts. Out: requests whose appends have been
-written, and whose calls the library has whole; or nothing, and then nothing has happened: what is wrong or unusual is
-for the way of others.
+In: messages that have been read, with requests whose layouts the library knows. Out: requests whose appends have been
+written and whose calls the library has in full; or None, and then nothing has happened: whatever is wrong or unusual
+takes the ordinary path.
 
-Steps come to the same caches again and again, and each finds little in the processor's memory but keys and values: so
-a request that was is kept, and is the next one that has nothing else but other contents.
+Steps come to the same caches again and again, and each finds little but keys and values in the processor's cache: so
+a finished request is kept, and reused for the next one that differs in its contents alone.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from attnserve_server.native.messages import REFERENCE, Asked, Cached, Messages
 from attnserve_server.requests.limits import RequestLimits
 
 MOST_KEPT: Final = 8192
-"""Requests that were are kept as long as they are to so many caches together: some may be gone by now."""
+"""Finished requests are kept up to so many caches in total; some of these caches may be gone by now."""
 
 MOST_ID: Final = 2**64 - 1
-"""Ids of appends are without a sign, and the library's numbers have one."""
+"""Append ids are unsigned, and the library's numbers are signed."""
 
 _PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
-"""Tensors beside query, key and value that requests of a layout may have, of other contents each time."""
+"""Tensors beside query, key and value that requests of a layout may have, with different contents each time."""
 
 _NAMES: Final = {number: dtype.name for number, dtype in _dtypes.NUMPY.items()}
-"""What the dtypes of requests are called, as caches call theirs."""
+"""The names of the dtypes of requests, as caches spell them."""
 
 _NO_PAYLOADS: Final = Payloads(b"", 0, ())
 
 
 @dataclass(slots=True)
 class Turn:
-    """Requests to caches of one message, at their turn; and what all that the message asks for comes to, in FLOPs."""
+    """The requests to caches in one message, at their turn; and the effort and FLOPs of the whole message."""
 
     effort: int
     flops: int
     requests: list[CachedRequest] = field(default_factory=list)
 
     def end(self, failed: bool) -> None:
-        """They are computed; or not, and then nothing remains of them."""
+        """Ends the requests: they are computed, or have failed and nothing remains of them."""
         for request in self.requests:
             request.end(failed)
             request.leave()
@@ -59,7 +59,7 @@ class Turn:
 
 
 class CachesAtOnce:
-    """The caches of a server on a CPU, as the fast path comes to them."""
+    """The caches of a server on a CPU, as the fast path uses them."""
 
     def __init__(self, host: Host, messages: Messages, limits: RequestLimits) -> None:
         """`messages` computes the calls."""
@@ -71,14 +71,14 @@ class CachesAtOnce:
 
     @staticmethod
     def key_of(request: CachedRequest) -> Hashable:
-        """What is the same for all requests of a layout. How many bytes they take varies with the lengths that they
+        """What is the same for all requests of a layout, their size included, which varies with the lengths that they
         expect of caches.
         """
         return request.problem, request.uses[0].cache.shape, request.received_bytes
 
     def layout_of(self, request: CachedRequest) -> Layout | None:
-        """The layout of a request; None if it appends more than one token to a cache, or there is more to do for such
-        requests than the library does.
+        """The layout of a request; None if it appends more than one token to a cache, or such requests need more than
+        the library does.
         """
         problem, shape = request.problem, request.uses[0].cache.shape
         names = ("query", "key", "value") if problem.kv_length else ("query",)
@@ -92,7 +92,7 @@ class CachesAtOnce:
             return None
         if request.reply_bytes > MOST_RESULT_BYTES:
             return None
-        inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # of keys that are not there, any
+        inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # without keys, any tensor
         query, key, value = (spec.size // problem.batch for spec in inputs)
         return Layout(
             problem=problem,
@@ -107,8 +107,8 @@ class CachesAtOnce:
         )
 
     def begin(self, owner: str | None, asked: Asked, message: bytes, most: int) -> Turn | None:
-        """Has the requests to an owner's caches, in the message that was read last, have their turn: what they append
-        is written. None if they cannot, or all that the message asks for costs more than `most`.
+        """Gives the requests to an owner's caches, in the message that was read last, their turn: their appends are
+        written. None if that is impossible, or the whole message costs more than `most`.
         """
         requests, keys, first_calls = [], [], []
         cost, effort, flops, now = asked.cost, asked.effort, asked.flops, monotonic()
@@ -145,8 +145,8 @@ class CachesAtOnce:
     def _request(
         self, owner: str | None, cached: Cached, message: bytes, now: float
     ) -> tuple[Hashable, CachedRequest | None]:
-        """A request that has not its turn yet, and what it is kept by; None if its caches are not as usual, or somebody
-        else uses them. Raises RequestError, and UnicodeDecodeError.
+        """A request before its turn, and the key under which it is kept; no request if its caches are not as usual, or
+        are in use. Raises RequestError, and UnicodeDecodeError.
         """
         layout, places, begin, size, _, numbers = cached
         starts, sizes, layers, lengths, ids = (numbers[place::REFERENCE] for place in range(5))
@@ -155,7 +155,7 @@ class CachesAtOnce:
         payloads = Payloads(message, begin, places)
         expected_lengths = [None if length < 0 else length for length in lengths]
         append_ids = [append_id & MOST_ID for append_id in ids]
-        request = self._take(key)  # another one in the message that is like it is another
+        request = self._take(key)  # taken out: an equal one in the same message is a request of its own
         if request is None:
             decoded = [name.decode() for name in names]
             references = list(map(Reference, decoded, layers, expected_lengths, append_ids))
@@ -166,7 +166,7 @@ class CachesAtOnce:
                 if use.cache.gone or use.cache.expired(now):
                     return key, None
             request.renew(payloads, expected_lengths, append_ids)
-        if request.uses[0].cache.shape != layout.caches:  # which the bytes of requests do not tell
+        if request.uses[0].cache.shape != layout.caches:  # which the bytes of a request do not tell
             return key, None
         for use in request.uses:
             if use.cache.users:
@@ -174,7 +174,7 @@ class CachesAtOnce:
         return key, request
 
     def _keep(self, key: Hashable, request: CachedRequest) -> None:
-        """Keeps a request that was, and forgets all others if they are too many."""
+        """Keeps a finished request, and forgets all others if they are too many."""
         self._take(key)
         if self._kept_caches + len(request.uses) > MOST_KEPT:
             self._kept.clear()
@@ -183,14 +183,14 @@ class CachesAtOnce:
         self._kept_caches += len(request.uses)
 
     def _take(self, key: Hashable) -> CachedRequest | None:
-        """A request that is kept, which it then is no more; None if there is none."""
+        """Takes out the request that is kept under a key; None if there is none."""
         request = self._kept.pop(key, None)
         if request is not None:
             self._kept_caches -= len(request.uses)
         return request
 
     def _complete(self, first_call: int, request: CachedRequest) -> None:
-        """Writes what a request appends, and has its calls attend to its caches."""
+        """Writes what a request appends, and points its calls at its caches."""
         pool = self._host.pages
         if request.placements and not _as_they_are(request):
             append_tokens(pool, request)
@@ -202,7 +202,7 @@ class CachesAtOnce:
             self._messages.attend_to(call, key, value, kv_length, offset, length)
 
     def _append(self, first_call: int, request: CachedRequest) -> None:
-        """Writes what a request appends, as it is, where it has been placed."""
+        """Writes what a request appends, unconverted, where it has been placed."""
         pool, shape = self._host.pages, request.uses[0].cache.shape
         for call, (copies, ((page, slot, _),)) in enumerate(request.placements, first_call):
             if copies:
@@ -217,7 +217,7 @@ def _as_they_are(request: CachedRequest) -> bool:
 
 
 def _in_line(requests: Sequence[CachedRequest]) -> bool:
-    """Whether one has to wait for another: they are to the same cache, and one appends."""
+    """Whether one has to wait for another: both use the same cache, and one appends."""
     if len(requests) == 1:
         return False
     times = Counter(name for request in requests for name in request.needs)

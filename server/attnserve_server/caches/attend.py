@@ -1,7 +1,7 @@
-"""Attention to what caches hold: by the native kernel where there is one and it can, or as few calls of other kernels.
+"""Attention over caches: by the native kernel where there is one that can, else by few calls of other kernels.
 
-In: queries and the pages they attend to. Out: a result each. What is computed by which call follows from a query and
-the length of its cache alone (see `parts.py`), and what calls gave is merged query by query, in the order of the keys:
+In: queries and the pages they attend to. Out: a result each. Which call computes what follows from a query and the
+length of its cache alone (see `parts.py`), and results of calls are merged query by query, in the order of the keys:
 on a CPU, the bits of a result depend neither on where pages lie nor on the other queries.
 """
 
@@ -24,7 +24,7 @@ from attnserve_server.kernels import AttentionResult
 __all__ = ["CacheQuery", "attend_cache", "attend_tensors"]
 
 WAVE_BYTES = 1 << 28
-"""The most bytes that copies and partial results of calls that run together may have, if it is more than one part."""
+"""The most bytes of copies and partial results of groups that run together; a single group may have more."""
 
 
 def attend_cache(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute) -> list[AttentionResult]:
@@ -45,8 +45,8 @@ def attend_tensors(
 ) -> list[AttentionResult]:
     """The same without the native kernel.
 
-    `fold` says whether few queries over pages are computed by the kernels of `Attend`, page by page, those over the
-    same pages as queries of one call: so it is on any device but a CPU. The bits then depend on how many there are.
+    With `fold`, the default on any device but a CPU, few queries over pages are computed by the kernels of `Attend`,
+    page by page, and those over the same pages in one call: the bits then depend on how many queries there are.
     Without it, few queries are computed as in `step.py`.
     """
     fold = compute.torch_device.type != "cpu" if fold is None else fold
@@ -63,7 +63,7 @@ def attend_tensors(
 
 
 def _run_steps(steps: Sequence[Step], compute: Compute) -> Iterator[AttentionResult]:
-    """The results of steps: those over the same pages are computed one after the other, while the pages are near."""
+    """The results of steps: those over the same pages run one after the other, while the processor caches these."""
     each = [list(step.computations()) for step in steps]
     every = [computation for of_step in each for computation in of_step]
     order = sorted(range(len(every)), key=lambda place: every[place][0])
@@ -77,7 +77,7 @@ _Wave: TypeAlias = list[tuple[QueryAttention, list[Part]]]
 
 
 def _waves(running: Sequence[QueryAttention]) -> Iterator[_Wave]:
-    """Groups in their order, as many at a time as WAVE_BYTES allow."""
+    """Groups in their order, as many at a time as WAVE_BYTES allows."""
     wave: _Wave = []
     total = 0
     if len(running) == 1 and len(running[0].groups) == 1:
@@ -135,13 +135,13 @@ class _Shared(NamedTuple):
     end: int
 
     def rest(self, group: list[Part]) -> list[Part]:
-        """What a group has beside what is shared."""
+        """The parts of a group that are not shared."""
         parts = [part._replace(begin=self.end) if part.by_page else part for part in group]
         return [part for part in parts if part.begin < part.end]
 
 
 def _sharing(wave: _Wave) -> list[_Shared]:
-    """Which groups share pages that they compute page by page: two or more of which these can be one call."""
+    """Sets of two or more groups that can be one call over the same pages, which are computed page by page."""
     alike: dict[tuple[object, int, int], list[tuple[int, Part]]] = {}
     for place, (attention, group) in enumerate(wave):
         steps = attention.steps
@@ -160,14 +160,14 @@ def _sharing(wave: _Wave) -> list[_Shared]:
 
 
 def _common(sequences: Sequence[Sequence[int]]) -> int:
-    """The length of what sequences begin with alike: what the first and the last in their order do."""
+    """The length of the longest common prefix of sequences: that of the least and the greatest of them."""
     least, greatest = min(map(list, sequences)), max(map(list, sequences))
     differing = (place for place, (one, other) in enumerate(zip(least, greatest, strict=False)) if one != other)
     return next(differing, min(len(least), len(greatest)))
 
 
 def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:
-    """The calls of one group over what is shared, with the queries of all."""
+    """The calls over shared pages, with the queries of all members."""
     attention = wave[shared.members[0]][0]
     queries = torch.cat([wave[place][0].tensor for place in shared.members], 2)
     together = replace(attention, tensor=queries)
@@ -175,7 +175,7 @@ def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:
 
 
 def _unfolded(result: AttentionResult, lengths: list[int]) -> Iterator[AttentionResult]:
-    """The result of a call for queries of which so many are of each group, one for each."""
+    """Splits the result of a shared call into one for each group, which has so many of the queries."""
     assert result.lse is not None
     outputs, lses = torch.split(result.output, lengths, 2), torch.split(result.lse, lengths, 2)
     for output, lse in zip(outputs, lses, strict=True):

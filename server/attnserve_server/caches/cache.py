@@ -1,4 +1,4 @@
-"""A resident cache: what it is called, whose it is, when its lease ends, and its layers. Pure."""
+"""A resident cache: its name, its owner, when its lease ends, and its layers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnserve_server.caches.shape import CacheShape
 
 
 class Cache:
-    """Keys and values that stay. Only the store changes one. Times are seconds of one clock."""
+    """Keys and values that stay. Only the store changes them. Times are seconds of one clock."""
 
     __slots__ = (
         "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
@@ -33,33 +33,33 @@ class Cache:
         """A cache of these layers. Without a `ttl` its lease never ends."""
         self.name = name
         self.owner = owner
-        """Who made it; None where callers are not identified."""
+        """The caller that made it; None where callers are not identified."""
         self.request_id = request_id
-        """That of the request that made it, by which it is known if that is sent again; empty if it has none."""
+        """The id of the request that made it, by which a resend is recognised; empty if it has none."""
         self.parent = parent
-        """The name of the cache that it is a fork of, which may be gone; None if it was created."""
+        """The name of the cache that it was forked from, which may be gone; None if it was created."""
         self.shape = shape
         self.page_bytes = page_bytes
         self.layers = layers
         self.ttl = ttl
         self.created = now
         self.expires = math.inf
-        """When its lease ends. What is in use has not expired, whatever this says."""
+        """When its lease ends. A cache in use has not expired, whatever this says."""
         self.truncations: tuple[int, ...] = ()
-        """The ids of the latest truncations, by which one is known if it is sent again; the last comes first."""
+        """The ids of the latest truncations, by which resends are recognised; the last one first."""
         self.users = 0
         """Operations in flight that hold it."""
         self.gone = False
-        """Whether callers cannot find it any more. Its pages are free when nothing holds it any more."""
+        """Whether callers can no longer find it. Its pages are freed when nothing holds it any more."""
         self.renew(now)
 
     def renew(self, now: float) -> None:
-        """Its lease begins anew."""
+        """Starts its lease anew."""
         if self.ttl is not None:
             self.expires = now + self.ttl
 
     def expired(self, now: float) -> bool:
-        """Whether its lease has ended. That of a cache in use never has."""
+        """Whether its lease has ended; never while it is in use."""
         return not self.users and self.expires <= now
 
     def length(self, layer: int) -> int:
@@ -67,11 +67,11 @@ class Cache:
         return self.layers[layer].length
 
     def last_append(self, layer: int) -> int:
-        """The id of the append that changed a layer last; 0 if that had none, or was no append."""
+        """The id of the append that last changed a layer; 0 if it had none, or the last change was no append."""
         return self.layers[layer].append_id
 
     def coming_length(self, layer: int) -> int:
-        """The tokens that a layer has when all who wait have had their turn, if each does what it means to do."""
+        """The tokens that a layer will have after all waiting operations, if each succeeds."""
         return self.layers[layer].coming_length
 
     @property
@@ -80,16 +80,16 @@ class Cache:
         return [layer.length for layer in self.layers]
 
     def pages(self, layer: int) -> array[int]:
-        """The pages of a layer, in the order of its tokens, as they are now: the caller's to keep."""
+        """The pages of a layer, in the order of its tokens: a copy, the caller's to keep."""
         return self.layers[layer].pages
 
     def table(self, layer: int) -> PageTable:
-        """The same, as what does not change."""
+        """The same, as an immutable table."""
         return self.layers[layer].table
 
     @property
     def bytes(self) -> int:
-        """The bytes of its pages, those that it shares included."""
+        """The bytes of its pages, shared ones included."""
         return sum(map(len, self.layers)) * self.page_bytes
 
     @property

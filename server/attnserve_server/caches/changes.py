@@ -1,6 +1,6 @@
-"""What those who wait for their turn mean to do to a layer: how long it will be then, and how many pages that takes.
+"""The changes that wait for their turn on a layer: how long it will be after them, and how many pages they take.
 
-In: changes in the order of their turns, and how the layer is now. Out: numbers. Pure.
+In: changes in the order of their turns, and the layer's present state. Out: numbers. Pure.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """What an operation means to do to one layer."""
+    """What an operation is to do to one layer."""
 
 
 @dataclass(slots=True, eq=False)
 class Share(Change):
-    """To share all its pages with that of a fork."""
+    """To share all its pages with the layer of a fork."""
 
 
 @dataclass(slots=True, eq=False)
 class Cut(Change):
-    """To cut off what is behind the first `length` tokens."""
+    """To cut off everything behind the first `length` tokens."""
 
     length: int
 
 
 @dataclass(slots=True, eq=False)
 class Append(Change):
-    """To append so many tokens; and, from its turn on, what that has done."""
+    """To append `tokens` tokens; and, from its turn on, what is needed to undo that."""
 
     tokens: int
     before: int = 0
     """The tokens that the layer had before."""
     append_id_before: int = 0
-    """The id of the append that had changed it last."""
+    """The id of the append that had last changed it."""
     copied: int | None = None
-    """The page that a copy was made of, because others hold it too. It is held until the copy has been made for sure
-    and will not be undone: otherwise it might be freed, and written by its next owner, before.
+    """The shared page that is copied, if any. It is held until the copy has certainly been made and will not be undone:
+    otherwise it might be freed, and overwritten by its next owner, before that.
     """
 
 
 class Foreseen(NamedTuple):
-    """A layer when all who wait have had their turn, if each does what it means to do."""
+    """A layer after all waiting changes, if each succeeds."""
 
     length: int
     pages: int
-    """The most free pages that will have been taken by then, less those that are given back, at any time."""
+    """The most free pages, less those given back, that the changes take at any time until then."""
 
 
 def foresee(changes: Iterable[Change], length: int, shared: int, per_page: int) -> Foreseen:
-    """What comes of changes to a layer of so many tokens, `per_page` to a page, whose first `shared` pages others hold
-    too: these are not free when it lets go of them, and a last one that is not full is copied before it grows.
+    """The outcome of changes to a layer of `length` tokens, `per_page` to a page, whose first `shared` pages others
+    hold too: those are not freed when it drops them, and a shared last page that is not full is copied before it grows.
     """
     taken = most = 0
     pages = -(-length // per_page)

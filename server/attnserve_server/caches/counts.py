@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 EvictionReason: TypeAlias = Literal["lease", "pages", "caches"]
-"""Why an expired cache went: it was looked for, or its room was needed, for pages or for one cache more."""
+"""Why an expired cache was evicted: it was looked for, or its room was needed, for pages or for another cache."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """How often what has happened."""
+    """How often each event has happened."""
 
     created: int = 0
     forks: int = 0

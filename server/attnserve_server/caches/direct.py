@@ -1,7 +1,7 @@
-"""Requests to caches by the native kernel: read where they were received, written as replies have it.
+"""Requests to caches by the native kernel: inputs are read where they were received, results written as replies.
 
-In: requests, whose appends have been written. Out: a result each, or none where it has to be computed in another way,
-and which sequences of results came out NaN or infinite: those alone have to be.
+In: requests whose appends have been written. Out: a result each, or None where it has to be computed in another way;
+and which sequences of results came out NaN or infinite: only those have to be recomputed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """The calls of a problem: their shape, the bytes from sequence to sequence, and those of a reply. `has_more` says
-    that there are masks, biases or the like.
+    """The calls of a problem: their shape, the strides in bytes from sequence to sequence, and the bytes of a reply.
+    `has_more` says that there are masks, biases or the like.
     """
 
     shape: PagedShape
@@ -50,8 +50,8 @@ class Plan(NamedTuple):
 def attend_requests(
     requests: Sequence[CachedRequest], pool: PagePool, attend: AttendPacked
 ) -> tuple[list[RequestResult | None], Broken]:
-    """The result of each request, None where the kernel has not its options; and in which sequences of results it came
-    upon NaN or infinities.
+    """The result of each request, None where the kernel lacks its options; and in which sequences of results it met
+    NaN or infinities.
     """
     shape = requests[0].uses[0].cache.shape
     layout = pool.layout(shape)
@@ -73,7 +73,7 @@ def attend_requests(
 
 
 class _Inputs(NamedTuple):
-    """The payload of the mask, and what of biases and the like may have been converted."""
+    """The address of the mask's payload; biases and the like, which may have been converted."""
 
     mask: int
     bias: NDArray[Any] | None
@@ -121,7 +121,7 @@ def _add(calls: list[PagedCall], request: CachedRequest, plan: Plan, inputs: _In
 
 @lru_cache(1024)
 def planned(problem: Problem, shape: CacheShape, layout: PageLayout) -> Plan | None:
-    """The calls of a problem over pages of that layout; None if they are not the kernel's."""
+    """The calls of a problem over pages of that layout; None if the kernel cannot compute them."""
     if not applies(problem):
         return None
     heads, length = problem.query_heads, problem.query_length

@@ -1,4 +1,4 @@
-"""What can go wrong with caches, beside a name that nothing has and a length that nobody expected: no room."""
+"""What can go wrong with caches, apart from unknown names and unexpected lengths: no room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from attnserve_server.errors import Overloaded, RequestError
 
 
 class CacheFull(Overloaded):
-    """The pool has not as many free bytes as are needed; `free_bytes` in the ErrorInfo's metadata says what it has."""
+    """The pool has fewer free bytes than are needed; `free_bytes` in the ErrorInfo's metadata says how many."""
 
     def __init__(self, needed_bytes: int, free_bytes: int, retry_delay: float) -> None:
         RequestError.__init__(

@@ -1,8 +1,8 @@
 """One layer of a cache: how many tokens it has and which pages they are in. No memory is touched here.
 
-A layer with n tokens is ceil(n / P) pages, all full but the last: what it looks like depends on n alone, not on how
-the tokens came, so that answers do not either. Layers of forks hold the same pages. Who appends to a last page that
-others hold too goes on in a copy of it; full pages are never written again.
+A layer with n tokens has ceil(n / P) pages, all full but the last: its layout depends on n alone, not on how the tokens
+arrived, so that answers do not either. Layers of forks hold the same pages. An append to a shared last page continues
+in a copy of it; full pages are never written again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Write(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where appended tokens go: first pages are copied whole, from one to the other, then tokens are written."""
+    """Where appended tokens go: first whole pages are copied, (source, destination), then tokens are written."""
 
     copies: list[tuple[int, int]]
     writes: list[Write]
 
 
 class PageTable:
-    """The pages of a layer at some time, which nothing changes. Steps meet the same ones again and again: where these
-    are in memory is found out once.
+    """An immutable snapshot of a layer's pages. Steps meet the same one again and again: its memory addresses are
+    computed once.
     """
 
     __slots__ = ("addresses", "numbers")
@@ -43,7 +43,7 @@ class PageTable:
         """These pages, in the order of the tokens."""
         self.numbers = numbers
         self.addresses: PageAddresses | None = None
-        """The pool's to remember."""
+        """Cached here by the pool."""
 
 
 class CacheLayer:
@@ -63,11 +63,11 @@ class CacheLayer:
         self._table: PageTable | None = None
         self.length = 0
         self.append_id = 0
-        """That of the append that changed it last; 0 if that had none, or was no append."""
+        """The id of the append that last changed it; 0 if it had none, or the last change was no append."""
         self.promised = 0
-        """Free pages that those who wait for their turn have been promised."""
-        # What those mean to do; the tokens of those who append, and how many mean to do something else.
-        self._line: list[Change] = []  # of few: a deque takes memory for many from the start
+        """Free pages promised to the changes that wait."""
+        # The changes that wait; the tokens that the appends among them have, and how many are no appends.
+        self._line: list[Change] = []  # short: a deque allocates room for many from the start
         self._to_append = 0
         self._others = 0
 
@@ -77,19 +77,19 @@ class CacheLayer:
 
     @property
     def pages(self) -> array[int]:
-        """Its pages, in the order of its tokens, as they are now: the caller's to keep."""
+        """Its pages, in the order of its tokens: a copy, the caller's to keep."""
         return self._pages[:]
 
     @property
     def table(self) -> PageTable:
-        """The same, as they are until they change."""
+        """The same as a table, which is reused until they change."""
         if self._table is None:
             self._table = PageTable(self._pages[:])
         return self._table
 
     @property
     def shared(self) -> int:
-        """How many of its pages others hold too: the first ones."""
+        """How many of its pages others hold too; they are the first ones."""
         return self._allocator.shared(self._pages)
 
     def pages_for(self, tokens: int) -> int:
@@ -99,7 +99,7 @@ class CacheLayer:
         return self._pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
 
     def wait(self, change: Change, first: bool = False) -> None:
-        """Somebody waits for its turn, behind all others or before them."""
+        """Queues a change, behind all others or before them."""
         if first:
             self._line.insert(0, change)
         else:
@@ -107,17 +107,17 @@ class CacheLayer:
         self._count(change, 1)
 
     def wait_no_more(self, change: Change) -> None:
-        """Its turn has come, or never will."""
+        """Takes a change out of the queue: its turn has come, or never will."""
         self._line.remove(change)
         self._count(change, -1)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether anybody waits."""
+        """Whether any change waits."""
         return bool(self._line)
 
     def is_first(self, change: Change) -> bool:
-        """Whether it is its turn."""
+        """Whether it is the turn of a waiting change."""
         return self._line[0] is change
 
     def _count(self, change: Change, times: int) -> None:
@@ -128,14 +128,14 @@ class CacheLayer:
 
     @property
     def coming_length(self) -> int:
-        """The tokens that it has when all who wait have had their turn, if each does what it means to do."""
+        """The tokens that it will have after all waiting changes, if each succeeds."""
         return self._foreseen().length if self._others else self.length + self._to_append
 
     @property
     def coming_pages(self) -> int:
-        """The most free pages that those who wait take together, at any time, if each does what it means to do.
+        """The most free pages that the waiting changes take together, at any time, if each succeeds.
 
-        Where all of them append, they take no more if some do not come to it.
+        Where all of them are appends, they take no more if some fail.
         """
         return self._foreseen().pages if self._others else self.pages_for(self._to_append)
 
@@ -143,10 +143,10 @@ class CacheLayer:
         return foresee(self._line, self.length, self.shared, self._tokens_per_page)
 
     def append(self, tokens: int, append_id: int = 0) -> tuple[Placement, int | None]:
-        """Takes room for tokens out of what was promised, for the append of that id.
+        """Takes room for tokens out of the promised pages, for the append with that id.
 
-        Returns where they go, and the page that was copied because others hold it too, if there was one: the layer's
-        hold on it passes to the caller, who keeps it for as long as the copy may not have been made or may be undone.
+        Returns where they go, and the shared page that has to be copied, if any: the layer's reference to it passes to
+        the caller, who keeps it until the copy has been made and can no longer be undone.
         """
         if not tokens:
             return Placement([], []), None
@@ -155,7 +155,7 @@ class CacheLayer:
         behind = self._pages[-1] if self._pages else None
         pages = self._allocator.allocate(self._pages_of(end) - len(self._pages), behind)
         self.promised -= len(pages)
-        if pages:  # a page that is copied has another in its place
+        if pages:  # a copied page, too, is replaced by one of these
             self._table = None
             self._pages.extend(pages)
         self.length, self.append_id = end, append_id
@@ -167,8 +167,8 @@ class CacheLayer:
         return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
 
     def restore(self, length: int, copied: int | None, append_id: int = 0) -> None:
-        """Undoes appends since the layer had `length` tokens, the last of that id; `copied` is the page that was copied
-        then, if any, which the layer holds again.
+        """Undoes appends, back to `length` tokens and the append id of then; `copied` is the page that was copied, if
+        any, which the layer holds again.
         """
         self.truncate(length)
         self.append_id = append_id
@@ -178,7 +178,7 @@ class CacheLayer:
             self._table = None
 
     def truncate(self, length: int) -> None:
-        """Lets go of all behind the first `length` tokens, which are at most as many as there are."""
+        """Drops everything behind the first `length` tokens, and releases the pages; it must have that many."""
         dropped = self._pages[self._pages_of(length) :]
         if dropped:
             self._table = None

@@ -1,7 +1,7 @@
 """Which lease ended first, among any number of caches.
 
 Leases are renewed far more often than they end, so a renewal touches nothing here: an entry says when a lease would
-have ended, and is put right when it comes to the front. Every operation takes amortised logarithmic time.
+have ended, and is corrected when it comes to the front. Every operation takes amortised logarithmic time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Leases:
 
     def __init__(self) -> None:
         """No caches."""
-        # (no later than its lease ends, order of entry, cache); of a cache in `_entered` exactly one is here.
+        # (a time no later than the lease's end, order of entry, cache); exactly one for each cache in `_entered`.
         self._ends: list[tuple[float, int, Cache]] = []
         self._entered: set[Cache] = set()
         self._entries = 0
 
     def enter(self, cache: Cache) -> None:
-        """Counts a cache in that has a lease. Nothing changes if it is in already."""
+        """Enters a cache, if it has a lease and is not entered already."""
         if cache.ttl is None or cache in self._entered:
             return
         self._entered.add(cache)
@@ -31,15 +31,15 @@ class Leases:
         heapq.heappush(self._ends, (cache.expires, self._entries, cache))
 
     def leave(self, cache: Cache) -> None:
-        """Counts a cache out for good."""
+        """Removes a cache for good."""
         self._entered.discard(cache)
         if len(self._ends) > 2 * len(self._entered) + 64:
             self._ends = [entry for entry in self._ends if entry[2] in self._entered]
             heapq.heapify(self._ends)
 
     def first(self) -> Cache | None:
-        """The cache not in use whose lease ends, or ended, first. Caches in use are counted out: they enter again when
-        nothing holds them any more.
+        """The cache not in use whose lease ends, or ended, first. Caches in use are removed: they are entered again
+        when nothing holds them any more.
         """
         while self._ends:
             end, order, cache = self._ends[0]

@@ -1,4 +1,4 @@
-"""Results over disjoint keys become one, by their log-sum-exps (contract, section 4)."""
+"""Merges results over disjoint keys into one, by their log-sum-exps (contract, section 4)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [1, Hq, Lq, Dv] and lse [1, Hq, Lq] of outputs [n, Hq, Lq, Dv] and lses [n, Hq, Lq], in their order.
 
-    Without `needs_lse` every row is taken to attend to something in one of them at least, and the lse is of no meaning.
+    Without `needs_lse` every row is assumed to attend to something in at least one of them, and the lse is meaningless.
     """
     lse, output = (each[0] if len(each) == 1 else torch.cat(list(each)) for each in (lses, outputs))
-    # The layout in memory is made one and the same, because the order of a sum follows it.
+    # Always the same layout in memory, because the order of a sum follows it.
     output, weights = output.contiguous().to(lse.dtype), lse.contiguous().softmax(0)
     if not needs_lse:
         return (output * weights.unsqueeze(-1)).sum(0, keepdim=True), lse

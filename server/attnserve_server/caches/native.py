@@ -1,4 +1,4 @@
-"""Queries over caches by the native kernel, where they are tensors.
+"""Queries over caches by the native kernel, where the queries are tensors.
 
 In: queries and the pages that they attend to. Out: a result each, or none where other kernels have to compute it.
 """
@@ -21,7 +21,7 @@ from attnserve_server.native.library import NAME, computes
 
 
 def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: AttendPacked) -> list[AttentionResult | None]:
-    """The result of each query; None where the kernel has not its options, or came upon NaN or infinities."""
+    """The result of each query; None where the kernel lacks its options, or met NaN or infinities."""
     results = [_empty(query) if _applies(query) else None for query in queries]
     calls, places, flops = [], [], 0
     alive = []  # until the kernel has read it

@@ -1,6 +1,6 @@
-"""The caches of a server, as its configuration and its memory have them.
+"""Opens the caches of a server, according to its configuration and its memory.
 
-In: a configuration and a device. Out: the `Host`, with memory taken for its pool, or why it cannot be had.
+In: a configuration and a device. Out: the `Host`, with its pool's memory allocated, or an error that says why not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
 DEFAULT_CACHE_BYTES: Final = 512 << 20
-"""The pool on a CPU, where a quarter of the memory is as much."""
+"""The pool on a CPU, unless a quarter of the memory is less."""
 
 
 def open_caches(config: Config, device: Device) -> Host:
@@ -32,10 +32,10 @@ def open_caches(config: Config, device: Device) -> Host:
     if pool_bytes < page_bytes:
         expected = f"at most cache_bytes, by default {size} here"
         raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))
-    # What is not there may be promised all the same, and the process be killed when it is written.
+    # Memory that is not there may be granted all the same, and the process be killed when it writes to it.
     if memory is not None and pool_bytes > memory:
         there = units.format_size(memory >> 20 << 20)
-        raise StartError(f"cache_bytes: {size} of memory is not to be had, for there is {there}")
+        raise StartError(f"cache_bytes: {size} of memory is not available: there is {there}")
     try:
         return Host(
             CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
@@ -45,12 +45,12 @@ def open_caches(config: Config, device: Device) -> Host:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise StartError(f"cache_bytes: {size} of memory is not to be had on {device.name}") from None
+        raise StartError(f"cache_bytes: {size} of memory is not available on {device.name}") from None
 
 
 def _memory(device: Device) -> int | None:
-    """The memory that there is for a pool and all else: the machine's, or what control groups leave of it; None where
-    the device has memory of its own.
+    """The memory for a pool and everything else: the machine's, or what control groups grant of it; None where the
+    device has memory of its own.
     """
     if device.torch_device.type != "cpu":
         return None

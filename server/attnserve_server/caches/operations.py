@@ -1,5 +1,5 @@
-"""Appending to a cache, forking it, cutting it off and looking at it: what computes nothing, but waits for its turn all
-the same.
+"""Appending to a cache, forking, truncating and describing it: operations that compute nothing, but wait for their turn
+all the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTHING = RequestResult(memoryview(b""), None, None)
 
 @dataclass(slots=True, eq=False)
 class _Operation(CacheWork):
-    """An operation that runs alone on no device."""
+    """An operation that computes nothing on a device."""
 
     reply_field: ClassVar[int] = 0
     group: ClassVar[Hashable] = "cache operation"
@@ -42,7 +42,7 @@ class _Operation(CacheWork):
 
     @property
     def cost(self) -> int:
-        """What it costs, in FLOPs: a copy takes about as long as a multiplication and an addition of each element."""
+        """What it costs, in FLOPs: copying an element takes about as long as a multiplication and an addition of it."""
         return self.received_bytes // 2
 
     def run_batch(self, device: Device, batch: Sequence[_Operation]) -> BatchResult:
@@ -53,12 +53,12 @@ class _Operation(CacheWork):
         return BatchResult([NOTHING] * len(batch), 0.0, perf_counter() - begin, 0.0)
 
     def write(self, device: Device) -> None:
-        """Brings data to the device, if it has any."""
+        """Brings its data to the device, if it has any."""
 
 
 @dataclass(slots=True, eq=False)
 class Append(_Operation):
-    """Keys [Hk, T, D] and values [Hk, T, Dv] behind the last ones of a layer."""
+    """Appends keys [Hk, T, D] and values [Hk, T, Dv] to a layer."""
 
     tensors: dict[str, TensorSpec]
     payloads: list[memoryview]
@@ -81,7 +81,7 @@ class Append(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Fork(_Operation):
-    """Another cache with the same content. `ttl` None is that of the cache."""
+    """Makes another cache with the same content. A `ttl` of None means the cache's own."""
 
     ttl: float | None
     request_id: bytes
@@ -89,11 +89,11 @@ class Fork(_Operation):
     _place: Reservation[Change] | None = field(default=None, init=False)
 
     def line_up(self, now: float) -> None:
-        """Who appends behind it finds a last page that is shared."""
+        """Queues the fork: an append behind it will find a shared last page."""
         self._place = self.host.store.wait_to_fork(self.uses[0].cache)
 
     def leave_line(self) -> None:
-        """It has forked the cache, or never will."""
+        """Leaves the queue: it has forked the cache, or never will."""
         if self._place is not None:
             self.host.store.cancel(self._place)
 
@@ -111,29 +111,29 @@ class Fork(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Truncate(_Operation):
-    """Cuts a cache off behind `length` tokens."""
+    """Truncates a cache to `length` tokens."""
 
     length: int
     truncation_id: int = 0
-    """By which it is known if it is sent again; 0 if it has none."""
+    """The id by which a resend is recognised; 0 if it has none."""
 
     _place: Reservation[Cut] | None = field(default=None, init=False)
 
     def line_up(self, now: float) -> None:
-        """Who comes behind it finds a shorter cache, if it has the length that is expected."""
+        """Queues the truncation: operations behind it will find a shorter cache, if it has the expected length."""
         cache = self.uses[0].cache
         longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
         cuts = self.uses[0].expects(longest) and self.truncation_id not in cache.truncations
         self._place = self.host.store.wait_to_cut(cache, self.length, cuts)
 
     def leave_line(self) -> None:
-        """It has cut the cache off, or never will."""
+        """Leaves the queue: it has truncated the cache, or never will."""
         if self._place is not None:
             self.host.store.cancel(self._place)
 
     def begin(self) -> None:
-        """Cuts the cache off. Raises InvalidRequest if it has not so many tokens, FailedPrecondition if it has not as
-        many as expected or was cut off by this very request before.
+        """Truncates the cache. Raises InvalidRequest if it has fewer tokens, FailedPrecondition if its length is not
+        the expected one or this very request has truncated it before.
         """
         use = self.uses[0]
         longest = max(use.cache.lengths)
@@ -152,7 +152,7 @@ class Truncate(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Look(_Operation):
-    """Says what a cache is when what came before has been done or given up: what it tells is final.
+    """Describes a cache once all that came before has been done or given up: the description is final.
 
     It neither holds the cache nor renews its lease: looking keeps nothing alive.
     """
@@ -183,7 +183,7 @@ class Look(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Forked(Look):
-    """Answers a fork that is sent again, when the cache that it forked is gone, with the one that it has made."""
+    """Answers a resent fork, when the cache that it forked is gone, with the cache that it has made."""
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceForkResponse."""
@@ -227,7 +227,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLim
 
 
 def describe(host: Host, cache: Cache) -> pb.Cache:
-    """The cache as callers are told of it."""
+    """The description of a cache that callers get."""
     shape, now = cache.shape, monotonic()
     message = pb.Cache(
         name=cache.name,

@@ -1,7 +1,7 @@
 """Calls of the native kernel over the pages of caches: keys and values are read there, wherever the pages lie.
 
-In: where queries are and results go, and the pages that they attend to. Out: which results are finite. What the first
-pages of several calls have in common is read once for all of these; each result has the same bits as alone.
+In: where queries are and results go, and the pages that they attend to. Out: which results are not finite. First pages
+that several calls have in common are read once for all of these; each result has the same bits as alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from attnserve_server.native.calls import DTYPES
 from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
 GROUP_ROWS: Final = 128
-"""The most rows of queries that meet a block of keys together: more would save little, and one thread has them all."""
+"""The most rows of queries computed together over a block of keys: more would save little, and one thread has all."""
 
 
 class Own(NamedTuple):
-    """The addresses of what is a call's own, 0 where it has none. As in the library."""
+    """The addresses of a call's own tensors, 0 where it has none. As in the library."""
 
     query: int
     output: int
@@ -36,7 +36,7 @@ class Own(NamedTuple):
 
 
 class PagedShape(NamedTuple):
-    """All that calls have in common which are alike: a shape as the library packs it, whatever its lengths."""
+    """Equal for calls that are alike: a shape as the library packs it, whatever its lengths."""
 
     packed: bytes
     tokens_per_page: int
@@ -55,13 +55,13 @@ class PagedCall(NamedTuple):
 
 
 def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
-    """How keys and values lie in pages; how many there are, and where queries stand among them, each call says."""
+    """How keys and values lie in pages; each call adds how many there are, and the position of its queries."""
     dtype = DTYPES[STORAGE[shape.dtype]]
     return Keys(0, 0, dtype, layout.tokens_per_page, Strides(*layout.key), Strides(*layout.value))
 
 
 def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:
-    """Computes calls. Returns the places of those whose results are not finite, and have no meaning."""
+    """Computes calls. Returns the places of those whose results are not finite, and thus meaningless."""
     if len(calls) == 1:
         return attend(bytearray(_packed(calls[0], pool, 0)), flops)
     arranged = _grouped(calls, pool)
@@ -79,7 +79,7 @@ def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacke
 
 
 def _packed(call: PagedCall, pool: PagePool, shared: int) -> bytes:
-    """A call, of which so many first pages are also those of the call before it."""
+    """A call whose first `shared` pages are also those of the call before it."""
     (query, output, lse, mask, bias, slopes, sinks), shape, table, length, offset = call
     key, value, _ = pool.addresses(table)
     return pack(
@@ -88,7 +88,7 @@ def _packed(call: PagedCall, pool: PagePool, shared: int) -> bytes:
 
 
 def _grouped(calls: Sequence[PagedCall], pool: PagePool) -> list[Group]:
-    """All calls, by their places; in one group those that read the same first pages together."""
+    """All calls, by their places, in groups that read the same first pages together."""
     pages = [np.asarray(call.table.numbers)[: -(-call.length // call.shape.tokens_per_page)] for call in calls]
     alike: dict[tuple[PagedShape, int], list[int]] = {}
     found = []
@@ -101,7 +101,7 @@ def _grouped(calls: Sequence[PagedCall], pool: PagePool) -> list[Group]:
         if len(members) == 1:
             found.append(Group(members, 0))
             continue
-        # Whether a result is finite would depend on the others, were a page that is shared not.
+        # If a shared page were not finite, whether a result is finite would depend on the others.
         full = [pages[place][: calls[place].length // shape.tokens_per_page] for place in members]
         shareable = [own[: pool.finite_pages(own)] for own in full]
         most = GROUP_ROWS // max(1, shape.rows)

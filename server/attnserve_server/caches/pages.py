@@ -1,7 +1,7 @@
 """The memory of resident caches: one pool of bytes on the device, cut into equal pages, each half keys, half values.
 
 In: keys and values, and where a `Placement` puts them; pages to read. Out: strided views of keys and values. Nothing is
-decided here, and no result depends on a slot of a page that has not been written for whoever reads it.
+decided here, and no result depends on a slot of a page that has not been written for its reader.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
 """The dtype that keys and values are stored in, as torch has it."""
 
 REMEMBERED_SHAPES = 64
-"""For how many shapes of tokens the views of the pool are kept; callers choose shapes."""
+"""For how many shapes of tokens the views of the pool are kept: bounded, because callers choose shapes."""
 
 
 FEW_PAGES: Final = 256
-"""Up to so many, to compare their numbers one by one is faster than to call NumPy."""
+"""Up to so many pages, comparing their numbers one by one is faster than calling NumPy."""
 
 
 class Block(NamedTuple):
@@ -56,7 +56,7 @@ class PageLayout(NamedTuple):
 
 
 class PageAddresses(NamedTuple):
-    """Where the addresses of keys and those of values are, one for each page of a table; and what holds them."""
+    """Pointers to the addresses of keys and of values, one address per page of a table; and the array of these."""
 
     key: int
     value: int
@@ -82,17 +82,17 @@ class PagePool:
     """Pages of memory on a device. Used by one thread at a time on a CPU; elsewhere the device keeps the order."""
 
     def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device) -> None:
-        """Takes memory for as many whole pages as fit. Raises ValueError if pages would not be aligned."""
+        """Allocates as many whole pages as fit. Raises ValueError if pages would not be aligned."""
         if page_bytes < 1 or page_bytes % CACHE_LINE:
             raise ValueError(f"page_bytes: expected a multiple of {CACHE_LINE}, found {page_bytes}")
         self.page_bytes = page_bytes
         count = pool_bytes // page_bytes
-        # Written once, so that the memory is the pool's own from the start, not when the first tokens come.
+        # Written once, so that the memory is committed from the start, not when the first tokens come.
         self._keys, self._values = (
             torch.zeros(count, half_page(page_bytes), dtype=torch.uint8, device=device).fill_(0) for _ in range(2)
         )
-        # Whether all that has been written to a page since its first slot is known to be finite, and all slots of
-        # values behind that are. On other devices than a CPU nothing is known: to look would be to wait for the device.
+        # Whether everything written to a page since its first slot is known to be finite, and all slots of values
+        # behind that too. On devices other than a CPU nothing is known: looking would mean waiting for the device.
         self._finite = bytearray(count)
         self._finite_of = np.frombuffer(self._finite, np.uint8)
         self._looks = device.type == "cpu"
@@ -104,7 +104,7 @@ class PagePool:
         self._page_stride = self._keys.stride(0)
 
     def tokens_per_page(self, shape: CacheShape) -> int:
-        """P of such tokens."""
+        """P for tokens of this shape."""
         return self._views(shape).tokens_per_page
 
     def write(self, shape: CacheShape, placement: Placement, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -122,20 +122,20 @@ class PagePool:
                 whole[page : page + count, :, slot : slot + tokens].copy_(written.transpose(0, 1))
             if self._looks:
                 if not slot and tokens < views.tokens_per_page:
-                    # What others left there will be weighted by 0, and NaN would survive that.
+                    # What earlier owners left there will be weighted by 0, and NaN would survive that.
                     views.value[page, :, tokens:].zero_()
                 self._look(views, page, count, slot, tokens)
             begin = end
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, from one to the other."""
+        """Copies pages, each from the first to the second of a pair."""
         for source, copy in copies:
             for half in (self._keys, self._values):
                 half[copy] = half[source]
             self._finite[copy] = self._finite[source]
 
     def write_tokens(self, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Copies key [n, Hk, D] and value [n, Hk, Dv] of one token each to n places in different pages, as `write`."""
+        """As `write`, for n single tokens: copies key [n, Hk, D] and value [n, Hk, Dv] to places in different pages."""
         views = self._views(shape)
         key, value = key.to(views.key.dtype), value.to(views.value.dtype)
         if self._looks:
@@ -145,7 +145,7 @@ class PagePool:
             page, slot, _ = places[0]
             views.key[page, :, slot], views.value[page, :, slot] = key[0], value[0]
             return
-        # Sent without waiting for what computes: other batches may.
+        # Sent without waiting for running computations, which may be those of other batches.
         pages, slots = torch.tensor([place[:2] for place in places]).to(key.device, non_blocking=True).unbind(1)
         views.key[pages, :, slots], views.value[pages, :, slots] = key, value
 
@@ -167,18 +167,18 @@ class PagePool:
             self.note(shape, page, slot, finite=own)
 
     def page(self, number: int) -> tuple[int, int]:
-        """Where in memory the keys of a page begin, and where its values do. On a CPU only."""
+        """The addresses of a page's keys and of its values. On a CPU only."""
         offset = number * self._page_stride
         return self._keys_at + offset, self._values_at + offset
 
     def note(self, shape: CacheShape, page: int, slot: int, *, finite: bool) -> None:
-        """Somebody has written a token to a slot of a page, which is finite or may not be. On a CPU only."""
+        """Notes that a token was written to a slot of a page, and whether it is known to be finite. On a CPU only."""
         if not slot:
             self._arrays(shape)[1][page, :, 1:] = 0  # what others left there
         self._finite[page] = finite and (not slot or self._finite[page])
 
     def addresses(self, table: PageTable) -> PageAddresses:
-        """Where in memory the keys of pages begin, and where their values do. On a CPU only."""
+        """The addresses of the keys and of the values of each page of a table. On a CPU only."""
         found = table.addresses
         if found is None:
             pages = np.asarray(table.numbers, np.int32)
@@ -187,14 +187,14 @@ class PagePool:
         return found
 
     def finite_pages(self, pages: NDArray[np.int32]) -> int:
-        """How many first ones of some pages are known to be finite."""
+        """How many pages, from the first on without a gap, are known to be finite."""
         unknown = (self._finite_of[pages] == 0).nonzero()[0]
         return int(unknown[0]) if len(unknown) else len(pages)
 
     def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block]:
-        """What the first `tokens` slots of pages hold, which reach into the last page.
+        """The content of the first `tokens` slots of pages, which reach into the last page.
 
-        Full pages that lie side by side are one block; what is not a full page is another.
+        Adjacent full pages are one block; a last page that is not full is another.
         """
         views, blocks = self._views(shape), []
         per_page = views.tokens_per_page
@@ -210,10 +210,10 @@ class PagePool:
         return blocks
 
     def whole(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block] | None:
-        """Pages that hold `tokens` tokens, the last page at least one of those, with all their slots; as `blocks`.
+        """As `blocks`, but with all slots of the pages that hold `tokens` tokens, at least one of them in the last.
 
-        None unless all the tokens are finite. Then all values are, those in slots behind the tokens too; which keys
-        there are in such slots is not said.
+        None unless all the tokens are finite. Then all values are, in slots behind the tokens too; the keys in such
+        slots are unspecified.
         """
         views, blocks = self._views(shape), []
         per_page = views.tokens_per_page
@@ -235,7 +235,7 @@ class PagePool:
     def gather(self, shape: CacheShape, pages: Sequence[int], tokens: int, dtype: torch.dtype) -> Block:
         """The same as one sequence, key [1, Hk, tokens, D] and value [1, Hk, tokens, Dv], in a dtype.
 
-        A copy, unless it is a part of one page and in its dtype already.
+        A copy, unless it is part of one page and has that dtype already.
         """
         blocks = self.blocks(shape, pages, tokens)
         if len(blocks) == 1 and len(blocks[0].key) == 1 and dtype == STORAGE[shape.dtype]:
@@ -253,7 +253,7 @@ class PagePool:
     def _look(self, views: _Views, page: int, count: int, slot: int, tokens: int) -> None:
         """Notes whether what was written to adjacent pages is finite."""
         parts = [whole[page : page + count, :, slot : slot + tokens] for whole in (views.key, views.value)]
-        # A sum is finite only if all that it adds up is. One that is not may have overflowed: then look closer.
+        # A sum is finite only if all its terms are. One that is not may have overflowed: then look closer.
         each = [all(isfinite(part.sum(dtype=torch.float32).item()) for part in parts)] * count
         if not each[0]:
             each = torch.logical_and(*(torch.isfinite(part).flatten(1).all(1) for part in parts)).tolist()
@@ -261,14 +261,14 @@ class PagePool:
             self._finite[place] = finite and (slot == 0 or self._finite[place])
 
     def _suspects(self, first: int, last: int) -> Iterator[int]:
-        """Which of adjacent pages are not known to be finite, counted from the first."""
+        """Which of the adjacent pages are not known to be finite, counted from the first."""
         place = self._finite.find(0, first, last)
         while place >= 0:
             yield place - first
             place = self._finite.find(0, place + 1, last)
 
     def _cleaned(self, views: _Views, page: int, tokens: int) -> Block | None:
-        """A copy of a page that is not known to be finite, with values of 0 behind its first tokens, if those are."""
+        """A copy of a page not known to be finite, with values of 0 behind its first tokens; None if those are not."""
         key, value = views.key[page : page + 1], views.value[page : page + 1]
         if not all(bool(torch.isfinite(part[:, :, :tokens]).all()) for part in (key, value)):
             return None
@@ -276,7 +276,7 @@ class PagePool:
         value[:, :, tokens:] = 0
         return Block(key, value, 0, page, True)
 
-    @torch.inference_mode(False)  # views are remembered, and those made in inference mode could not be written later
+    @torch.inference_mode(False)  # views are cached, and those made in inference mode could not be written to later
     def _views_of(self, shape: CacheShape) -> _Views:
         per_page, dtype = shape.tokens_per_page(self.page_bytes), STORAGE[shape.dtype]
 
@@ -308,7 +308,7 @@ def _block(views: _Views, pages: Sequence[int], start: int, stop: int) -> Block:
 
 
 def _runs(pages: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """The first `count` pages as ranges of places whose pages lie side by side."""
+    """The first `count` pages as ranges of places whose pages are adjacent in the pool."""
     if not count:
         return
     first = pages[0]
@@ -321,7 +321,7 @@ def _runs(pages: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
 
 
 def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, int, int]]:
-    """Writes as (first page, pages, first slot, tokens in each page): full pages that lie side by side are one."""
+    """Writes as (first page, pages, first slot, tokens in each page): adjacent full pages are one write."""
     place = 0
     while place < len(writes):
         page, slot, tokens = writes[place]

@@ -1,4 +1,4 @@
-"""Which keys of a cache a query's kernel calls are over: decided by lengths, options and the size of pages alone.
+"""Which of a query's kernel calls covers which keys of a cache: decided by lengths, options and page size alone.
 
 So a result depends neither on where pages lie nor on what is computed beside it. In: numbers. Out: ranges of tokens.
 """
@@ -11,7 +11,7 @@ from attnserve_server.kernels.band import Band
 
 
 class Part(NamedTuple):
-    """Tokens `begin`, a page's first, up to `end`: page by page and together, or as one sequence."""
+    """Tokens from `begin`, a page's first, up to `end`: page by page in one call, or as one sequence."""
 
     begin: int
     end: int
@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
 
 def by_page(band: Band, reach: tuple[int, int], per_page: int) -> list[Part]:
-    """Parts for few queries: the pages all of which every query reaches, page by page, and what lies at either end.
+    """Parts for few queries: the pages that every query reaches in full, page by page, and what lies at either end.
 
     `band` is that of the queries over the cache, and `reach` the range of keys outside of which none reaches.
     """
@@ -33,13 +33,13 @@ def by_page(band: Band, reach: tuple[int, int], per_page: int) -> list[Part]:
 
 
 def as_sequences(reach: tuple[int, int], per_page: int, pages: int) -> list[Part]:
-    """Parts of at most so many pages each, in whole pages."""
+    """Parts of at most so many pages each, divided between pages."""
     begin, end = _from_page(reach, per_page)
     step = per_page * pages
     return [Part(start, min(start + step, end), False) for start in range(begin, end, step)] or [Part(0, 0, False)]
 
 
 def _from_page(reach: tuple[int, int], per_page: int) -> tuple[int, int]:
-    """A range of tokens, from the first token of its first page on."""
+    """A range of tokens, extended back to the first token of its first page."""
     begin, end = reach
     return begin // per_page * per_page, end

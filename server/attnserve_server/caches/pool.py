@@ -1,7 +1,7 @@
-"""The pages of the pool: which are free, which are promised, and how many hold each of the others. No memory here.
+"""The pages of the pool: which are free, how many are promised, and the refcounts of the others. No memory here.
 
-A page that several caches share counts its holders, and is free when the last has let go. Pages are taken only out of
-what has been promised before, so that whoever was promised pages gets them, whatever others do in between.
+A page that several caches share counts its holders, and is freed when the last one releases it. Pages are taken only
+out of those promised before, so that every promise can be kept, whatever others do in between.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class PageAllocator:
         """`pages` pages, all free."""
         self.pages = pages
         self.reserved = 0
-        """Free pages that somebody has been promised."""
+        """Free pages that are promised."""
         self._holders = np.zeros(pages, np.int32)
-        # The last page of an allocation, until its layer has others behind it. What is free may have either value.
+        # True for the last page of an allocation, until its layer has others behind it. Free pages may have either.
         self._grows = np.zeros(pages, np.bool_)
         self._held = 0
         self._stretches = FreeStretches(pages)
@@ -45,19 +45,19 @@ class PageAllocator:
 
     @property
     def saved(self) -> int:
-        """Pages that there would have to be more, if nothing was shared."""
+        """How many more pages would be needed if nothing were shared."""
         return self._held - self.used
 
     def reserve(self, count: int) -> None:
-        """Promises pages, or takes promises back, below 0. Raises ValueError if there are, or were, not so many."""
+        """Promises pages or, below 0, takes promises back. Raises ValueError if fewer are available, or promised."""
         if not -self.reserved <= count <= self.available:
             raise ValueError(f"{count} pages cannot be promised: {self.available} are free, {self.reserved} promised")
         self.reserved += count
 
     def allocate(self, count: int, behind: int | None = None) -> list[int]:
-        """Takes pages that were promised, for a layer whose last page is `behind`; each has one holder.
+        """Takes promised pages for a layer whose last page is `behind`; each has one holder.
 
-        Those right behind that page as far as they are free, then adjacent ones out of the longest stretches.
+        First the free pages right behind that one, then adjacent ones out of the longest stretches.
         """
         self.reserve(-count)
         if not count:
@@ -79,8 +79,8 @@ class PageAllocator:
     def _take_longest(self, count: int) -> range:
         """Up to `count` adjacent pages out of the longest stretch.
 
-        Behind the last page of a layer, which may want to grow into the stretch too, each of the two gets half of what
-        is left. Otherwise layers that grow at the same time would take every other page.
+        If the stretch lies behind the last page of a layer, which may grow into it too, each of the two gets half of
+        what is left. Otherwise layers that grow at the same time would take alternate pages.
         """
         stretch = self._stretches.longest()
         count = min(count, len(stretch))
@@ -89,12 +89,12 @@ class PageAllocator:
         return self._stretches.take(stretch, stretch.start + gap, count)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Each of these pages, all different, has one holder more."""
+        """Adds a holder to each of these pages, all different."""
         self._holders[np.asarray(pages)] += 1
         self._held += len(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Each of these pages, all different, has one holder less, and is free if that was the last."""
+        """Removes a holder from each of these pages, all different, and frees those that have none left."""
         if not pages:
             return
         held = np.asarray(pages)
@@ -104,7 +104,7 @@ class PageAllocator:
         freed = np.sort(held[holders == 0])
         if not freed.size:
             return
-        # Where a page is not the one after its predecessor, one stretch ends and another begins.
+        # Where page numbers are not consecutive, one stretch ends and another begins.
         breaks = np.flatnonzero(np.diff(freed) != 1)
         firsts = freed[np.concatenate(([0], breaks + 1))].tolist()
         lasts = freed[np.concatenate((breaks, [-1]))].tolist()
@@ -112,7 +112,7 @@ class PageAllocator:
             self._stretches.add(first, last + 1)
 
     def is_shared(self, page: int) -> bool:
-        """Whether more than one holds a page."""
+        """Whether a page has more than one holder."""
         return bool(self._holders[page] > 1)
 
     def shared(self, pages: Sequence[int]) -> int:
@@ -120,7 +120,7 @@ class PageAllocator:
         return int(np.count_nonzero(self._holders[np.asarray(pages)] > 1))
 
     def holders(self) -> NDArray[np.int32]:
-        """How many hold each page."""
+        """How many holders each page has."""
         return self._holders.copy()
 
     def free_stretches(self) -> list[range]:

@@ -1,4 +1,4 @@
-"""One query over a cache: what calls of kernels it takes, and how their results become its own.
+"""One query over a cache: which kernel calls it takes, and how their results are combined into its own.
 
 In: a query and the pages it attends to; results of calls. Out: calls; one result. Results over disjoint keys are merged
 by their log-sum-exps, in the order of the keys.
@@ -23,9 +23,9 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 
 FEW_QUERIES: Final = 16
-"""More queries than these repay a copy of keys and values in one piece: over longer sequences kernels are faster."""
+"""More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
 PIECE_BYTES = 1 << 25
-"""The most bytes of keys and values of which such a copy is made at a time."""
+"""The most bytes of keys and values in such a copy; longer sequences are copied piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CacheQuery:
     """query [1, Hq, Lq, D] over the first `length` tokens that `pages` hold, in the dtype of `shape` or another.
 
     The options are those of `AttentionCall`; positions are counted from the first token of the cache, and masks and
-    biases broadcast to [1, Hq, Lq, length]. Keys from `kv_length` on are excluded, None being none.
+    biases broadcast to [1, Hq, Lq, length]. Keys from `kv_length` on are excluded; None excludes none.
     """
 
     query: torch.Tensor
@@ -56,14 +56,14 @@ class CacheQuery:
 
 
 class Job(NamedTuple):
-    """A call, the page that it begins with, and what the lse of each of its sequences then lacks."""
+    """A call, the page that it begins with, and the term that the lse of each of its sequences then lacks."""
 
     call: AttentionCall
     first_page: int
     lacking: torch.Tensor | None = None
 
     def completed(self, result: AttentionResult) -> AttentionResult:
-        """The result of the call with what its lse lacks."""
+        """The result of the call, with the term that its lse lacks added."""
         if self.lacking is not None and result.lse is not None:
             result.lse = result.lse + self.lacking
         return result
@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
 @dataclass(slots=True)
 class QueryAttention:
-    """A query, what is to be computed for it, and what has been: groups of parts are merged one after the other."""
+    """A query, the groups of parts to compute for it, and their results, which are merged group by group."""
 
     query: CacheQuery
     tensor: torch.Tensor
@@ -90,10 +90,10 @@ class QueryAttention:
 
     @staticmethod
     def of(query: CacheQuery, pool: PagePool, device: torch.device, by_page_too: bool) -> QueryAttention:
-        """What there is to do; `by_page_too` allows for parts that are computed page by page."""
+        """Plans the computation; `by_page_too` allows parts that are computed page by page."""
         dtype = torch.promote_types(query.query.dtype, STORAGE[query.shape.dtype])
         if device.type == "cpu":
-            # Nothing is faster in half precision here, and so partial results are not rounded before they are merged.
+            # Half precision is no faster here, and this way partial results are not rounded before they are merged.
             dtype = torch.promote_types(dtype, torch.float32)
         keys = query.length if query.kv_length is None else query.kv_length
         if query.return_scores in ("raw", "capped"):
@@ -112,13 +112,13 @@ class QueryAttention:
             pages = max(1, PIECE_BYTES // (token_bytes * per_page))
             groups = [[part] for part in as_sequences(reach, per_page, pages)]
         tensor = query.query if query.query.dtype == dtype else query.query.to(dtype)
-        # A sum is finite only if all that it adds up is. To look at another device would be to wait for it.
+        # A sum is finite only if all its terms are. Looking on another device would mean waiting for it.
         finite = device.type == "cpu" and isfinite(tensor.sum().item())
         return QueryAttention(query, tensor, keys, per_page, groups, finite)
 
     @property
     def steps(self) -> Hashable:
-        """Equal for queries that can be one call where they attend to all of the same pages; None if with no other."""
+        """Equal for queries that can share a call over pages that each reaches in full; None if it shares with none."""
         query = self.query
         if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
             return None
@@ -172,11 +172,11 @@ class QueryAttention:
         yield Job(call, block.first_page)
 
     def _job_by_page(self, block: Block, first: int) -> Job:
-        """The call for full pages that every query reaches all of, from token `first` on."""
+        """The call for full pages, from token `first` on, that every query reaches in full."""
         query, count, per_page = self.query, len(block.key), self.per_page
         lacking = None
         if query.alibi_slopes is not None:
-            # To every page the queries stand as if they began at its last key, and the rest is the same for all keys.
+            # Each page is computed as if the queries began at its last key; the rest is the same for all its keys.
             pages = torch.arange(count, device=self.tensor.device, dtype=query.alibi_slopes.dtype)
             further = (query.offset - first - per_page + 1) - pages * per_page
             lacking = -query.alibi_slopes[None, :, None] * further[:, None, None]
@@ -195,7 +195,7 @@ class QueryAttention:
         return Job(call, block.first_page, lacking)
 
     def take(self, results: Sequence[AttentionResult]) -> None:
-        """Merges the results of a group, or of what calls had of it, into what there is."""
+        """Merges the results of a group, from its own calls and its rows of shared ones, into the result so far."""
         self.kernel = results[0].kernel
         for result in results:
             assert result.lse is not None
@@ -213,7 +213,7 @@ class QueryAttention:
         query = self.query
         if query.return_lse or query.sinks is not None or query.return_scores is not None or len(self.groups) > 1:
             return True
-        # Only of whole pages without a mask or bias is it certain that every row attends to something.
+        # Only over whole pages without a mask or bias is every row certain to attend to something.
         return query.mask is not None or query.bias is not None or not any(part.by_page for part in self.groups[0])
 
     def result(self) -> AttentionResult:
@@ -233,20 +233,20 @@ class QueryAttention:
 
 
 def has_few_queries(query: CacheQuery, per_page: int) -> bool:
-    """Whether pages can be computed without a copy, each by itself: few queries, of which nothing rare is asked."""
+    """Whether pages can be computed one by one, without a copy: for few queries without rare options."""
     _, heads, length, _ = query.query.shape
     if query.score is not None or query.softcap > 0 or query.return_scores is not None:
         return False
     if query.alibi_slopes is not None and query.mask is not None:
         return False
-    # Partial results are to be no larger than what they are made of.
+    # Partial results must be no larger than the pages that they are computed from.
     shape = query.shape
     page = shape.num_kv_heads * per_page * (shape.head_dim + shape.value_dim)
     return 0 < length <= FEW_QUERIES and heads * length * shape.value_dim <= page
 
 
 def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """How much of all weights those of one part have, by their lse; 0 where there are none."""
+    """The share that one part has of all weights, from their lse; 0 where there are none."""
     return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
 
 

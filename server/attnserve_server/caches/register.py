@@ -1,7 +1,7 @@
-"""The caches that there are: what they are called, whose they are, and which of them go because their lease has ended.
+"""All caches of a server: their names and owners, and which of them are evicted because their lease has ended.
 
-In: caches, and who looks for them at what time. Out: caches, or that there is none. Pure: no torch, no clock, no
-waiting. What is in a cache is the store's affair (`store.py`); here its pages are only let go of.
+In: caches; look-ups by owner, with the time. Out: caches, or NotFound. Pure: no torch, no clock, no waiting. What is in
+a cache is the store's affair (`store.py`); here its pages are only released.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ MAX_RETRY_DELAY: Final = 10.0
 NAME_BYTES: Final = 18
 """Random bytes in a name: more than anybody can guess, and 24 characters."""
 GIVEN_UP_SECONDS: Final = 300.0
-"""For how long a request that was given up makes no cache: longer than one is on its way."""
+"""How long a request that was given up cannot make a cache: longer than a request is in transit."""
 MAX_GIVEN_UP: Final = 1 << 14
-"""How many of those are remembered, the latest."""
+"""How many of these requests are remembered: the latest."""
 
 
 class Register:
     """All caches, by their names. Times are seconds of one clock; a ttl of None is forever."""
 
     def __init__(self, page_bytes: int, max_caches: int) -> None:
-        """No caches; there may be `max_caches`."""
+        """No caches yet, and at most `max_caches`."""
         self.page_bytes = page_bytes
         self.max_caches = max_caches
-        """The most that there may be."""
+        """The most caches that there may be."""
         self.counts = Counts()
         self.tokens = 0
-        """The tokens of all layers of all caches; those that are shared count for each."""
+        """The tokens of all layers of all caches; shared ones count once for each cache."""
         self._caches: dict[str, Cache] = {}
         self._made: dict[tuple[str | None, bytes], Cache] = {}
         """By their owners and the ids of the requests that made them."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
-        """Requests that must make no cache any more, and until when that is remembered; in the order of their times."""
+        """Requests that must no longer make a cache, and until when that is remembered; in the order of these times."""
         self._leases = Leases()
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Register:
         return len(self._caches)
 
     def get(self, name: str, now: float, owner: str | None = None) -> Cache:
-        """The cache of that name. Raises NotFound if it is not there, not any more, or another owner's."""
+        """The cache of that name. Raises NotFound if there is none, it has expired, or it is another owner's."""
         cache = self._caches.get(name)
         if cache is not None and cache.expired(now):
             self._evict(cache, "lease")
@@ -66,19 +66,19 @@ class Register:
         return [cache for cache in self._caches.values() if cache.owner == owner]
 
     def expire(self, now: float) -> None:
-        """Evicts every cache whose lease has ended. Nothing depends on it, but the pages are free the sooner."""
+        """Evicts every cache whose lease has ended. Nothing depends on this, but it frees their pages sooner."""
         while self._evict_oldest(now, "lease"):
             pass
 
     def delete(self, cache: Cache) -> None:
-        """The cache is gone: for callers at once, its pages when nothing holds it any more."""
+        """Deletes the cache: for callers at once; its pages are freed when nothing holds it any more."""
         if not cache.gone:
             self.counts.deletions += 1
             self._remove(cache)
 
     def give_up(self, owner: str | None, request_id: bytes, now: float) -> None:
-        """Nobody waits for the cache that an owner's request makes, or has made: it is deleted, and a request of that
-        id that comes yet, having been sent before or sent again, makes none.
+        """Gives up the cache that an owner's request makes or has made: it is deleted, and a request with that id that
+        arrives later, whether sent before or sent again, makes none.
         """
         key = owner, request_id
         if (made := self._made.get(key)) is not None:
@@ -91,9 +91,9 @@ class Register:
     def made_by(
         self, owner: str | None, request_id: bytes, now: float, *, shape: CacheShape | None, parent: str | None
     ) -> Cache | None:
-        """The cache that an owner's request has made, if it is there: one of this shape, or a fork of `parent`, whose
-        shape is no question. Raises Cancelled if the request was given up, and InvalidRequest if one of this id made
-        something else.
+        """The cache that an owner's request has already made, if it still exists: one of this shape, or a fork of
+        `parent`, for which `shape` is None. Raises Cancelled if the request was given up, and InvalidRequest if one of
+        this id made something else.
         """
         if self._given_up.get((owner, request_id), now) > now:
             raise Cancelled
@@ -105,13 +105,13 @@ class Register:
         return made
 
     def hold(self, cache: Cache, now: float) -> None:
-        """An operation in flight uses the cache, until it releases it. Raises NotFound if the cache is gone."""
+        """Holds the cache for an operation in flight, until `release`. Raises NotFound if the cache is gone."""
         self._require(cache)
         cache.users += 1
         cache.renew(now)
 
     def release(self, cache: Cache, now: float) -> None:
-        """An operation that held the cache is over."""
+        """Ends one `hold` of the cache, and renews its lease."""
         cache.renew(now)
         self._let_go(cache)
 
@@ -143,7 +143,7 @@ class Register:
             raise NotFound("cache", cache.name)
 
     def _evict_oldest(self, now: float, reason: EvictionReason) -> bool:
-        """Whether there was an expired cache to evict."""
+        """Evicts the cache whose lease ended first. Returns whether there was an expired one."""
         cache = self._leases.first()
         if cache is None or not cache.expired(now):
             return False
@@ -178,5 +178,5 @@ class Register:
             layer.truncate(0)
 
     def _retry_delay(self, now: float) -> float:
-        """Seconds until the next lease ends, within bounds: an append in flight may be undone sooner, or deleted."""
+        """Seconds until the next lease ends, within bounds: room may come sooner, by an undone append or a deletion."""
         return min(max(self._leases.next_end() - now, MIN_RETRY_DELAY), MAX_RETRY_DELAY)

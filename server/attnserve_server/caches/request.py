@@ -49,7 +49,7 @@ class CachedRequest(CacheWork):
     limits: RequestLimits
     flops: int = field(init=False)
     effort: int = field(init=False)
-    """What these take at the least, or the bytes of the keys and values that it reads, as in `Request`."""
+    """The effort of these or, if more, the bytes of the keys and values that it reads, as in `Request`."""
     cost: int = field(init=False)
     reply_bytes: int = field(init=False)
     scratch_bytes: int = field(init=False)
@@ -58,7 +58,7 @@ class CachedRequest(CacheWork):
     kv_lengths: list[int] = field(default_factory=list, init=False)
     offsets: list[int] = field(default_factory=list, init=False)
     unfinished: Unfinished | None = field(default=None, init=False)
-    """What has come of it, if it is to run once more."""
+    """Its result so far, if it is to run once more."""
 
     @property
     def group(self) -> Hashable:
@@ -68,7 +68,7 @@ class CachedRequest(CacheWork):
 
     @property
     def kind(self) -> str:
-        """Those with caches read them by pages, and are another kind."""
+        """Attention to caches reads them by pages, and is a kind of its own."""
         if self.unfinished is not None:
             return f"attend {_dtypes.name(self.problem.dtype)}, with caches, not finite"
         return f"{self.problem.kind}, with caches"
@@ -94,7 +94,7 @@ class CachedRequest(CacheWork):
         return self.problem.query_length, max(self.lengths, default=0)
 
     def count(self, lengths: list[int]) -> None:
-        """Counts what it costs where its caches have so many tokens, after the appends. Raises InvalidRequest."""
+        """Counts what it costs with caches of these lengths, after the appends. Raises InvalidRequest."""
         if lengths == self._counted:
             return
         problem, keys, longest = self.problem, sum(lengths), max(lengths)
@@ -110,12 +110,12 @@ class CachedRequest(CacheWork):
         self._counted = lengths
 
     def count_at_door(self) -> None:
-        """Counts what it costs if it runs, and all that is before it has its turn. Raises InvalidRequest."""
+        """Counts what it costs if it runs after all that is queued before it. Raises InvalidRequest."""
         self.count([use.coming_length() + use.tokens for use in self.uses])
 
     def renew(self, payloads: Payloads, expected_lengths: Sequence[int | None], append_ids: Sequence[int]) -> None:
-        """Makes it another one, once it is over: like it, to the same caches, with other contents, other lengths that
-        are expected, and other ids of appends. Raises InvalidRequest.
+        """Turns it, once it is over, into another request to the same caches that differs only in contents, expected
+        lengths and append ids. Raises InvalidRequest.
         """
         self.payloads = payloads
         changed = zip(self.uses, expected_lengths, append_ids, strict=True)
@@ -147,23 +147,23 @@ class CachedRequest(CacheWork):
             self.offsets = [0] * problem.batch
 
     def but_for(self, sequences: Sequence[int], result: RequestResult) -> CachedRequest:
-        """It is to run once more, at the same turn, with a result that lacks some sequences."""
+        """The request itself, to run once more in the same turn, with a result that lacks some sequences."""
         self.unfinished = Unfinished(sequences, result)
         self.cost = not_finite_cost(self.effort, len(sequences), self.problem.batch)
         return self
 
     def begin(self) -> None:
-        """Its turn has come. What has run already has placed what it appends."""
+        """Starts its turn. If it has run before, its appends have been placed."""
         if self.unfinished is None:
             CacheWork.begin(self)
 
     def end(self, failed: bool) -> None:
-        """Has run, and is whole or has failed."""
+        """Ends its turn: its result is complete, or it has failed."""
         self.unfinished = None
         CacheWork.end(self, failed)
 
     def leave(self) -> None:
-        """Lets go of everything. What was to run once more, and does not, has not run."""
+        """Lets go of everything. A request that was to run once more, and does not, has failed."""
         if self.unfinished is not None:
             self.end(failed=True)
         CacheWork.leave(self)
@@ -194,7 +194,7 @@ class Reference(NamedTuple):
 def read_attend(
     host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
 ) -> Work:
-    """The attention that a caller asks for in a part of a buffer, to caches or not. Raises RequestError."""
+    """The attention that a caller asks for in a part of a buffer, with or without caches. Raises RequestError."""
     try:
         header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
         if len(header) > MAX_KNOWN_HEADER:
@@ -208,8 +208,8 @@ def read_attend(
 
 
 def _apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
-    """The caches that a header names, and the header without them: which those are differs from step to step, and all
-    else seldom. Raises DecodeError and InvalidRequest.
+    """The caches that a header names, and the header without them: these references change with every step, the rest
+    rarely. Raises DecodeError and InvalidRequest.
     """
     if _CACHES_TAG not in header:
         return (), header
@@ -258,7 +258,7 @@ def _read(
 
 
 def named(host: Host, owner: str | None, references: Sequence[Reference]) -> list[Cache]:
-    """An owner's caches that are referred to, all of one shape. Raises NotFound and InvalidRequest."""
+    """The owner's caches that references name, all of one shape. Raises NotFound and InvalidRequest."""
     now = monotonic()
     caches = [host.store.get(reference.name, now, owner) for reference in references]
     shape = caches[0].shape
@@ -280,7 +280,7 @@ def request_to(
     size: int,
     limits: RequestLimits,
 ) -> CachedRequest:
-    """A request of a problem to such caches, one for each of its sequences. Raises InvalidRequest."""
+    """A request of a problem to these caches, one for each of its sequences. Raises InvalidRequest."""
     uses = tuple(
         Use(cache, reference.layer, problem.kv_length, reference.expected_length, reference.append_id)
         for cache, reference in zip(caches, references, strict=True)

@@ -1,7 +1,7 @@
-"""The place of an operation in the lines of the layers that it changes, and what it appends there. Pure.
+"""The place of an operation in the queues of the layers that it changes, and what it appends there. Pure.
 
-In: what it means to do. Out: where its tokens go, and the layers as they were, where that is taken back. The store
-makes a reservation, sees to it that there are pages, and counts what comes of it; nothing else changes one.
+In: the changes that it is to make. Out: where its tokens go; the layers as they were, if that is undone. The store
+makes a reservation, secures its pages, and counts its outcome; nothing else changes one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ C = TypeVar("C", bound=Change, covariant=True)
 
 @dataclass(slots=True, eq=False)
 class Reservation(Generic[C]):
-    """What an operation means to do to layers of caches, each once."""
+    """What an operation is to do to layers of caches, each of them once."""
 
     caches: set[Cache]
     changes: Sequence[tuple[CacheLayer, C]]
     in_line: bool = field(default=False, init=False)
-    """Whether it waits in the lines of the layers, and has been promised pages there."""
+    """Whether it waits in the queues of the layers, and counts in what they are promised."""
     placed: bool = field(default=False, init=False)
-    """Whether its tokens have their places."""
+    """Whether its tokens have been placed."""
     is_open: bool = field(default=True, init=False)
 
     @property
@@ -36,17 +36,17 @@ class Reservation(Generic[C]):
 
     @property
     def has_turn(self) -> bool:
-        """Whether it stands first in its lines, or in none."""
+        """Whether it is first in its queues, or in none."""
         return not self.in_line or all(layer.is_first(change) for layer, change in self.changes)
 
     def wait(self, first: bool = False) -> None:
-        """Lines up, behind all others or before them."""
+        """Joins the queues, behind all others or before them."""
         self.in_line = True
         for layer, change in self.changes:
             layer.wait(change, first)
 
     def wait_no_more(self) -> None:
-        """Leaves the lines, if it is there."""
+        """Leaves the queues, if it is in them."""
         if self.in_line:
             self.in_line = False
             for layer, change in self.changes:
@@ -54,7 +54,7 @@ class Reservation(Generic[C]):
 
 
 def place(reservation: Reservation[Append], append_ids: Sequence[int] = ()) -> list[Placement]:
-    """Makes the layers longer by the tokens of a reservation, and says where they go, layer by layer. The appends have
+    """Extends the layers by the tokens of a reservation, and says where these go, layer by layer. The appends have
     these ids, or none.
     """
     placements = []
@@ -68,7 +68,7 @@ def place(reservation: Reservation[Append], append_ids: Sequence[int] = ()) -> l
 
 
 def undo(reservation: Reservation[Append]) -> None:
-    """Takes the appends back: the layers are as they were before.
+    """Takes back the appends: the layers are as they were before.
 
     Raises ValueError if another operation has changed a layer since.
     """

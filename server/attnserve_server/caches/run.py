@@ -1,6 +1,6 @@
 """A batch of attentions to caches, on a device: appends written, queries computed, results in bytes.
 
-What the native kernel computes never becomes tensors (`direct.py`). All else does, here.
+What the native kernel computes never becomes tensors (`direct.py`). Everything else does, here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device
 
 
 def _elements(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
-    """The elements of a tensor, one behind the other."""
+    """The elements of a tensor, flat."""
     raw = device.allocate(spec.size)
     if spec.payload >= 0:
         memoryview(raw.numpy())[:] = payloads[spec.payload]  # type: ignore[arg-type]
@@ -132,20 +132,20 @@ def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
 
 
 def append_tokens(pool: PagePool, request: CachedRequest) -> None:
-    """Writes one token to each cache of a request where it has been placed, of at most 32 bits an element, on a CPU."""
+    """Writes a request's one token for each cache to its place: at most 32 bits an element, on a CPU."""
     key, value = (_token(name, request) for name in ("key", "value"))
     pool.write_arrays(request.uses[0].cache.shape, _places(pool, request), key, value)
 
 
 def _places(pool: PagePool, request: CachedRequest) -> list[Write]:
-    """Where the tokens of a request go that appends one to each cache, in pages that are its caches' own by now."""
+    """The places of the tokens of a request that appends one to each cache; shared pages are copied first."""
     for placement in request.placements:
         pool.copy(placement.copies)
     return [placement.writes[0] for placement in request.placements]
 
 
 def _token(name: str, request: CachedRequest) -> NDArray[Any]:
-    """Keys or values [n, Hk, width] of one token for each sequence, which lie so in either layout."""
+    """Keys or values [n, Hk, width] of one token for each sequence; both layouts store these in the same order."""
     problem, spec = request.problem, request.problem.tensors[name]
     array = np.frombuffer(request.payloads[spec.payload], _dtypes.NUMPY[spec.dtype])
     return array.reshape(problem.batch, problem.kv_heads, -1)

@@ -1,8 +1,8 @@
-"""What the tokens of a cache look like, and how they lie in a page.
+"""The shape of the tokens of a cache, and their layout in a page.
 
-A page is two halves, which lie in different memories: a block of keys [Hk, P, D] in that of keys, a block of values
-[Hk, P, Dv] in that of values. So the keys of adjacent pages lie side by side, as do the values: all keys first and then
-all values are read a third faster than in turn. Heads come first, because kernels are up to twice as slow otherwise.
+A page has two halves, in different memories: a block of keys [Hk, P, D] in that of keys, a block of values [Hk, P, Dv]
+in that of values. So the keys of adjacent pages lie side by side, as do the values: reading all keys and then all
+values is a third faster than alternating. Heads come first, because kernels are up to twice as slow otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CacheDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """The dtypes in which keys and values can be stored."""
 
 TOKEN_MULTIPLE: Final = 4
-"""Pages of more than a few tokens hold a multiple of so many: rows of scores are aligned then."""
+"""Pages of more than a few tokens hold a multiple of this many, so that rows of scores are aligned."""
 
 _ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -33,7 +33,7 @@ class CacheShape:
     dtype: CacheDtype
 
     def __post_init__(self) -> None:
-        """Checks that every number is at least 1 and that the dtype is one of storage."""
+        """Checks that every number is at least 1 and that the dtype can be stored."""
         for field in fields(self)[:4]:
             if (value := getattr(self, field.name)) < 1:
                 raise InvalidRequest(field.name, "a number of at least 1", value)
@@ -60,9 +60,9 @@ class CacheShape:
         return tokens - tokens % TOKEN_MULTIPLE if tokens >= TOKEN_MULTIPLE**2 else tokens
 
     def head_bytes(self, page_bytes: int, width: int) -> int:
-        """From where the keys or values of a head lie in a page to those of the next, `width` elements each.
+        """The stride in bytes from the keys or values of a head in a page, `width` elements each, to those of the next.
 
-        The same as from the last head to the first of the next page, where half a page can be divided so.
+        It is also that from the last head to the first of the next page, where half a page can be divided so.
         """
         each, rest = divmod(half_page(page_bytes), self.num_kv_heads * CACHE_LINE)
         return self.tokens_per_page(page_bytes) * width * self.item_bytes if rest else each * CACHE_LINE

@@ -1,6 +1,6 @@
 """Which queries read the same first pages, and so are computed together: what they share is then read once for all.
 
-Forks of a cache hold the same pages up to where they part. In: the pages of each query. Out: groups. Pure.
+Forks of a cache hold the same pages up to where they diverge. In: the pages of each query. Out: groups. Pure.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 
 class Group(NamedTuple):
-    """Queries by their places, whose first so many pages are the same; none are of one that is alone."""
+    """Queries, by their places, whose first `shared` pages are the same; 0 for a query alone."""
 
     members: list[int]
     shared: int
 
 
 def groups(pages: Sequence[NDArray[np.int32]], largest: int) -> list[Group]:
-    """All of some queries in groups of at most `largest`, in which they read the fewest pages."""
-    # Whoever shares a beginning is then beside each other, whatever the order is otherwise.
+    """Divides queries into groups of at most `largest`, so that they read the fewest pages."""
+    # Queries that share their first pages are then neighbours; the order does not matter otherwise.
     order = sorted(range(len(pages)), key=lambda place: pages[place].tobytes())
     count = -(-len(order) // largest)
     found: list[Group] = []
@@ -34,8 +34,8 @@ def groups(pages: Sequence[NDArray[np.int32]], largest: int) -> list[Group]:
 
 
 def _divided(members: list[int], common: list[int]) -> tuple[int, list[Group]]:
-    """Queries of which each has so many first pages in common with the next: as one group or, where that saves more,
-    as those on either side of where the fewest are; and how many pages they then need not read.
+    """Queries, each with so many first pages in common with the next, as one group or, where that saves more, as the
+    groups on either side of where the fewest are in common; before these, how many pages they need not read.
     """
     least = min(common, default=0)
     whole = least * len(common)

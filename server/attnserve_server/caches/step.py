@@ -1,9 +1,9 @@
-"""A few queries over a cache on a CPU without the native kernel, such as a step: products of matrices over whole pages.
+"""A few queries over a cache on a CPU without the native kernel, such as a step: matrix products over whole pages.
 
 In: a query and the pages it attends to. Out: computations, each over some of the pages; one result. All scores of a
-computation are in memory, so that keys are read one behind the other, and then values: that is what takes the time of
-few queries over many keys. A result follows from the query and the tokens alone: a product's bits depend neither on
-how many others are computed in the same call nor on where they lie, if they are aligned.
+computation are kept in memory, so that all keys are read in sequence, and then all values: few queries over many keys
+spend their time on these reads. A result follows from the query and the tokens alone: a product's bits depend neither
+on how many others are computed in the same call nor, if they are aligned, on where they lie.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from attnserve_server.kernels.flash_cpu import MAX_SCALE, ROW_ELEMENTS
 from attnserve_server.kernels.table import CPU_PAGES
 
 PIECE_BYTES: Final = 1 << 24
-"""How many bytes of pages one computation is over: whoever reads them next finds them in the processor's memory."""
+"""How many bytes of pages one computation covers: the next one over these finds them in the processor's cache."""
 CONVERTED_BYTES: Final = 1 << 19
-"""How many bytes of keys or values are made at a time where they are converted: they are used while they are near."""
+"""How many bytes of converted keys or values are made at a time: they are used while in the processor's cache."""
 
 
 @dataclass(slots=True)
@@ -39,13 +39,13 @@ class Step:
 
     query: CacheQuery
     tensor: torch.Tensor
-    """[1, Hk, R, D]: the queries in the dtype of computation, those that read one key head being its rows."""
+    """[1, Hk, R, D]: the queries in the dtype of computation; the R rows of a key head are the queries that read it."""
     band: Band
     begin: int
     end: int
     per_page: int
     pieces: list[tuple[int, list[Block]]]
-    """The first token of some pages, and the pages."""
+    """Runs of pages, each with its first token."""
 
     @staticmethod
     def of(query: CacheQuery, pool: PagePool) -> Step | None:
@@ -71,7 +71,7 @@ class Step:
             if pages is None:
                 return None
             pieces.append((start * per_page, pages))
-        # Half precision is no faster here, and so partial results are not rounded before they are merged.
+        # Half precision is no faster here, and this way partial results are not rounded before they are merged.
         dtype = torch.promote_types(torch.promote_types(tensor.dtype, STORAGE[shape.dtype]), torch.float32)
         rows = tensor.to(dtype).reshape(1, shape.num_kv_heads, -1, shape.head_dim)
         return Step(query, rows, band, begin, end, per_page, pieces)
@@ -83,7 +83,7 @@ class Step:
         return 2 * heads * rows * (self.end - self.begin) * (width + self.query.shape.value_dim)
 
     def computations(self) -> Iterator[tuple[int, Callable[[], AttentionResult]]]:
-        """What is to be computed, each with the page that it begins with; in the order in which results are taken."""
+        """The computations, each with the page that it begins with, in the order in which `take` expects results."""
         for first_token, blocks in self.pieces:
             yield blocks[0].first_page, partial(self._attend, first_token, blocks)
 
@@ -139,7 +139,7 @@ class Step:
     def _bias(self, scores: torch.Tensor, first_token: int) -> torch.Tensor | None:
         """Adds biases to scores [n, Hq, Lq, P] of the pages from a token on, and -inf where keys are excluded.
 
-        Returns what an lse then lacks, [1, Hq, Lq], if anything.
+        Returns the term that the lse then lacks, [1, Hq, Lq], if any.
         """
         query, band = self.query, self.band
         count, _, length, per_page = scores.shape
@@ -147,14 +147,14 @@ class Step:
         within = range(max(self.begin, tokens.start), min(self.end, tokens.stop))
 
         def pages(parameter: torch.Tensor) -> torch.Tensor:
-            """Something [1, heads, Lq, keys], for the keys `within`, as the scores lie."""
+            """A tensor [1, heads, Lq, keys] for the keys `within`, laid out like the scores."""
             if parameter.shape[-1] == 1:
                 return parameter
             whole = pad(parameter, (within.start - tokens.start, tokens.stop - within.stop))
             return whole.view(*whole.shape[1:3], count, per_page).permute(2, 0, 1, 3)
 
         def own(parameter: torch.Tensor) -> torch.Tensor:
-            """Of something for all keys, that for the keys `within`."""
+            """The part of a tensor for all keys that is for the keys `within`."""
             return parameter if parameter.shape[-1] == 1 else parameter[..., within.start : within.stop]
 
         shift = None
@@ -198,5 +198,5 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all is certainly finite: a sum is only if all that it adds up is; one that is not may have overflowed."""
+    """Whether all is certainly finite: a sum is finite only if its terms are; one that is not may have overflowed."""
     return isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).item())

@@ -3,11 +3,11 @@
 In: operations with the time at which they happen. Out: caches, placements of tokens in pages, and errors. Pure: no
 torch, no clock, no waiting. Not to be called by several threads at once.
 
-The life of an operation that appends: `reserve` when it is admitted, which promises the pages that it needs; `hold`
-for as long as it may read its caches; `place` at its turn, and where its computation fails `undo`, before another
-operation on the caches has its turn; `cancel` when nothing of it is under way, and `release`. What cuts off or forks a
-cache waits in the same line (`wait_to_cut`, `wait_to_fork`). Operations on one cache have their turns in the order in
-which they came in: so what each finds is known when it comes, and pages are promised to all who wait together.
+The life of an append: `reserve` on admission, which promises the pages that it needs; `hold` for as long as it may read
+its caches; `place` at its turn and, if its computation fails, `undo` before another operation on the caches has its
+turn; `cancel` once nothing of it is in flight, and `release`. Truncations and forks wait in the same queue
+(`wait_to_cut`, `wait_to_fork`). Operations on one cache run in the order of their arrival: so what each will find is
+known when it arrives, and pages are promised to all waiting operations together.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class CacheStore(Register):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the pages that caches hold; what is shared counts once."""
+        """The bytes of the pages that caches hold; shared pages count once."""
         return self._allocator.used * self.page_bytes
 
     @property
     def shared_bytes_saved(self) -> int:
-        """The bytes more that caches would hold, if they shared nothing."""
+        """How many more bytes caches would hold if they shared nothing."""
         return self._allocator.saved * self.page_bytes
 
     def create(
         self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
     ) -> Cache:
-        """An empty cache, or the one that a request of this id has made before. Raises Overloaded if there are as many
-        as there may be, Cancelled if the request was given up, and InvalidRequest if a page cannot hold a token, it
-        would have too many layers, or the id is another request's.
+        """An empty cache, or the one that a request with this id has already made. Raises Overloaded if there are
+        `max_caches` already, Cancelled if the request was given up, and InvalidRequest if a page cannot hold a token,
+        there would be too many layers, or the id belongs to another request.
         """
         if (made := self.made_by(owner, request_id, now, shape=shape, parent=None)) is not None:
             return made
@@ -96,15 +96,15 @@ class CacheStore(Register):
         request_id: bytes = b"",
         waited: Reservation[Change] | None = None,
     ) -> Cache:
-        """Another cache of the same owner with the same content, which they share, or the one that a request of this id
-        has made before. `waited` is that of `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
+        """Another cache of the same owner that shares this one's content, or the one that a request with this id has
+        already made. `waited` comes from `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
         does, and NotFound if the cache is gone.
         """
         if (made := self.made_by(cache.owner, request_id, now, shape=None, parent=cache.name)) is not None:
             return made
         self.hold(cache, now)
         try:
-            # Before the layers are forked: pages held for a cache that is refused would never be free again.
+            # Before the layers are forked: pages held for a refused fork would never be freed.
             self._make_room_for_one(now)
         finally:
             self.release(cache, now)
@@ -120,10 +120,10 @@ class CacheStore(Register):
     def truncate(
         self, cache: Cache, length: int, waited: Reservation[Cut] | None = None, truncation_id: int = 0
     ) -> None:
-        """Cuts layers off that have more than `length` tokens. `waited` is that of `wait_to_cut`; by its id, if it has
-        one, a truncation is known if it is sent again.
+        """Truncates layers that have more than `length` tokens. `waited` comes from `wait_to_cut`; a resent truncation
+        is recognised by its id, if it has one.
 
-        Raises InvalidRequest if no layer has as many.
+        Raises InvalidRequest if no layer has that many.
         """
         if length > (longest := max(cache.lengths)):
             raise InvalidRequest("length", f"at most {longest}, the tokens of the longest layer", length)
@@ -141,12 +141,11 @@ class CacheStore(Register):
     def reserve(
         self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True
     ) -> Reservation[Append]:
-        """Has appends of so many tokens to layers of caches wait for their turn, and promises pages to all of them or
-        to none.
+        """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none.
 
-        What a layer is promised is what all who wait for it take together, if each does what it means to do. If one
-        does not, the others need no more where all append; behind forks and truncations they may, and that is looked
-        for at their turn. Nothing is promised to what is not `foreseen` to happen.
+        Each layer is promised what all operations waiting for it take together, if each succeeds. If one does not, the
+        others need no more pages where all are appends; behind forks and truncations they may, and these are sought at
+        their turn. Appends that are not `foreseen` to succeed are promised nothing.
 
         Evicts expired caches, oldest first, if room is short. Raises CacheFull if that is not enough, InvalidRequest if
         the pool could never hold it, and NotFound if a cache is gone.
@@ -161,7 +160,7 @@ class CacheStore(Register):
             wanted.setdefault(cache.layers[index], Append(0)).tokens += tokens
         reservation = self._open(caches, list(wanted.items()))
         if foreseen:
-            # What was promised for a copy of a page is too much when nobody else holds the page any more.
+            # A page promised for a copy is one too many once nobody else holds the original any more.
             self._settle(reservation.layers)
             reservation.wait()
             try:
@@ -172,7 +171,7 @@ class CacheStore(Register):
         return reservation
 
     def wait_to_cut(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
-        """Has a truncation wait for its turn. Raises NotFound if the cache is gone."""
+        """Queues a truncation. Raises NotFound if the cache is gone."""
         self._require(cache)
         reservation = self._open({cache}, [(layer, Cut(length)) for layer in cache.layers])
         if foreseen:
@@ -180,7 +179,7 @@ class CacheStore(Register):
         return reservation
 
     def wait_to_fork(self, cache: Cache) -> Reservation[Share]:
-        """Has a fork wait for its turn. Raises NotFound if the cache is gone."""
+        """Queues a fork. Raises NotFound if the cache is gone."""
         self._require(cache)
         reservation = self._open({cache}, [(layer, Share()) for layer in cache.layers])
         reservation.wait()
@@ -189,11 +188,11 @@ class CacheStore(Register):
     def place(
         self, reservation: Reservation[Append], now: float, append_ids: Sequence[int] = ()
     ) -> Sequence[Placement]:
-        """Makes layers longer by the tokens that were reserved, at their turn, and says where they go. `append_ids` are
-        those of the appends, by which they are known if they are sent again.
+        """Extends layers by the reserved tokens, at their turn, and says where the tokens go. `append_ids` are the ids
+        by which resends of the appends are recognised.
 
-        The caller copies and writes before anything reads them. Raises CacheFull, and changes nothing, if they take
-        more than was foreseen, and there is no more. Raises ValueError if it is not their turn.
+        The caller copies and writes before anything reads them. Raises CacheFull, and changes nothing, if they need
+        more pages than was foreseen and too few are free. Raises ValueError if it is not their turn.
         """
         if not reservation.is_open or reservation.placed or not reservation.has_turn:
             raise ValueError("an append is placed out of turn")
@@ -207,7 +206,7 @@ class CacheStore(Register):
         return placements
 
     def undo(self, reservation: Reservation[Append]) -> None:
-        """Takes the appends back that were placed: the layers are as they were before.
+        """Takes back the appends that were placed: the layers are as they were before.
 
         Raises ValueError if another operation has changed them since.
         """
@@ -218,7 +217,7 @@ class CacheStore(Register):
         self.tokens -= sum(append.tokens for _, append in reservation.changes)
 
     def cancel(self, reservation: Reservation[Change]) -> None:
-        """Ends a reservation, whatever has come of it. Appends that were placed stay."""
+        """Ends a reservation, whatever became of it. Appends that were placed stay."""
         if not reservation.is_open:
             return
         reservation.is_open = False
@@ -241,7 +240,7 @@ class CacheStore(Register):
         return Reservation(caches, changes)
 
     def _promise(self, reservation: Reservation[Append], now: float) -> None:
-        """Sees to it that all who wait for the layers of a reservation have been promised what they need."""
+        """Makes sure that all operations waiting for the layers of a reservation are promised the pages they need."""
         changes = reservation.changes
         while True:
             more = [layer.coming_pages - layer.promised for layer, _ in changes]
@@ -254,7 +253,7 @@ class CacheStore(Register):
                 raise InvalidRequest(
                     "", f"at most {self.pool_bytes} bytes to append", alone * self.page_bytes, LIMIT_EXCEEDED
                 )
-            # What is evicted may have shared a last page, which then need not be copied: so needs are counted again.
+            # An evicted cache may have shared a last page, which then need not be copied: so needs are recounted.
             if not self._evict_oldest(now, "pages"):
                 raise CacheFull(needed * self.page_bytes, available * self.page_bytes, self._retry_delay(now))
         if any(more):
@@ -263,7 +262,7 @@ class CacheStore(Register):
                 layer.promised += pages
 
     def _settle(self, layers: Iterable[CacheLayer]) -> None:
-        """Promises those who wait for layers what they need as these are now, as far as there is so much."""
+        """Adjusts what is promised for layers to what waiting operations now need, as far as pages are available."""
         for layer in layers:
             if layer.promised or layer.is_waited_for:
                 more = min(layer.coming_pages - layer.promised, self._allocator.available)

@@ -1,4 +1,4 @@
-"""Free pages as stretches of adjacent ones: which is the longest, and what joins when pages come back.
+"""Free pages as stretches of adjacent ones: finds the longest, and joins stretches when pages come back.
 
 In: ranges of pages. Out: ranges of pages. Every operation on a stretch takes amortised logarithmic time in the number
 of stretches, however long they are.
@@ -28,7 +28,7 @@ class FreeStretches:
         return (range(start, self._ends[start]) for start in sorted(self._ends))
 
     def add(self, start: int, end: int) -> None:
-        """Pages from `start` up to `end` have become free."""
+        """Adds pages from `start` up to `end`, which have become free."""
         self.pages += end - start
         if start in self._starts:
             start = self._remove(self._starts[start]).start

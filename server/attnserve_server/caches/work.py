@@ -1,9 +1,9 @@
 """Operations on caches, as the engine runs them: each at its turn, appends all or none.
 
-A request holds its caches from its admission on, so that none is evicted, and the pages that its append needs are
-promised then: what has been admitted does not fail for want of room that could have been foreseen. Lengths are compared
-with what the caller expects when the turn has come, because what came before may change them. Until then, pages and
-costs are counted by the length that those before it mean to leave; at its turn, by the length that it meets.
+A request holds its caches from admission on, so that none is evicted, and is promised the pages that its append needs:
+once admitted, it does not fail for lack of room that could have been foreseen. Lengths are compared with what the
+caller expects only at its turn, because earlier operations may change them. Until then, pages and costs are counted by
+the length that earlier operations will leave if they succeed; at its turn, by the actual length.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The caches of one server: what decides and what holds the bytes."""
+    """The caches of one server: `store` decides, `pages` holds the bytes."""
 
     store: CacheStore
     pages: PagePool
     address: str = ""
-    """Where this very server can be reached; empty where that is not configured."""
+    """The address of this particular server; empty where it is not configured."""
 
 
 class Use(NamedTuple):
-    """A layer of a cache that an operation reads, and appends so many tokens to."""
+    """A layer of a cache that an operation reads, and appends `tokens` tokens to."""
 
     cache: Cache
     layer: int
     tokens: int
     expected_length: int | None
     append_id: int = 0
-    """By which the append is known if it is sent again; 0 if it has none."""
+    """The id by which a resend of the append is recognised; 0 if it has none."""
 
     def coming_length(self) -> int:
-        """The tokens that the layer has when those before have had their turn, as far as the caller expects so many:
-        what is sent again, or comes too late, does not run over more.
+        """The tokens that the layer will have after the operations before, at most as many as the caller expects: a
+        request that is resent or comes too late will not run over more.
         """
         coming = self.cache.coming_length(self.layer)
         return coming if self.expected_length is None else min(coming, self.expected_length)
 
     def expects(self, length: int) -> bool:
-        """Whether the caller expects this length, or any."""
+        """Whether the caller expects this length, or states none."""
         return self.expected_length is None or self.expected_length == length
 
     def check_length(self, length: int) -> None:
-        """Raises FailedPrecondition if the caller expects another length; which says so if this very append was the
-        last one.
+        """Raises FailedPrecondition if the caller expects another length; the error says so if this very append was
+        the last one.
         """
         if self.expects(length):
             return
@@ -81,7 +81,7 @@ class CacheWork:
     _appends: Reservation[Append] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Names the caches, each once, however many of its layers are used."""
+        """Lists the names of the caches, each once, however many of its layers are used."""
         uses = self.uses
         self.needs = [uses[0].cache.name] if len(uses) == 1 else list(dict.fromkeys(use.cache.name for use in uses))
 
@@ -106,7 +106,7 @@ class CacheWork:
         for held, use in enumerate(self.uses):
             try:
                 store.hold(use.cache, now)
-            except RequestError:  # room was made for others at its expense
+            except RequestError:  # the cache was evicted to make room
                 for other in self.uses[:held]:
                     store.release(other.cache, now)
                 self.leave_line()
@@ -120,13 +120,13 @@ class CacheWork:
             self._appends = self.host.store.reserve(appends, now, foreseen)
 
     def leave_line(self) -> None:
-        """What it means to do is done, or never will be."""
+        """Ends its reservation: it has been carried out, or never will be."""
         if self._appends is not None:
             self.host.store.cancel(self._appends)
 
     def begin(self) -> None:
-        """Places the appends. Raises FailedPrecondition if a cache has not the length that is expected, CacheFull if
-        there is less room than could be foreseen, and what `count` and `check` do.
+        """Places the appends. Raises FailedPrecondition if a cache does not have the expected length, CacheFull if
+        there is less room than could be foreseen, and what `count` and `check` raise.
         """
         self._before = [use.cache.length(use.layer) for use in self.uses]
         lengths = []
@@ -141,7 +141,7 @@ class CacheWork:
         self.lengths = lengths
 
     def count(self, lengths: list[int]) -> None:
-        """Counts what it costs where the layers have so many tokens, with its own. Raises InvalidRequest if that is
+        """Counts what it costs with layers of these lengths, its own tokens included. Raises InvalidRequest if that is
         more than a request may cost.
         """
 
@@ -149,7 +149,7 @@ class CacheWork:
         """Raises InvalidRequest if something does not fit the longest of the caches, after the appends."""
 
     def end(self, failed: bool) -> None:
-        """Takes the appends back if nothing came of them."""
+        """Undoes the appends if it failed."""
         if failed and self._appends is not None:
             self.host.store.undo(self._appends)
 
@@ -162,7 +162,7 @@ class CacheWork:
 
 
 def cache_named(host: Host, name: str, owner: str | None) -> Cache:
-    """The cache that a request with one name means. Raises InvalidRequest if it names none, and NotFound."""
+    """The cache that a request names. Raises InvalidRequest if the name is empty, and NotFound."""
     if not name:
         raise InvalidRequest("name", "the name of a cache", "nothing")
     return host.store.get(name, monotonic(), owner)

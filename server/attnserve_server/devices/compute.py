@@ -14,41 +14,38 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Rows = TypeVar("Rows", torch.Tensor, tuple[torch.Tensor, ...])
 RowFunction: TypeAlias = Callable[..., Rows]
-"""Tensors of n rows in, tensors of n rows out; each row of these follows from the same row of those alone."""
+"""Tensors of n rows in, tensors of n rows out; each output row depends only on the same row of the inputs."""
 
 ROWS = 16
-"""Rows come in multiples of this many, the last ones of no meaning.
+"""Row counts are multiples of this; the padding rows at the end have no meaning.
 
-On a CPU, torch multiplies matrices in another order for some numbers of rows, and computes what is left of an array
-behind its last whole vector by other instructions than the vectors. With multiples of 16 rows, at most MAX_ROWS of them
-and packed, a row's bits depend neither on its place nor on the other rows; but matrices have to be multiplied, and
-functions like exp and tanh applied, at widths that are multiples of 16 too. Products of some dtypes divide them further
-(`layers/product.py`).
+On a CPU, torch multiplies matrices in another order for some row counts, and computes the elements after an array's
+last whole vector with other instructions. With multiples of 16 rows, at most MAX_ROWS of them and packed, a row's bits
+depend neither on its position nor on the other rows, provided that the widths of matrix products, and of functions like
+exp and tanh, are multiples of 16 too. Products of some dtypes divide the rows further (`layers/product.py`).
 """
 MAX_ROWS = 512
 
 ALONE_FLOPS = 4_000_000
-"""Work below this is done by the native library before another thread could have taken the interpreter, and given it
-back.
-"""
+"""The native library finishes less work than this sooner than another thread could take the GIL and give it back."""
 
 UNEVEN = 1.15
-"""Items are shared out among threads if the busiest has no more than so many times its part: then each computes its own
-from end to end, where step by step all would wait for the last, and join what they made.
+"""Items are shared out among threads if the busiest gets at most this many times the average load: each thread then
+computes its items from end to end, instead of waiting for the slowest at every step and joining the parts.
 """
 
 
 AttendPacked: TypeAlias = Callable[[bytearray, int], list[int]]
-"""Computes packed calls of the native kernel, which cost so many FLOPs: the places of those whose results are not
-finite, and have no meaning.
+"""Computes packed calls of the native kernel, which together cost this many FLOPs. Returns the places of those whose
+results are not finite, and so have no meaning.
 """
 
 ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
-"""Computes packed sequences by a packed multi-head layer of the native library: likewise."""
+"""Likewise computes packed sequences with a packed multi-head layer of the native library."""
 
 
 class Compute(Protocol):
-    """A device, as layers see it; used by as many threads at a time as it takes batches."""
+    """A device as layers see it; up to `Device.depth` threads use it at once."""
 
     torch_device: torch.device
     """Where tensors are."""
@@ -60,28 +57,28 @@ class Compute(Protocol):
     """Likewise."""
 
     products: Products | None
-    """Of weights of float32, if they are compiled: none where there is no native kernel."""
+    """Compiled products with float32 weights; None where there is no native kernel."""
 
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`, or what calls for some of the items each give, each on a thread. What `compute` makes of an
-        item must not depend on the others; `flops` is what each costs.
+        """`compute(items)`, or the joined results of several such calls for some of the items each, one per thread. An
+        item's result must not depend on the other items; `flops` is the cost of each.
         """
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
-        """`function(*tensors)`; the tensors have equally many rows, a multiple of ROWS. `flops` is what it costs."""
+        """`function(*tensors)`; all tensors have the same number of rows, a multiple of ROWS. `flops` is its cost."""
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls, in their order. `flops` is what they cost together."""
+        """The results of calls, in order. `flops` is their total cost."""
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
-        """The results of computations, in their order. `flops` is what they cost together."""
+        """The results of computations, in order. `flops` is their total cost."""
 
 
 def even_shares(costs: Sequence[int], threads: int) -> tuple[list[list[int]], list[int]]:
-    """The places of items for each thread, if that is even, and those that are better divided among all: none, one, or
-    all of them.
+    """The places of each thread's items, if they divide evenly, and of the items that are better split among all
+    threads: none, one, or all.
     """
     places = list(range(len(costs)))
     rest: list[int] = []
@@ -99,7 +96,7 @@ def even_shares(costs: Sequence[int], threads: int) -> tuple[list[list[int]], li
 
 
 def shares(costs: Sequence[int], threads: int) -> list[list[int]]:
-    """The places of items of these costs, divided among threads: the next largest to who has least, each in order."""
+    """Places of items of these costs, divided greedily: the next largest goes to the least loaded thread. Ascending."""
     parts: list[list[int]] = [[] for _ in range(threads)]
     loads = [0] * threads
     for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
@@ -110,7 +107,7 @@ def shares(costs: Sequence[int], threads: int) -> list[list[int]]:
 
 
 def chunks(rows: int, threads: int) -> Iterator[slice]:
-    """Ranges of whole multiples of ROWS rows, none above MAX_ROWS, in numbers that busy all threads alike."""
+    """Ranges of multiples of ROWS rows, none above MAX_ROWS, in a number that keeps all threads equally busy."""
     blocks, count = rows // ROWS, -(-rows // MAX_ROWS)
     count = min(-(-count // threads) * threads, blocks)
     for place in range(count):

@@ -1,7 +1,7 @@
 """The CPU: every kernel call runs on one thread, and threads are used across calls and parts of calls.
 
-So the bits of a result depend on nothing but its request, and no thread ever spins beside the event loop, as the
-intra-op threads of torch would. The native kernel computes what it can, the kernels on torch tensors all else.
+So the bits of a result depend only on its request, and no thread spins beside the event loop, as torch's intra-op
+threads would. The native kernel computes what it can, the kernels on torch tensors the rest.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
 
 SPLIT_FLOPS = 20_000_000
-"""Work below this many FLOPs is done sooner by one thread than it is divided, by Python."""
+"""One thread finishes less work than this many FLOPs sooner than Python could divide it."""
 
 HELPED_FLOPS = 4_000_000
-"""The native kernel has a thread for so many FLOPs, or what counts as many (`Request.effort`): the team that helps is
-there in microseconds. For less, the help would cost about as much time as it saves, and more of the processors'.
+"""The native kernel gets one thread per this many FLOPs, or the equivalent (`Request.effort`): its team joins within
+microseconds. For less, help would cost about as much time as it saves, and more processor time.
 """
 
 TASKS = 8
-"""Into how many tasks a thread a list of calls is divided: handing one over costs more than a small call does."""
+"""Tasks per thread that a list of calls is divided into: handing over a task costs more than a small call does."""
 
 
 _ALONE = Threads()
@@ -64,7 +64,7 @@ class CpuDevice:
 
     name = "cpu"
     depth = 1
-    """One batch: whoever staged another would take its processors."""
+    """One batch: staging another would take processors from it."""
 
     def __init__(self, threads: int, inline_flops: int, native: Library | None = None) -> None:
         torch.set_num_threads(1)
@@ -115,7 +115,7 @@ class CpuDevice:
         )
 
     def _finish(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes what the results of some requests lack, by kernels on torch tensors."""
+        """Computes what is missing from the results of some requests, with the kernels on torch tensors."""
         begin = perf_counter()
         results = []
         for request in requests:
@@ -129,7 +129,7 @@ class CpuDevice:
         return BatchResult(results, 0.0, perf_counter() - begin, 0.0, kernel_calls=self.take_kernel_calls())
 
     def _run_on_tensors(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes requests by the kernels on torch tensors."""
+        """Computes requests with the kernels on torch tensors."""
         begin = perf_counter()
         staged = self._stager.stage(requests)
         after_staging = perf_counter()
@@ -147,8 +147,8 @@ class CpuDevice:
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`, or of parts of them on all threads, if they cost enough and can be shared out evenly; one
-        item that is too many for that is computed afterwards, by itself.
+        """`compute(items)`, or of parts of them on all threads, if they cost enough and divide evenly; a single item
+        that prevents this is computed afterwards, by itself.
         """
         pool = self._pool_for(sum(flops))
         parts, rest = ([], []) if pool is None else even_shares(flops, self.threads)
@@ -161,20 +161,20 @@ class CpuDevice:
         return [results[place] for place in range(len(items))]
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
-        """`function(*tensors)`, computed for ranges of rows, on all threads if it costs enough."""
+        """`function(*tensors)`, computed by ranges of rows, on all threads if it costs enough."""
         pool = self._pool_for(flops)
         ranges = list(chunks(len(tensors[0]), 1 if pool is None else self.threads))
         if len(ranges) < 2:
             return function(*tensors)
 
         def part(of_rows: slice) -> Rows:
-            with torch.inference_mode():  # which each thread has of its own
+            with torch.inference_mode():  # it is set per thread
                 return function(*(tensor[of_rows] for tensor in tensors))
 
         return _end_to_end(list(map(part, ranges) if pool is None else pool.map(part, ranges)))
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls, which are computed on all threads if they cost enough."""
+        """The results of calls, computed on all threads if they cost enough."""
         ours = [self.native is not None and applies(call) for call in calls]
         native = list(itertools.compress(calls, ours))
         if self.native is None or not native:
@@ -189,17 +189,17 @@ class CpuDevice:
         return [next(found if is_ours else others) for is_ours in ours]
 
     def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> list[int]:
-        """What the library makes of packed calls, on all threads if they cost enough."""
+        """Computes packed calls with the library, on all threads if they cost enough."""
         self._count(NAME, len(calls) // CALL_BYTES)
         return native.attend(calls, self._threads_for(flops))
 
     def _apply_packed(self, layers: MultiHeads, layer: bytes, pieces: bytearray, flops: int) -> list[int]:
-        """What the library makes of packed sequences, on all threads if they cost enough."""
+        """Computes packed sequences with the library, on all threads if they cost enough."""
         self._count(NAME, len(pieces) // PIECE.size)
         return layers.apply(layer, pieces, self._threads_for(flops))
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The same by the kernels on torch tensors."""
+        """The same, with the kernels on torch tensors."""
         pool = self._pool_for(flops)
         if pool is None:
             results = [attend(call) for call in calls]
@@ -213,7 +213,7 @@ class CpuDevice:
         return results
 
     def _threads_for(self, flops: int) -> Threads | None:
-        """Those who compute work of this cost by the native kernel: None is the caller, who lets nobody else run."""
+        """The threads that compute work of this cost with the native kernel; None: the caller, holding the GIL."""
         if flops < ALONE_FLOPS:
             return None
         if self._team is None or hasattr(self._thread, "own"):
@@ -225,7 +225,7 @@ class CpuDevice:
             self._kernel_calls[kernel] += calls
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
-        """The results of computations, which run on all threads if they cost enough."""
+        """The results of computations, run on all threads if they cost enough."""
         pool = self._pool_for(flops) if len(computations) > 1 else None
         each = (compute() for compute in computations) if pool is None else self._on_threads(pool, computations)
         results = list(each)
@@ -236,13 +236,13 @@ class CpuDevice:
     def _on_threads(
         self, pool: ThreadPoolExecutor, computations: Sequence[Callable[[], AttentionResult]]
     ) -> Iterator[AttentionResult]:
-        """The results of computations, which run on all threads, in their order."""
+        """The results of computations, run on all threads, in order."""
         each = -(-len(computations) // (TASKS * self.threads))
         tasks = [computations[start : start + each] for start in range(0, len(computations), each)]
         return itertools.chain.from_iterable(pool.map(_run_each, tasks))
 
     def _pool_for(self, flops: int) -> ThreadPoolExecutor | None:
-        """The threads that work of this cost is divided among; None if it is not. They themselves divide nothing."""
+        """The threads that work of this cost is divided among; None if it is not, as always on one of these threads."""
         return None if flops < SPLIT_FLOPS or hasattr(self._thread, "own") else self._pool
 
     def _mark(self) -> None:
@@ -253,25 +253,25 @@ class CpuDevice:
         return torch.empty(size, dtype=torch.uint8)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, which is there."""
+        """The tensor itself: it is already there."""
         return tensor
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The tensors, which are here."""
+        """The tensors themselves: they are already here."""
         return tensors
 
     def take_kernel_calls(self) -> Counter[str]:
-        """The calls of kernels since they were last taken."""
-        with self._counting:  # of a batch that has failed, threads may still compute
+        """The counts of kernel calls since they were last taken."""
+        with self._counting:  # threads may still be computing for a batch that has failed
             taken, self._kernel_calls = self._kernel_calls, Counter()
         return taken
 
     def blame(self, error: Exception) -> Blame:
-        """A CPU is never lost without this process."""
+        """A CPU is never lost while this process lives."""
         return "memory" if is_out_of_memory(error) else "request"
 
     def warm_up(self) -> None:
-        """Runs each kernel, and what can be divided on all threads."""
+        """Runs each kernel, on all threads where the work can be divided."""
         for length in (16, 256):
             query = torch.randn(1, 2 * self.threads, length, 64)
             call = AttentionCall(query, query, query, 0.125)
@@ -279,7 +279,7 @@ class CpuDevice:
         self.take_kernel_calls()
 
     def memory(self) -> dict[str, int]:
-        """Nothing: the host's memory is the process' own."""
+        """Nothing: host memory is the process's own."""
         return {}
 
     def kernels(self) -> list[tuple[str, str]]:
@@ -297,12 +297,12 @@ class CpuDevice:
 
 
 def _run_each(computations: Sequence[Callable[[], AttentionResult]]) -> list[AttentionResult]:
-    with torch.inference_mode():  # which each thread has of its own
+    with torch.inference_mode():  # it is set per thread
         return [compute() for compute in computations]
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:
-    """Tensors, or tuples of tensors, with the rows of each behind those of the one before."""
+    """Concatenates tensors, or tuples of tensors, by rows."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
     return tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
@@ -311,7 +311,7 @@ def _end_to_end(parts: list[Rows]) -> Rows:
 def _divide(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:
     """A call as calls for some of its sequences (axis 0), or of its heads (axis 1) where that changes no bits."""
     sequences, kv_heads = call.query.shape[0], call.key.shape[1]
-    # What does not come out even among sequences may do so among heads.
+    # What does not divide evenly by sequences may do so by heads.
     if sequences % count and kv_heads >= count and kernel_for(call).heads_apart:
         return [call.kv_heads(start, stop) for start, stop in _ranges(kv_heads, count)], 1
     if sequences >= count:

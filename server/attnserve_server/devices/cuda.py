@@ -1,15 +1,15 @@
 """A CUDA device: what a ragged kernel takes of a batch goes to it in one call, the rest call by call.
 
-A batch is staged, computed and fetched without waiting for anything but its end (see `transfers.py`), and while it
-computes another thread stages the next: two batches have nothing in common but the streams. Whether inputs
-were finite is told with the results; the few sequences that had NaN or infinities are then computed again by the math
-kernel, which knows what may be seen of those. Caches and layers go on with the results of calls (`attend`). Caches wait
-for what is told once for each list of calls, and so once, mostly; layers are computed as if everything were finite, and
-wait at their end (`share`): what was not has them computed once more, waiting at each attention. Layers whose keys are
-in caches wait so from the first.
+A batch is staged, computed and fetched with a single wait, at its end (see `transfers.py`), and while it computes
+another thread stages the next: two batches share nothing but the streams. Whether inputs were finite is flagged with
+the results; the few sequences with NaN or infinities are then recomputed by the math kernel, which knows where those
+may show. Caches and layers continue on the device with the results of calls (`attend`). Caches wait for the flags once
+per list of calls, so mostly once; layers are computed as if everything were finite and wait at their end (`share`): if
+something was not, they are recomputed, waiting at each attention. Layers whose keys are in caches wait that way from
+the start.
 
-Not yet run on a GPU: `run_batch` and all that it calls but torch's own kernels is tested on CPU tensors, streams and
-kernels by `tests/gpu`, where there is a GPU.
+Not yet run on a GPU: `run_batch` and all that it calls, except torch's own kernels, is tested on CPU tensors; streams
+and kernels by `tests/gpu`, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from attnserve_server.requests.work import BatchResult, RequestResult
 
 
 class _KernelCalls(local):
-    """The calls of kernels that each thread has made for its batch, and what these told that is looked at later."""
+    """The kernel calls that each thread has made for its batch, and those of their flags that are to be read later."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.unseen: list[torch.Tensor] | None = None
-        """None: it is looked at at once."""
+        """None: flags are read at once."""
 
 
 class CudaDevice:
@@ -64,7 +64,7 @@ class CudaDevice:
     """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
 
     depth = 2
-    """One batch computes, and one is staged."""
+    """One batch computes while another is staged."""
 
     attend_packed: AttendPacked | None = None
     apply_packed: ApplyPacked | None = None
@@ -81,20 +81,20 @@ class CudaDevice:
         self._transfers = CudaTransfers(self._device)
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes a batch. Raises torch.OutOfMemoryError, and what else torch raises, for the batch as a whole."""
+        """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
         try:
             with self._transfers.computing():
                 return run_batch(requests, self._transfers, RAGGED_KERNELS)
         except Exception as error:
-            # Whoever keeps the error keeps the frames that it passed, and they the tensors of a batch that failed.
+            # An error that is kept would keep its frames, and with them the tensors of the failed batch.
             traceback.clear_frames(error.__traceback__)
             raise
 
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`: the device has threads of its own. Whether inputs were finite is looked at afterwards, all
-        at once; if some were not, everything is computed again.
+        """`compute(items)`: the device has threads of its own. The flags for inputs that were not finite are read
+        afterwards, all at once; if any is set, everything is computed again.
         """
         calls = self._kernel_calls
         calls.unseen = []
@@ -111,7 +111,7 @@ class CudaDevice:
         return function(*tensors)
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls, with what is not finite in them mended: looked at once, when all have been asked."""
+        """The results of calls, those of non-finite inputs mended: flags are read once, when all calls are launched."""
         results = [attend(call) for call in calls]
         counts, unseen = self._kernel_calls.counts, self._kernel_calls.unseen
         counts.update(result.kernel for result in results)
@@ -134,29 +134,29 @@ class CudaDevice:
         return results
 
     def take_kernel_calls(self) -> Counter[str]:
-        """The calls of kernels since they were last taken."""
+        """The counts of kernel calls since they were last taken."""
         taken, self._kernel_calls.counts = self._kernel_calls.counts, Counter()
-        return +taken  # those of which there were any
+        return +taken  # without zeros
 
     def allocate(self, size: int) -> torch.Tensor:
         """Pinned memory, unless it is too much."""
         return self._transfers.allocate(size)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, copied beside what computes: from pinned memory, as from other it would wait."""
+        """The tensor on the device, copied while that computes: via pinned memory, as other copies would wait."""
         if not tensor.is_pinned() and tensor.nbytes <= MAX_PINNED:
             pinned = self.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             tensor = pinned.copy_(tensor)
         return self._transfers.upload(tensor)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The tensors in pinned memory, copied beside what computes, and waited for once."""
+        """The tensors in pinned memory, copied while the device computes, with one wait for all."""
         fetched = [self._transfers.fetch(tensor) for tensor in tensors]
         self._transfers.asked().until_fetched()
         return fetched
 
     def blame(self, error: Exception) -> Blame:
-        """Errors of kernels stay with the context: after one, nothing works until the process ends."""
+        """Kernel errors stick to the CUDA context: after one, nothing works until the process ends."""
         if is_out_of_memory(error):
             return "memory"
         try:
@@ -166,9 +166,9 @@ class CudaDevice:
         return "request"
 
     def warm_up(self) -> None:
-        """Loads every kernel, and pins memory; on as many threads as there are batches at a time, which end.
+        """Loads every kernel and pins memory, on as many short-lived threads as there are batches at a time.
 
-        For a thread has a handle of cuBLAS, made in its first call, that the next thread inherits when it ends.
+        A thread's first call makes a cuBLAS handle for it; when the thread ends, the next one inherits that.
         """
         self._transfers.warm_up()
         together = Barrier(self.depth)
@@ -187,7 +187,7 @@ class CudaDevice:
         self._transfers.asked().until_computed()
 
     def memory(self) -> dict[str, int]:
-        """Bytes in tensors, bytes that torch holds, and bytes that nobody holds."""
+        """Bytes in tensors, bytes that torch holds, and bytes that are free."""
         return {
             "allocated": torch.cuda.memory_allocated(self._device),
             "reserved": torch.cuda.memory_reserved(self._device),
@@ -200,7 +200,7 @@ class CudaDevice:
         return [(kernel.name, kernel.description) for kernel in RAGGED_KERNELS] + rest
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the work in flight."""
         asked = self._transfers.asked()
         asked.until_computed()
         asked.until_fetched()
@@ -218,7 +218,7 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
 
     pack_results = [_fetched_pack(each.run(), transfers) for each in staged_packs]
     results = [_fetched(attend(call.call), others[call.parts[0][0]].problem, transfers) for call in staged]
-    asked = transfers.asked()  # before it waits: meanwhile another batch asks, too
+    asked = transfers.asked()  # before waiting: another batch submits work meanwhile
     asked.until_computed()
     after_compute = perf_counter()
     asked.until_fetched()
@@ -249,7 +249,7 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
 
 
 def _fetched(result: AttentionResult, problem: Problem, transfers: Transfers) -> AttentionResult:
-    """The result on its way to the host; the output will lie there as the reply has it."""
+    """The result on its way to the host, where the output will have the layout of the reply."""
     if problem.length_first:
         output = transfers.fetch(result.output.transpose(1, 2)).transpose(1, 2)
     else:
@@ -269,7 +269,7 @@ def _fetched_pack(result: PackResult, transfers: Transfers) -> PackResult:
 def _of_members(
     pack: Pack, result: PackResult, requests: Sequence[Request], exactly: Callable[[Request], RequestResult]
 ) -> list[tuple[int, RequestResult]]:
-    """The places in the batch of a pack's requests, and their results; suspect requests are computed again."""
+    """The places in the batch of a pack's requests, and their results; suspect requests are recomputed."""
     output, width = _bytes(result.output), result.output.shape[1] * result.output.element_size()
     lse = None if result.lse is None else _bytes(result.lse)
     members = []
@@ -287,13 +287,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _on_host(result: AttentionResult) -> AttentionResult:
-    """The result in ordinary memory, waited for."""
+    """The result in ordinary host memory, after a wait."""
     lse, scores = (None if part is None else part.cpu() for part in (result.lse, result.scores))
     return AttentionResult(result.output.cpu(), lse, scores, result.kernel)
 
 
 def _mend(call: AttentionCall, result: AttentionResult) -> int:
-    """Computes the suspect sequences of a result on the host again, and writes them into it; how many they were."""
+    """Recomputes the suspect sequences of a result, whose flags are on the host; returns how many they were."""
     suspects = [] if result.suspect is None else torch.nonzero(result.suspect).flatten().tolist()
     for n in suspects:
         exact = _on_host(math.attend_each(call.sequences(n, n + 1)))

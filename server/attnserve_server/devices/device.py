@@ -1,6 +1,6 @@
 """What a device is: requests in, contiguous results out; and the choice of the device.
 
-Whoever imports this imports torch: the rooms that a request crosses before and after name `Device` for its type alone.
+Importing this imports torch: the rooms that a request crosses before and after use `Device` as a type only.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ class Device(Compute, Protocol):
     """The threads that compute; 0 if it is not a CPU."""
 
     instructions: str
-    """What the native kernel computes by, such as `AVX-512`; empty where there is none."""
+    """The instruction set of the native kernel, such as `AVX-512`; empty where there is none."""
 
     inline_flops: int
-    """Batches below so many FLOPs are run faster on the caller's thread than on another."""
+    """Batches below this many FLOPs run faster on the caller's thread than on another."""
 
     depth: int
-    """How many batches it takes at a time, each on a thread of its own: 1 where staging is computing, more where one
-    batch can be staged while another computes. In a batch of whatever work, all is called on the batch's thread.
+    """How many batches it takes at a time, each on a thread of its own: 1 where staging takes the processors that
+    compute, more where one batch can be staged while another computes. All calls for a batch are made on its thread.
     """
 
     messages: Messages | None
-    """Who computes whole messages of little work on the caller's thread; None if nobody does."""
+    """Computes whole messages of little work on the caller's thread; None if the device cannot."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
-        """Computes a batch of attentions of one group. No result depends on the other requests."""
+        """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        """So many bytes of host memory, to be filled and uploaded."""
+        """Host memory of `size` bytes, to be filled and uploaded."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device, for what is computed from now on, without waiting for what computes."""
+        """A host tensor on the device, for what is computed from now on, without waiting for the work in flight."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Tensors of the device on the host, computed and there; what others compute meanwhile is not waited for."""
+        """Device tensors on the host, after waiting for them, but not for what others compute meanwhile."""
 
     def take_kernel_calls(self) -> Counter[str]:
-        """The calls of kernels, by name, that this thread's batch has made since it was last asked."""
+        """The kernel calls, by name, that this thread's batch has made since they were last taken."""
 
     def blame(self, error: Exception) -> Blame:
-        """What a computation failed for, by the exception that it raised; looks whether the device still works."""
+        """What made a computation fail, by the exception that it raised; checks whether the device still works."""
 
     def warm_up(self) -> None:
-        """Does what makes a first call slower than a second."""
+        """Does what would make a first call slower than a second."""
 
     def memory(self) -> dict[str, int]:
         """The device's memory in bytes by state; empty for the host."""
@@ -77,17 +77,17 @@ class Device(Compute, Protocol):
         """Names and descriptions of the kernels in use, in the order in which they are tried."""
 
     def close(self) -> None:
-        """Gives back threads and memory."""
+        """Releases threads and memory."""
 
 
 class DeviceError(Exception):
-    """A device that is asked for and is not there."""
+    """The device that was asked for is not there."""
 
 
 def open_device(name: str, threads: int, inline_flops: int, native_kernel: str = "auto") -> Device:
     """Opens `cpu`, `cuda`, `cuda:n`, or for `auto` CUDA where there is one. Raises DeviceError.
 
-    `native_kernel` is `auto`, `off` or instructions by name, for a CPU.
+    `native_kernel`, for a CPU, is `auto`, `off` or an instruction set by name.
     """
     import torch
 
@@ -102,13 +102,15 @@ def open_device(name: str, threads: int, inline_flops: int, native_kernel: str =
         except LookupError as error:
             raise DeviceError(str(error)) from None
         if native is None and native_kernel == "auto":
-            logger.warning("there is no native kernel, since %s; torch's compute alone", library.hindrance())
+            logger.warning(
+                "the native kernel is not available, because %s: only torch's kernels are used", library.hindrance()
+            )
         return CpuDevice(threads, inline_flops, native)
     if not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r} is not to be had: torch {torch.__version__} sees no CUDA device")
+        raise DeviceError(f"device {name!r} is not available: torch {torch.__version__} sees no CUDA device")
     from attnserve_server.devices.cuda import CudaDevice
 
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"device {name!r} is not to be had: there are {torch.cuda.device_count()} CUDA devices")
+        raise DeviceError(f"device {name!r} is not available: there are {torch.cuda.device_count()} CUDA devices")
     return CudaDevice(index)

@@ -7,17 +7,17 @@ from typing import Literal, TypeAlias
 import torch
 
 Blame: TypeAlias = Literal["request", "memory", "device"]
-"""What a computation failed for: the request itself, memory that the device has not, or the device, for good."""
+"""What made a computation fail: the request itself, a lack of memory, or the device, which is lost for good."""
 
 CUDA_MEMORY_ALLOCATION = 2
-"""cudaErrorMemoryAllocation, by which CUDA itself says that it has no memory."""
+"""cudaErrorMemoryAllocation, by which CUDA itself reports that it is out of memory."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was no memory, of the host or of the device."""
+    """Whether the host or the device ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if getattr(error, "error_code", None) == CUDA_MEMORY_ALLOCATION:
         return True
-    # The one sign that torch's allocator for the host gives: a plain RuntimeError with these words.
+    # The only sign that torch's host allocator gives: a plain RuntimeError with these words.
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

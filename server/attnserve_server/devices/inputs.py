@@ -1,8 +1,8 @@
-"""Where queries, keys and values of requests lie in host memory, from where devices take them.
+"""Where queries, keys and values of requests lie in host memory, from which devices take them.
 
-In: requests that share a problem, and memory. Out: their payloads in it, one behind the other, and views of these. What
-is computed before anything else is staged goes where the last such inputs were: most of what staging a small request
-costs is to get memory and to lay out views.
+In: requests that share a problem, and memory. Out: their payloads in it, end to end, and views of these. Inputs that
+are computed before anything else is staged reuse the place of the last such inputs: most of the cost of staging a small
+request is getting memory and laying out views.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from attnserve_server.requests.request import Request
 Allocate = Callable[[int], torch.Tensor]
 
 LOOKED_AT: Final = 4 << 20
-"""Up to so many bytes, whether inputs are finite is seen all at once; kernels look at larger ones, on threads."""
+"""Staging checks inputs of up to this many bytes for finiteness, all at once; kernels check larger ones, on threads."""
 KEPT: Final = 1 << 20
-"""Up to so many bytes are put into memory that is kept."""
+"""Inputs of up to this many bytes go into memory that is kept."""
 MOST_KEPT: Final = 64
-"""So many layouts of that memory are remembered."""
+"""How many layouts of that memory are remembered."""
 COPIED_ASIDE: Final = 64 << 10
-"""Payloads from here on are copied while other threads run Python."""
+"""Payloads of this many bytes or more are copied without the GIL."""
 
 Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values."""
 
 
 class Place:
-    """Host memory for the queries, keys and values of so many requests that share a problem."""
+    """Host memory for the queries, keys and values of `count` requests that share a problem."""
 
     __slots__ = ("_array", "_bytes", "_parts", "_views", "elements", "inputs", "problem", "whole")
 
@@ -59,10 +59,10 @@ class Place:
         self.inputs = self.inputs_in(self.elements)
         """Views of the elements [N, H, L, D], in the layout of the payloads."""
         self.whole = used == end <= LOOKED_AT
-        """Whether all elements are of inputs, and few enough to be looked at."""
+        """Whether all elements belong to inputs, and are few enough for staging to check."""
 
     def fill(self, members: Sequence[Request]) -> None:
-        """Puts the payloads of requests there, one behind the other."""
+        """Copies the payloads of requests there, end to end."""
         target = self._bytes
         for payload, start, size in self._parts:
             for member in members:
@@ -73,22 +73,22 @@ class Place:
                 start += size
 
     def inputs_in(self, elements: torch.Tensor) -> Inputs:
-        """The same views of other elements, such as those that have been uploaded."""
+        """The same views of other elements, such as the uploaded ones."""
         query, key, value = (elements.as_strided(*view) for view in self._views)
         return query, key, value
 
 
 class KeptPlace(threading.local):
-    """Memory that each thread uses again and again, and where in it inputs lay the last times."""
+    """Memory that each thread uses again and again, and recent layouts of inputs in it."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._places: dict[tuple[int, int], Place] = {}
 
     def place(self, problem: Problem, dtype: torch.dtype, count: int, allocate: Allocate) -> Place:
-        """Where inputs go, until the next ones do."""
+        """Where inputs go, valid until it is next called."""
         found = self._places.get((id(problem), count))
-        if found is not None:  # it keeps its problem alive, so that no other has this id
+        if found is not None:  # it keeps its problem alive, so no other can have this id
             return found
         place = Place(problem, dtype, count, lambda size: self._part(size) if size <= KEPT else allocate(size))
         if place.elements.nbytes <= KEPT:
@@ -107,7 +107,7 @@ class KeptPlace(threading.local):
 def arranged(
     shape: tuple[int, ...], length_first: bool, count: int
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Axes [N, H, L, D] of packed tensors behind each other, and their strides in elements."""
+    """Axes [N, H, L, D] of packed tensors that lie end to end, and their strides in elements."""
     batch = count * shape[0] if len(shape) == 4 else count
     heads, length, width = (1, *shape) if len(shape) == 2 else shape[-3:]
     if not length_first or len(shape) == 2:

@@ -1,9 +1,9 @@
 """From requests to ragged kernel calls: sequences of many requests packed end to end, tokens first.
 
-`pack` decides, from requests alone, which of them go together and where each of their sequences lies; `run_pack` moves
-the tensors, on whatever device they are. Rows are what moves: [D] of one head of one token. The payloads of a pack's
-requests lie one behind the other as they were received, each in its own layout; rows are gathered from there into the
-kernel's order, and scattered back into the same order, which is that of the replies. So the number of operations on
+`pack` decides, from requests alone, which of them go together and where each of their sequences lies; `StagedPack`
+moves the tensors, on whatever device they are. The unit that moves is a row: [D] of one head of one token. The payloads
+of a pack's requests lie end to end as received, each in its own layout; rows are gathered from there into the kernel's
+order, and scattered back into the order of the payloads, which is that of the replies. So the number of operations on
 the device does not grow with the number of requests.
 """
 
@@ -31,10 +31,10 @@ Number = TypeVar("Number", int, torch.Tensor)
 
 
 class PackedSequence(NamedTuple, Generic[Number]):
-    """A sequence of the pack's request `member`, and the rows that it consists of, in those of all payloads.
+    """A sequence of the pack's request `member`, and which rows of all payloads it consists of.
 
-    Its token t, in head h, is the row `start + t * token + h * head`. The keys are those within reach of its queries.
-    Of integers for one sequence, of tensors [N] for many.
+    Its token t in head h is the row `start + t * token + h * head`. The keys are those within reach of its queries.
+    Fields are integers for one sequence, tensors [N] for many.
     """
 
     member: Number
@@ -55,9 +55,9 @@ Window = tuple[int, int]
 
 @dataclass(slots=True)
 class Pack:
-    """Requests, by their places in the batch, that one kernel computes together, in a call for each window.
+    """Requests, by their places in the batch, that one kernel computes together, in separate calls for each window.
 
-    `query_rows` and `kv_rows` say where each request's rows begin, and end with the total.
+    `query_rows` and `kv_rows` hold where each request's rows begin, then the total.
     """
 
     kernel: RaggedKernel
@@ -68,7 +68,7 @@ class Pack:
     kv_rows: list[int] = field(default_factory=lambda: [0])
 
     def add(self, place: int, request: Request, windows: list[tuple[Window, int, int]]) -> None:
-        """Adds a request, given for each of its spans the window and the first and the last key within reach."""
+        """Adds a request, given for each of its spans the window and where the keys within reach begin and end."""
         problem, member = request.problem, len(self.places)
         queries = _Rows.of(problem, problem.query_heads, problem.query_length, self.query_rows[-1])
         keys = _Rows.of(problem, problem.kv_heads, problem.kv_length, self.kv_rows[-1])
@@ -99,7 +99,7 @@ class Pack:
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a tensor are: from token to token, from head to head, from sequence to sequence."""
+    """Where the rows of a tensor are, with the steps from token to token, head to head and sequence to sequence."""
 
     begin: int
     end: int
@@ -109,7 +109,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, heads: int, length: int, begin: int) -> _Rows:
-        """The rows of a tensor of `length` tokens, or as many in all where packed, that begins at the row `begin`."""
+        """The rows of a tensor of `length` tokens (in total where packed) that begins at the row `begin`."""
         tokens_first = problem.length_first and problem.rank > 2
         token, head = (heads, 1) if tokens_first else (1, length)
         if problem.packed:
@@ -139,7 +139,7 @@ def pack(requests: Sequence[Request], kernels: Sequence[RaggedKernel]) -> tuple[
 
 
 def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel | None:
-    """The kernel for a problem, if one takes it whatever its lengths are."""
+    """The kernel for a problem, if one takes it at any lengths."""
     if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
         return None
     if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or problem.query_heads > MAX_SEQUENCES:
@@ -149,7 +149,7 @@ def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel |
 
 
 def _windows(request: Request, kernel: RaggedKernel) -> list[tuple[Window, int, int]] | None:
-    """For each span its window and the keys within reach; None if the kernel cannot compute one of them."""
+    """For each span its window and the range of keys within reach; None if the kernel cannot compute one of them."""
     problem, found = request.problem, []
     for span in request.spans:
         if not span.query_length:
@@ -166,10 +166,10 @@ def _windows(request: Request, kernel: RaggedKernel) -> list[tuple[Window, int, 
 
 @dataclass(slots=True)
 class PackResult:
-    """output [R, Dv], R being all rows of queries, as the replies have them; lse [R] likewise, if asked for.
+    """output [R, Dv], R being all query rows, in the order of the replies; lse [R] likewise, if asked for.
 
     `suspect` [M] is above 0 for requests whose queries, keys or values are not all finite: their results have no
-    meaning. `calls` counts the kernel's.
+    meaning. `calls` counts the kernel's calls.
     """
 
     output: torch.Tensor
@@ -199,7 +199,7 @@ class StagedPack:
         ]
 
     def run(self) -> PackResult:
-        """Computes the pack, on the current stream, without waiting for anything."""
+        """Computes the pack on the current stream, without waiting for anything."""
         pack, problem = self._pack, self._pack.problem
         rows, device = pack.query_rows[-1], self._query.device
         output = torch.empty(rows, problem.value_dim, dtype=self._query.dtype, device=device)
@@ -277,7 +277,7 @@ def _sinks(request: Request) -> NDArray[Any]:
 
 
 class _Tokens(NamedTuple):
-    """Packed tokens: where each sequence's begin, int32 [N + 1]; the sequence of each [T], and its place there [T]."""
+    """Packed tokens: where each sequence begins, int32 [N + 1]; the sequence of each token [T], and its place there."""
 
     starts: torch.Tensor
     sequence: torch.Tensor
@@ -285,7 +285,7 @@ class _Tokens(NamedTuple):
 
     @staticmethod
     def of(lengths: torch.Tensor, total: int) -> _Tokens:
-        """The tokens of sequences of these lengths [N], which sum to `total`: torch need not wait to know it."""
+        """The tokens of sequences of these lengths [N]; given their sum `total`, torch need not wait for it."""
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         sequence = torch.repeat_interleave(lengths, output_size=total)
         place = torch.arange(total, device=lengths.device) - starts[sequence]
@@ -299,6 +299,6 @@ class _Tokens(NamedTuple):
 
 
 def rows_of_members(pack: Pack) -> Iterator[tuple[int, slice]]:
-    """The place in the batch of each of a pack's requests, and its rows among those of the results."""
+    """The place in the batch of each of a pack's requests, and its rows in the results."""
     for place, start, stop in zip(pack.places, pack.query_rows, pack.query_rows[1:], strict=False):
         yield place, slice(start, stop)

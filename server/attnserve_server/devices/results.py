@@ -55,21 +55,21 @@ def collect(
 
 
 def fetched(device: Device, arranged: Sequence[Parts]) -> list[RequestResult]:
-    """What replies carry of results that are laid out as replies have them, all brought to the host together."""
+    """The results that replies carry, from tensors in the layouts of replies; all are fetched to the host together."""
     here = iter(device.fetch([part.contiguous() for parts in arranged for part in parts if part is not None]))
     found = ([None if part is None else rows_of_bytes(next(here), 1)[0] for part in parts] for parts in arranged)
     return [RequestResult(output, lse, scores) for output, lse, scores in found]  # type: ignore[arg-type]
 
 
 def _of_no_queries(problem: Problem) -> RequestResult:
-    """Nothing: no tensor, for other lengths than that of the queries may be beyond all bounds."""
+    """An empty result, made without any tensor: lengths other than that of the queries may exceed all bounds."""
     nothing = memoryview(b"")
     lse, scores = (nothing if asked else None for asked in (problem.return_lse, problem.return_scores))
     return RequestResult(nothing, lse, scores)
 
 
 def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Scores over the first keys, as scores over all of them: what `kv_lengths` cut off is excluded."""
+    """Scores over the first keys, widened to all keys: those that `kv_lengths` cut off are excluded."""
     missing = problem.kv_length - scores.shape[-1]
     if not missing:
         return scores
@@ -81,7 +81,7 @@ def _excluded(problem: Problem) -> float:
 
 
 def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> RequestResult:
-    """The result of a request whose spans were computed apart."""
+    """The result of a request whose spans were computed separately."""
     problem = request.problem
     dtype = TORCH[problem.dtype]
     rows, width, heads = problem.query_length, problem.value_dim, problem.query_heads
@@ -110,7 +110,7 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
 
 
 def put(into: RequestResult, problem: Problem, where: Rows, result: AttentionResult) -> None:
-    """Writes output and lse over those that a result has in some rows, on the host."""
+    """Overwrites output and lse in some rows of a result that is on the host."""
     batch = 1 if problem.packed else problem.batch
     heads, rows = problem.query_heads, problem.query_length
     output = torch.frombuffer(into.output, dtype=TORCH[problem.dtype])
@@ -131,7 +131,7 @@ def rows_of(problem: Problem, span: Span) -> Rows:
 
 
 def rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:
-    """The bytes of a tensor on the host, packed, in so many equal parts along its first axis."""
+    """The bytes of a host tensor, packed, in `count` equal parts along its first axis."""
     flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     size = len(flat) // count
     return [flat[place * size : (place + 1) * size] for place in range(count)]

@@ -1,7 +1,7 @@
 """From requests to kernel calls, for any device: the layout of payloads becomes heads first and packed.
 
-Requests of one batch that share a problem and hold one span each are stacked into one call. All others are cut into a
-call for each span. Neither changes a bit of any result: kernels compute each sequence as if it were alone.
+Requests of one batch that share a problem and have one span each are stacked into one call; all others become one call
+per span. Neither changes a bit of any result: kernels compute each sequence as if it were alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StagedCall:
 
 
 class Stager:
-    """Turns batches into calls: `allocate` gives host memory of so many bytes, `upload` brings it to the device.
+    """Turns batches into calls: `allocate` gives host memory of a number of bytes, `upload` brings it to the device.
 
-    `looks` says that what has been uploaded can be looked at without waiting for the device.
+    `looks` says that uploaded tensors can be read without waiting for the device.
     """
 
     def __init__(self, allocate: Allocate, upload: Upload, looks: bool) -> None:
@@ -59,8 +59,8 @@ class Stager:
         return staged
 
     def _stage_stack(self, requests: Sequence[Request], indexes: list[int], only: bool) -> Iterator[StagedCall]:
-        """The calls for requests that share a problem; more than one of them only if each holds a single span. `only`
-        says that they are the batch.
+        """The calls for requests that share a problem; several requests only if each has a single span. `only` says
+        that they are the whole batch.
         """
         members = [requests[index] for index in indexes]
         problem, spans = members[0].problem, members[0].spans
@@ -76,7 +76,7 @@ class Stager:
             if name in problem.tensors
         }
         score = self._score(members[0], exact)
-        # Scores before the masks exist for the keys that `kv_lengths` masks, too; elsewhere those keys are cut off.
+        # Scores before masking exist for the keys that `kv_lengths` masks, too; otherwise those keys are cut off.
         masked_lengths = problem.return_scores in ("raw", "capped") and not problem.packed
         for span in spans:
             count = span.sequences * len(members)
@@ -120,8 +120,8 @@ class Stager:
         """Queries, keys and values [N, H, L, D], packed, of requests that share a problem, sequence by sequence; and
         whether they are known to hold neither NaN nor infinities.
 
-        They share memory, which is taken, uploaded and looked at once. It is used again where nobody can notice: where
-        the device computes what it is given, before anything else is staged on this thread.
+        They share memory, which is allocated, uploaded and checked in one go. It is reused only where that is safe:
+        where the device has computed its inputs before anything else is staged on this thread.
         """
         problem = members[0].problem
         choose = self._kept.place if only and self._looks else Place
@@ -133,12 +133,12 @@ class Stager:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         finite = False
         if self._looks and place.whole:
-            # A sum is finite only if all that it adds up is; one that is not may have overflowed.
+            # A sum is finite only if all its terms are; one that is not may just have overflowed.
             finite = isfinite(elements.sum(dtype=exact_dtype(problem)).item())
         return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
-        """A tensor of several requests, one behind the other along a new first axis that is dropped for one."""
+        """A tensor of several requests, stacked along a new first axis, which is dropped for a single one."""
         spec = members[0].problem.tensors[name]
         size = spec.size
         raw = self._allocate(size * len(members))
@@ -149,7 +149,7 @@ class Stager:
         return tensor.view(spec.shape if len(members) == 1 else (len(members), *spec.shape))
 
     def _broadcast(self, members: Sequence[Request], name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Mask or bias of rank 4, with a first axis of 1 or of a sequence of each request."""
+        """Mask or bias of rank 4, whose first axis is 1 or the sequences of all requests."""
         problem = members[0].problem
         spec = problem.tensors.get(name)
         if spec is None:
@@ -181,7 +181,7 @@ class Stager:
 
 
 def _stacks(requests: Sequence[Request]) -> list[list[int]]:
-    """The batch as lists of places: requests that can be one call, in the order in which they came."""
+    """The batch as lists of places: requests that can be one call, in order of arrival."""
     stacks: dict[object, list[int]] = {}
     for index, request in enumerate(requests):
         problem = request.problem
@@ -196,7 +196,7 @@ def exact_dtype(problem: Problem) -> torch.dtype:
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in a dtype of less range, maybe, in which what was finite stays finite: large biases are values."""
+    """The tensor in a dtype of perhaps less range, where what was finite stays finite: large biases are values."""
     converted = tensor.to(dtype)
     if tensor.dtype != torch.float64 or dtype == torch.float64:
         return converted
@@ -207,8 +207,8 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def heads_first(
     elements: torch.Tensor, shape: tuple[int, ...], length_first: bool, start: int = 0, count: int = 1
 ) -> torch.Tensor:
-    """[N, H, L, D], packed, of elements in one piece of memory that hold `count` tensors of a shape, of rank 2 to 4 and
-    in some layout, one behind the other from element `start` on.
+    """[N, H, L, D], packed, from a block of elements that holds `count` tensors of a shape, of rank 2 to 4 and in some
+    layout, end to end from element `start` on.
     """
     axes, strides = arranged(shape, length_first, count)
     tensor = elements.as_strided(axes, strides, start)

@@ -1,13 +1,13 @@
-"""Tensors to a CUDA device and back, beside its computing.
+"""Tensors to a CUDA device and back, while it computes.
 
-Three streams: one copies to the device, one computes, one copies back; events order them, and only what the host must
-know is waited for. Batches of several threads share them: so what one computes comes behind all that was asked before,
-in whatever memory that was, while its inputs are copied beside that; and a batch waits for what it has asked, and for
-no more than others had asked by then: where that ends is marked before it waits. The one that computes is the device's
-default stream, on which layers are loaded and caches made, too.
+Three streams: one copies to the device, one computes, one copies back; events order them, and the host waits only for
+what it must know. Batches on several threads share them: so a batch computes after all that was submitted before, in
+whatever memory that was, while its inputs are copied meanwhile; and it waits for its own work, and for no more than
+others had submitted by then: that point is marked before it waits. The compute stream is the device's default stream,
+on which layers are loaded and caches made, too.
 
-Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and given out again only when
-the copies from them are done: so a block is filled while another is on its way, and replies keep theirs for as long as
+Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and reused only when the
+copies from them are done: so one block is filled while another is in transit, and replies keep theirs for as long as
 they need them.
 """
 
@@ -20,15 +20,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 MAX_PINNED = 1 << 30
-"""Blocks above this many bytes are ordinary memory: their copies are waited for, but nothing stays pinned."""
+"""Blocks above this many bytes are ordinary memory: copying them blocks, but nothing stays pinned."""
 WARM_BLOCKS = 6
-"""Pinned blocks of each size that are there from the start: query, key and value of two stacks."""
+"""Pinned blocks of each size that are allocated at the start: query, key and value of two stacks."""
 WARM_POWERS = range(12, 25)
-"""Powers of two of those sizes: 4 KiB to 16 MiB. Others are allocated, for milliseconds, when first needed."""
+"""Those sizes as powers of two: 4 KiB to 16 MiB. Others are allocated when first needed, which takes milliseconds."""
 
 
 class Asked(NamedTuple):
-    """Waits for what has been asked up to some moment, whatever has been asked since."""
+    """Waits for the work submitted up to some moment, whatever has been submitted since."""
 
     until_computed: Callable[[], None]
     """Waits until it has been computed."""
@@ -37,28 +37,28 @@ class Asked(NamedTuple):
 
 
 class Transfers(Protocol):
-    """How a batch gets to a device and its results back."""
+    """How a batch gets to a device, and its results back."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        """So many bytes of host memory, to be filled and uploaded."""
+        """Host memory of `size` bytes, to be filled and uploaded."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of such memory on the device, for what is computed from now on."""
+        """A tensor in such memory, on the device, for what is computed from now on."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device in packed host memory, filled once `asked().until_fetched()` has returned."""
+        """A device tensor in packed host memory, which is filled once `asked().until_fetched()` has returned."""
 
     def asked(self) -> Asked:
-        """What has been asked by now, to be waited for. What others ask from now on is none of it."""
+        """Waits for the work submitted so far, and for none that others submit from now on."""
 
 
 class CudaTransfers:
-    """Transfers to and from a CUDA device. What is computed `with` `computing()` is what the others refer to."""
+    """Transfers to and from a CUDA device. To the others, what counts as computing is what runs in `computing()`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute_stream = torch.cuda.default_stream(device)
-        # Made so that the default stream does not wait for them, nor they for it, but by events.
+        # Such streams and the default stream wait for each other only through events.
         self._upload_stream, self._fetch_stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -66,12 +66,12 @@ class CudaTransfers:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within, kernels run on the device, on the stream that transfers are in step with."""
+        """Within it, kernels run on the device, on the stream that transfers are ordered with."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._compute_stream):
             yield
 
     def allocate(self, size: int) -> torch.Tensor:
-        """So many bytes of host memory that the device reads and writes by itself."""
+        """Host memory of `size` bytes that the device reads and writes by itself, unless it is too much."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=0 < size <= MAX_PINNED)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,12 +79,12 @@ class CudaTransfers:
         with torch.cuda.stream(self._upload_stream):
             uploaded = tensor.to(self._device, non_blocking=True)
         self._compute_stream.wait_stream(self._upload_stream)
-        # It was allocated on the other stream, which must not use its memory again before this one is done with it.
+        # It was allocated on the other stream, which must not reuse its memory before this one is done with it.
         uploaded.record_stream(self._compute_stream)
         return uploaded
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned memory of its own, once the fetch stream has come so far."""
+        """The tensor in pinned memory of its own, once the fetch stream has got that far."""
         tensor = tensor.contiguous()
         host = self.allocate(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
         self._fetch_stream.wait_stream(self._compute_stream)
@@ -94,7 +94,7 @@ class CudaTransfers:
         return host
 
     def asked(self) -> Asked:
-        """How far the streams that compute and copy back have to come."""
+        """How far the streams that compute and copy back have to get."""
         return Asked(_mark(self._compute_stream).synchronize, _mark(self._fetch_stream).synchronize)
 
     def warm_up(self) -> None:
@@ -104,7 +104,7 @@ class CudaTransfers:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """All work of a stream until now; a thread that waits for it sleeps, instead of spinning beside the event loop."""
+    """All work of a stream so far; a thread that waits for it sleeps, instead of spinning beside the event loop."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

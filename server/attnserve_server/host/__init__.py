@@ -1,1 +1,1 @@
-"""What the process has of its machine: processors, memory, the C library's heap, files that change, its event loop."""
+"""What the machine gives the process: processors, memory, the C library's heap, an event loop."""

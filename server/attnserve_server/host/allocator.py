@@ -1,10 +1,10 @@
-"""The C library's memory, told how a server uses it.
+"""The C library's allocator, tuned to how a server uses memory.
 
-In: nothing. Out: one heap for all threads of the process, which keeps what is freed. glibc gives each thread that
-allocates a heap of its own; gRPC receives messages on several, so that what is free in one heap is of no use to those
-who need it in another, and requests that wait take up to twice their size. And it returns what is free at the end of a
-heap, soon to ask for it again: each page is then found missing, and filled with zeros, before it is written.
-`make bench` measures the memory of requests that wait, and what large ones cost.
+In: nothing. Out: one heap for all threads of the process, which keeps freed memory. glibc gives each thread that
+allocates a heap of its own; gRPC receives messages on several threads, so that memory that is free in one heap is of no
+use to another, and waiting requests take up to twice their size. And it returns free memory at the end of a heap, soon
+to ask for it again: each page then faults, and is filled with zeros, before it is written. `make bench` measures the
+memory of waiting requests, and what large ones cost.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import os
 from typing import Final
 
 M_ARENA_MAX: Final = -8
-"""From glibc's malloc.h: the most heaps."""
+"""From glibc's malloc.h: the most heaps that there may be."""
 M_TRIM_THRESHOLD: Final = -1
 """How much may be free at the end of a heap."""
 M_MMAP_THRESHOLD: Final = -3
-"""From which size on memory is not taken from a heap."""
+"""The size from which on memory is not taken from a heap."""
 
 KEPT: Final = 256 << 20
-"""The most bytes that are kept where nobody needs them: messages in flight, and what is computed of them."""
+"""The most unused bytes that are kept: room for messages in flight, and what is computed from them."""
 LARGEST_OF_A_HEAP: Final = 32 << 20
-"""The most that glibc accepts; larger messages are rare, and what they took is given back."""
+"""The most that glibc accepts; larger messages are rare, and their memory is returned."""
 
 
 def keep_one_heap() -> None:
-    """Has all threads that have not allocated yet use one heap, which keeps what is freed: where there is glibc.
+    """Has all threads that have not allocated yet use one heap, which keeps freed memory; on glibc only.
 
-    Where a variable of the environment sets something of it, the operator has decided.
+    What an environment variable sets is left as the operator has decided.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):

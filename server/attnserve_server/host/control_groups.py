@@ -1,6 +1,6 @@
-"""What the control groups (versions 2 and 1) that this process is in grant it.
+"""The limits of the control groups (versions 2 and 1) that this process is in.
 
-In: the kernel's list of the groups, and its files of each. Out: processors, bytes; None where nothing bounds them.
+In: the kernel's list of the groups, and its files for each. Out: processors, bytes; None where nothing limits them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def cpu_quota(own: Path = _OWN, root: Path = _ROOT) -> float | None:
-    """The processors' worth of time."""
+    """The quota of processor time, in processors."""
     found = []
     for group, version in _groups("cpu", own, root):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -25,7 +25,7 @@ def cpu_quota(own: Path = _OWN, root: Path = _ROOT) -> float | None:
 
 
 def memory_limit(own: Path = _OWN, root: Path = _ROOT) -> int | None:
-    """The bytes of memory; version 1 says a number beyond all memory where nothing bounds them."""
+    """The limit of memory in bytes; version 1 states a number beyond all memory where there is none."""
     found = []
     for group, version in _groups("memory", own, root):
         words = _words(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
@@ -34,10 +34,9 @@ def memory_limit(own: Path = _OWN, root: Path = _ROOT) -> int | None:
 
 
 def _groups(controller: str, own: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """The groups that bound the process by a controller, and their version: its own, and all above it.
+    """The groups that limit the process by a controller, and their version: its own, and all above it.
 
-    Within a container the path of a group may be one that is only there outside; then the root that is mounted is the
-    group itself.
+    Within a container a group's path may exist only outside of it; then the mounted root is the group itself.
     """
     try:
         lines = own.read_text().splitlines()

@@ -1,7 +1,7 @@
-"""The processors: how many this process may use, which is what threads default to, whose they are, and their memory.
+"""The processors: how many this process may use, the default number of threads; their vendor and their cache line.
 
-In: the scheduler's affinity, the quota of control groups, what the kernel says of processors. Out: a number, at least
-1; a yes or no.
+In: the scheduler's affinity, the quota of control groups, what the kernel says about processors. Out: a number, at
+least 1; a yes or no.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ their bits must not depend on what lies before them."""
 def usable_cpus() -> int:
     """The processors of the affinity, or the whole processors of the tightest quota where that is fewer.
 
-    A quota of 2.5 processors counts as 2: a third thread would have the kernel stop all of them within each period.
+    A quota of 2.5 processors counts as 2: with a third thread the kernel would throttle all of them in each period.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_groups.cpu_quota()
@@ -27,7 +27,7 @@ def usable_cpus() -> int:
 
 
 def is_amd() -> bool:
-    """Whether the processors are AMD's, on which MKL, by which torch multiplies, uses half of a vector's width."""
+    """Whether the processors are AMD's, on which MKL, torch's matrix library, uses half of a vector's width."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)

@@ -1,4 +1,4 @@
-"""What kernels with one additive bias are told of masks, windows, biases, ALiBi and sinks; for any device.
+"""Masks, windows, biases, ALiBi and sinks for kernels that take one additive bias; for any device.
 
 In: a call and the band of its queries over the keys within reach. Out: tensors of rank 4 that broadcast to the scores.
 """
@@ -12,15 +12,15 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 
 VECTOR_ELEMENTS = 32
-"""A multiple of what torch computes at once on any CPU."""
+"""A multiple of the elements that torch computes at once on any CPU."""
 LEAST_SCALE = 2.0**-60
-"""Scores are scaled by kernels in float32, where less than this may come to 0."""
+"""Kernels scale scores in float32, where a smaller scale may make them 0."""
 
 
 def exclusion(call: AttentionCall, band: Band, begin: int, end: int, causal: bool) -> torch.Tensor | None:
     """Bool of rank 4, true where a key from `begin` to `end` is excluded; None if nothing is.
 
-    `causal` says that the kernel is told of the band by a flag, so that only the mask is left.
+    With `causal`, the kernel excludes what is outside the band by a flag of its own, so that only the mask is left.
     """
     excluded = None
     if not band.is_everything and not causal:
@@ -34,7 +34,7 @@ def exclusion(call: AttentionCall, band: Band, begin: int, end: int, causal: boo
 
 
 def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What is added to the scores of the keys from `begin` to `end`, and what the lse then lacks [1, Hq, Lq]."""
+    """What to add to the scores of the keys from `begin` to `end`, and the term that the lse then lacks [1, Hq, Lq]."""
     bias = call.bias
     if bias is not None and bias.shape[-1] != 1:
         bias = bias[..., begin:end]
@@ -45,10 +45,10 @@ def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.
 
 
 def alibi(slopes: torch.Tensor, band: Band) -> tuple[torch.Tensor, torch.Tensor]:
-    """The biases [1, Hq, Lq, S] of slopes [Hq], and what the lse then lacks [1, Hq, Lq].
+    """The biases [1, Hq, Lq, S] of slopes [Hq], and the term that the lse then lacks [1, Hq, Lq].
 
-    A row's ALiBi is counted from the nearest key that the row reaches, so that the keys that matter have small biases;
-    the softmax does not see the difference, and the lse is mended.
+    A row's ALiBi is measured from the nearest key that the row reaches, so that the keys that matter have small biases;
+    that leaves the softmax the same, and the second result corrects the lse.
     """
     device = slopes.device
     position = torch.arange(band.query_length, device=device).unsqueeze(1) + band.offset
@@ -63,7 +63,7 @@ def alibi(slopes: torch.Tensor, band: Band) -> tuple[torch.Tensor, torch.Tensor]
 def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     """Queries and a scale above 0 that give the same scores.
 
-    Kernels scale after they have masked: -inf times 0 (or what rounds to it) is NaN, and times a negative is +inf.
+    Kernels scale after masking: -inf times 0 (or what rounds to it) is NaN, and times a negative number +inf.
     """
     if scale >= LEAST_SCALE:
         return query, scale
@@ -73,8 +73,8 @@ def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, flo
 def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., Dv] and lse [...] with one more key, of value zero and of scores `sinks` that broadcast to lse.
 
-    Transcendental functions give other bits in a vector than at the ragged end of an array, so that an element's bits
-    would depend on its place. Rows are padded to whole vectors.
+    Transcendental functions give different bits in a vector and at the ragged end of an array, so that an element's
+    bits would depend on its place. Hence rows are padded to whole vectors.
     """
     length = lse.shape[-1]
     missing = -length % VECTOR_ELEMENTS
@@ -83,7 +83,7 @@ def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> t
     total = torch.logaddexp(rows, sink)
     share = torch.exp(rows - total)[..., :length]
     total = total[..., :length]
-    # Of neither keys nor sink anything is left to share.
+    # Without keys and sink, there is nothing to share.
     return (output * share.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).to(output.dtype), total
 
 

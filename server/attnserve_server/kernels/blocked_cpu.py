@@ -1,12 +1,12 @@
 """Attention of many queries to many keys on a CPU with AVX-512: blocks of scores, multiplied by oneDNN.
 
 torch's flash kernel multiplies by MKL, which uses half the width of the vectors on processors that are not Intel's.
-Here a block of queries meets many keys at once. Weights are powers of 2, which torch computes faster than those of e,
-and are not shifted by the largest score of their row unless their sum shows that they have to be: then the block is
-computed again, and the rows in question are replaced.
+Here a block of queries is computed over many keys at once. Weights are powers of 2, which torch computes faster than
+those of e, and are not shifted by the largest score of their row unless their sum shows that they have to be: then the
+block is computed again, and the rows in question are replaced.
 
-oneDNN makes code for each new shape, which takes longer than to run it: blocks have few shapes, and what is too much
-at their ends is excluded as other keys are. NaN and infinities show in the output; such heads are done again by the
+oneDNN generates code for each new shape, which takes longer than running it: blocks have few shapes, and the excess at
+their ends is excluded like other keys. NaN and infinities show in the output; such heads are computed again by the
 math kernel. Each block of a head is computed by itself: a row's bits depend on nothing but its request.
 """
 
@@ -32,9 +32,8 @@ NAME = "cpu_blocked"
 LEAST_ROWS, LEAST_KEYS = 64, 192
 LEAST_PRODUCTS, LEAST_CAUSAL_PRODUCTS = 1 << 23, 1 << 25
 """With fewer rows of queries, fewer keys or fewer products of their elements for a key head, torch's flash kernel is as
-fast; it has a better way with the latter, up to some length, where queries see the keys up to their own. Measured on
-one core, 8 heads of 64: 18.0 ms to 10.6 at 1,024 causal queries; the same time at 192 that see all keys, and at 500
-causal ones.
+fast; up to some length it is better at causal queries, which therefore need more products here. Measured on one core,
+8 heads of 64: 18.0 ms to 10.6 at 1,024 causal queries; the same time at 192 that see all keys, and at 500 causal ones.
 """
 MAX_SCALE = 2.0**20
 """Queries are scaled, not scores; by more than this, or less than its inverse, they might leave their range."""
@@ -82,7 +81,7 @@ def attend(call: AttentionCall) -> AttentionResult:
     output = call.query.new_empty(count, heads, query_length, call.value.shape[-1])
     if reaching != slice(0, query_length):
         output.zero_()
-    # A row's bits must not depend on its place, but what is behind the last whole vector is computed in another way.
+    # A row's bits must not depend on its place, but elements behind the last whole vector are computed in another way.
     total = call.query.new_zeros(count, heads, -(-query_length // VECTOR_ELEMENTS) * VECTOR_ELEMENTS)
     shift = torch.zeros_like(total)
     for n, kv_head in product(range(count), range(kv_heads)):
@@ -101,9 +100,9 @@ def attend(call: AttentionCall) -> AttentionResult:
 
 
 class _Head:
-    """A key head of a sequence, and the G query heads that read it, of which some queries are computed in B blocks.
+    """A key head of a sequence, and the G query heads that read it, some of whose queries are computed in B blocks.
 
-    Scores are in units of log 2, or of 1 where there are biases, some of which would leave their range in the former.
+    Scores are in units of log 2, or of 1 where there are biases, since some of those would overflow in the former.
     """
 
     def __init__(
@@ -125,14 +124,14 @@ class _Head:
         if self._length < len(blocks) * rows:
             query = pad(query, (0, 0, 0, len(blocks) * rows - self._length))
         query = query.view(self._group, len(blocks), rows, width).transpose(0, 1)
-        # By blocks: [B, G * R, n]; what stands behind a head's last query is of no meaning.
+        # By blocks: [B, G * R, n]; rows behind a head's last query are meaningless.
         self._query = query.reshape(len(blocks), self._group * rows, width)
         self._output = self._query.new_empty(*self._query.shape[:2], self._value.shape[1])
         self._total, self._shift = self._query.new_zeros(2, *self._query.shape[:2], 1)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output [G, Lq, Dv], and of the weights of each query [G, Lq] their sum, and what was taken from the scores
-        before they were computed.
+        """Output [G, Lq, Dv]; for each query, [G, Lq] each, the sum of its weights, and the shift that was subtracted
+        from its scores before.
         """
         parts = self._blocks, self._query, self._output, self._total
         if self._bias is None:
@@ -145,7 +144,7 @@ class _Head:
         return output, total.squeeze(-1), shift.squeeze(-1)
 
     def _attend(self, block: Block, query: torch.Tensor, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Computes a block as if its scores were small: the sums of weights, too, show if they are not."""
+        """Computes a block as if its scores were small, and its sums of weights, which show if they are not."""
         parts = self._scores(block, query)
         scores, value = next(parts)
         weights = scores.exp2_()
@@ -160,7 +159,7 @@ class _Head:
     def _attend_shifted(
         self, block: Block, query: torch.Tensor, output: torch.Tensor, total: torch.Tensor, shift: torch.Tensor
     ) -> None:
-        """Computes those rows again whose sums are not in range: from all scores of a row the largest is taken."""
+        """Computes those rows again whose sums are not in range, with a row's largest score subtracted from all."""
         done = _in_range(total)
         if done.all():
             return
@@ -168,7 +167,7 @@ class _Head:
         taken = top = torch.full_like(total, -torch.inf)
         for scores, value in self._scores(block, query):
             before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
-            # Where no key has been attended so far, nothing is taken.
+            # Where no key has been attended so far, nothing is subtracted.
             taken = top.masked_fill(top == -torch.inf, 0)
             weights, fade = self._powers(scores.sub_(taken)), self._powers(before - taken)
             weighted.mul_(fade).add_(_multiply(weights, value))
@@ -192,7 +191,7 @@ class _Head:
             yield scores, self._value[part.keys].t()
 
     def _powers(self, scores: torch.Tensor) -> torch.Tensor:
-        """What weighs as much as the scores, in place."""
+        """The weights of scores, computed in place."""
         return (scores if self._bias is None else scores.mul_(LOG2_E)).exp2_()
 
     def _by_query(self, rows: torch.Tensor) -> torch.Tensor:
@@ -225,7 +224,7 @@ def _on_grid(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_heads(tensor: torch.Tensor | None, n: int, heads: slice) -> torch.Tensor | None:
-    """Of a mask or bias of rank 4 the part [G or 1, Lq or 1, S or 1] of some heads of sequence n."""
+    """The part [G or 1, Lq or 1, S or 1] of a mask or bias of rank 4 for some heads of sequence n."""
     if tensor is None:
         return None
     tensor = tensor[n if len(tensor) > 1 else 0]
@@ -233,7 +232,7 @@ def _of_heads(tensor: torch.Tensor | None, n: int, heads: slice) -> torch.Tensor
 
 
 def _of_part(tensor: torch.Tensor, block: Block, keys: slice) -> torch.Tensor:
-    """Of such a part that of a block's queries and of some of the keys."""
+    """What such a part has for a block's queries and some of the keys."""
     if tensor.shape[1] > 1:
         tensor = tensor[:, block.start : block.stop]
     return tensor[..., keys] if tensor.shape[2] > 1 else tensor.expand(-1, -1, keys.stop - keys.start)

@@ -1,4 +1,4 @@
-"""Which queries meet which keys at once, where a kernel computes scores in blocks: few shapes, and few keys in vain.
+"""Which queries and keys a kernel computes at once, where it computes in blocks: few shapes, and few keys in vain.
 
 In: a band and sizes. Out: blocks of queries, the parts of the keys that they reach, and what the band excludes there.
 """
@@ -15,11 +15,11 @@ import torch
 from attnserve_server.kernels.band import Band
 
 BLOCK_ROWS = 256
-"""The rows of a block: queries of all heads that share a key head. The scores of more would leave the cache."""
+"""The rows of a block: queries of all heads that share a key head. The scores of more would not fit into the cache."""
 ROW_GRID = 32
-"""Blocks have multiples of so many rows."""
+"""Blocks have a multiple of so many rows."""
 PART_KEYS = 1024
-"""The keys that a block meets at once, at most."""
+"""The most keys that a block is computed over at once."""
 KEY_GRID = 64
 """Parts begin and end at multiples of so many keys: the last one may end beyond all keys."""
 
@@ -37,7 +37,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Keys that a block meets at once, and those among them of which the band excludes some."""
+    """Keys that a block is computed over at once, and those among them of which the band excludes some."""
 
     keys: slice
     edges: tuple[Edge, ...]

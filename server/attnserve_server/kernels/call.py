@@ -1,4 +1,4 @@
-"""One call of a kernel: sequences of equal lengths on one device, in torch tensors; and what comes of it.
+"""One call of a kernel: sequences of equal lengths on one device, in torch tensors; and its result.
 
 N sequences (of one request or of several), Hq query heads, Hk key/value heads, Lq queries, S keys, D, Dk and Dv the
 widths of queries, keys and values. Heads come first. Section numbers are those of the contract in the proto comments.
@@ -38,10 +38,10 @@ class AttentionCall:
     query [N, Hq, Lq, D], key [N, Hk, S, Dk], value [N, Hk, S, Dv]; Hq a multiple of Hk. `score` None is the dot
     product. Query i has position `offset + i`. `window` is (left, right), -1 open. `mask` (bool) and `bias` (of the
     accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and `sinks` [Hq] are of the
-    accumulation dtype. The shapes are not checked here: they have been, when the request came in.
+    accumulation dtype. The shapes are not checked here: they were when the request came in.
 
-    Keys and values may have a dtype all of whose values that of the queries has, too: they are converted where the call
-    is computed. `finite` says that queries, keys and values are known to hold neither NaN nor infinities.
+    Keys and values may have another dtype if the queries' can represent all of its values: they are converted where the
+    call is computed. `finite` says that queries, keys and values are known to hold neither NaN nor infinities.
     """
 
     query: torch.Tensor

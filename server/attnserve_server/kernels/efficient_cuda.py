@@ -4,8 +4,8 @@ The kernel's traps are handled here: rows of queries, keys and values are padded
 biases to 16, and all begin at multiples of 16 bytes, as its loads want them; the lse comes in rows of 32, and is cut;
 it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
 masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
-bias are computed in float32); and rows with nothing to attend are without meaning (set to 0 and -inf). NaN and inf at
-excluded places get through: the result says which sequences have any, and whoever reads it has those computed again.
+bias are computed in float32); and rows with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at
+excluded places get through: the result says which sequences have any, and its reader has those computed again.
 
 Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
 """
@@ -142,7 +142,7 @@ def _run(
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Keys or values as the kernel reads them: where they lie, in pages or rows of more than them, if it can."""
+    """Keys or values as the kernel can read them: in place, in pages or wider rows, if possible, else padded."""
     *lengths, width = tensor.shape
     *strides, element = tensor.stride()
     strides = [stride if length > 1 else width for length, stride in zip(lengths, strides, strict=True)]
@@ -156,9 +156,9 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _suspect(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Bool [N]: whether something that a sequence computes with is not finite, or its sum overflows.
+    """Bool [N]: whether anything that a sequence computes with is not finite, or its sum overflows.
 
-    A bias of -inf is no such thing: it weighs nothing, and so says the kernel.
+    A bias of -inf does not count: such a key weighs nothing, and the kernel computes it so.
     """
     total = sum(tensor.sum((1, 2, 3), dtype=torch.float32) for tensor in (call.query, key, value))
     assert isinstance(total, torch.Tensor)

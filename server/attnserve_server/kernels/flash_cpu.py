@@ -2,8 +2,8 @@
 
 The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
 with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through, be they inputs or scores that overflow, and swallows NaN in queries (such heads are done again
-by the math kernel), scales what it has masked (scales are made positive), and its bits depend on the alignment of the
+excluded places through, be they inputs or scores that overflow, and swallows NaN in queries (such heads are computed
+again by the math kernel), scales masked scores (scales are made positive), and its bits depend on the alignment of the
 rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one, always: parallelism is across
 calls).
 """
@@ -27,18 +27,18 @@ ROW_ELEMENTS = 16
 MAX_BLOCK_ELEMENTS = 1 << 24
 """The elements of a mask or bias that is made for a block of queries."""
 WINDOW_BLOCK = 256
-"""The queries of a block where a window or offset excludes keys: fewer reach fewer keys, more run faster."""
+"""The queries of a block where a window or offset excludes keys: smaller blocks reach fewer keys, larger run faster."""
 MIN_BLOCK = 16
 BIASED_HEADS = 16
-"""For so many heads ALiBi's biases have MAX_BLOCK_ELEMENTS. Blocks do not follow the number of heads that a call has,
-which may be a part of a request's: their ends show in the bits.
+"""The number of heads for which ALiBi's biases have MAX_BLOCK_ELEMENTS. Blocks do not depend on a call's own number of
+heads, which may be a part of a request's: where blocks end shows in the bits.
 """
 CAUSAL_BLOCK = 32
 CAUSAL_LENGTHS = range(64, 512 + 1)
-"""So many queries are computed in blocks of CAUSAL_BLOCK, each over the keys that it reaches: the kernel itself skips
-keys by 512 only, and computes all others for every query. Measured on one core, 8 heads of 64: 430 us to 330 at 128
-queries, 1,650 to 1,080 at 250; below 64 the calls cost what they save. The number of heads decides nothing: a call may
-be divided by them.
+"""So many causal queries are computed in blocks of CAUSAL_BLOCK, each over the keys that it reaches: the kernel itself
+skips keys only 512 at a time, and computes all others for every query. Measured on one core, 8 heads of 64: 430 us to
+330 at 128 queries, 1,650 to 1,080 at 250; below 64 the calls cost what they save. The number of heads has no influence:
+a call may be divided by heads.
 """
 MAX_SCALE = 1e30
 """A scale from about here on is infinite in the kernel's float32."""
@@ -93,7 +93,7 @@ def _is_plain(call: AttentionCall) -> bool:
 
 
 def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
-    """A plain call of queries that reach all keys, or those up to their own, everything being finite: what most are."""
+    """A plain call, all finite, of queries that reach all keys, or those up to their own: most calls are such."""
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, call.key, call.value, None, causal, scale)
     width = call.value.shape[-1]
@@ -119,7 +119,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
-    # Of large values a score may be infinite, and infinite less infinite is NaN where that key is excluded.
+    # Large values may give an infinite score, and inf - inf is NaN where that key is excluded.
     overflowed = None if excluded is None or isfinite(lse.sum().item()) else ~lse.isfinite()
     if shift is not None:
         lse = lse + shift
@@ -204,7 +204,7 @@ def _run_causal(
         lses.append(lse)
     output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
     if not isfinite(lse.sum().item()):
-        # Of large values a score may be infinite, and infinite less infinite is NaN where that key is excluded.
+        # Large values may give an infinite score, and inf - inf is NaN where that key is excluded.
         kv_heads = key.shape[1]
         group = heads // kv_heads
         for n, head in torch.nonzero(~lse.isfinite().view(count, kv_heads, -1).all(2)).tolist():
@@ -217,21 +217,21 @@ def _run_causal(
 @lru_cache(maxsize=2)
 def _causal_bars(dtype: torch.dtype) -> torch.Tensor:
     """0 where a key is reached and -inf where it is not, for a block of queries that stand at the last columns, and as
-    many keys before it as there may be: what a block needs is a part of it.
+    many keys before it as there may be: a block needs a part of it.
     """
     before = torch.zeros(CAUSAL_BLOCK, CAUSAL_LENGTHS[-1], dtype=dtype)
     return torch.cat([before, torch.full((CAUSAL_BLOCK, CAUSAL_BLOCK), -torch.inf, dtype=dtype).triu(1)], 1)
 
 
 def _barred(excluded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """-inf where a key is excluded and 0 elsewhere: 1 less the reciprocals of 0 and 1, which is made of vectors, as
-    filling by a mask is not.
+    """-inf where a key is excluded and 0 elsewhere: 1 minus the reciprocals of 0 and 1, which is vectorised, unlike
+    filling by a mask.
     """
     return 1 - (~excluded).view(torch.uint8).to(dtype).reciprocal_()
 
 
 def _is_finite(*tensors: torch.Tensor | None) -> bool:
-    """Whether all is certainly finite: a sum is only if all that it adds up is; one that is not may have overflowed."""
+    """Whether all is certainly finite: a sum is finite only if its terms are; one that is not may have overflowed."""
     return all(isfinite(tensor.sum().item()) for tensor in tensors if tensor is not None)
 
 

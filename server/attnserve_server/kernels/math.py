@@ -2,7 +2,7 @@
 
 Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
 comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. On CUDA,
-all but float64 is computed in float32, and whether values are finite is told, not waited for.
+all but float64 is computed in float32, and whether values are finite is reported (`suspect`), not waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend(call: AttentionCall) -> AttentionResult:
 
 
 def attend_each(call: AttentionCall) -> AttentionResult:
-    """Computes the sequences one by one: a sequence's bits do not depend on its company. Waits for the device."""
+    """Computes the sequences one by one: a sequence's bits do not depend on the others. Waits for the device."""
     results = []
     for n in range(call.query.shape[0]):
         sequence = call.sequences(n, n + 1)
@@ -35,7 +35,7 @@ def attend_each(call: AttentionCall) -> AttentionResult:
 
 
 def attend_heads(call: AttentionCall, heads: list[list[int]], output: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Computes some [sequence, key head] of a call, and puts them in the place of what another kernel made of them."""
+    """Computes some [sequence, key head] of a call, and puts them in the place of another kernel's results."""
     group = call.query.shape[1] // call.key.shape[1]
     for n, head in heads:
         exact = attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=lse is not None))

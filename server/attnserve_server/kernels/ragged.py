@@ -1,4 +1,4 @@
-"""One call of a ragged kernel: sequences of different lengths packed end to end, without padding; and what comes of it.
+"""One call of a ragged kernel: sequences of different lengths packed end to end, without padding; and its result.
 
 T queries and U keys in all, N sequences, Hq query heads, Hk key/value heads, D and Dv the widths of keys and values.
 Tokens come first here, as the kernels have it.
@@ -37,16 +37,16 @@ class RaggedCall:
 
 
 MAX_SEQUENCES = 65535
-"""Sequences are one axis of a grid of thread blocks, which is no longer; heads are another."""
+"""Sequences are one axis of a grid of thread blocks, which can be no longer than this; heads are another."""
 ALIGNMENT = 16
-"""Kernels load so many bytes at a time, from multiples of them."""
+"""Kernels load so many bytes at a time, from addresses that are multiples of it."""
 
 
 @dataclass(slots=True)
 class RaggedResult:
     """output [T, Hq, Dv] and, if asked for, lse [T, Hq] in float32; queries that reach no key have 0 and -inf.
 
-    Where queries, keys or values are not finite, both are without meaning.
+    Where queries, keys or values are not finite, both are meaningless.
     """
 
     output: torch.Tensor
@@ -57,7 +57,7 @@ class RaggedResult:
 class RaggedKernel:
     """A kernel for ragged calls, why it is there, and what it takes: dtypes, widths up to `max_width`, and bands.
 
-    `window` gives a band, narrowed to the keys within reach, as the window of a `RaggedCall`; None if it cannot.
+    `window` turns a band, narrowed to the keys within reach, into the window of a `RaggedCall`; None if it cannot.
     """
 
     name: str
@@ -76,10 +76,10 @@ def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     tensor = tensor.contiguous()
     if not begins_aligned(tensor):  # a part of one row is packed, too, wherever it begins
         tensor = tensor.clone()
-    # Kernels look at strides, and an axis of length 1 has any, even in a packed tensor; made from one axis, its own.
+    # Kernels check strides; an axis of length 1 can have any, even in a packed tensor, but not in a view of a flat one.
     return tensor.view(-1).view(tensor.shape)
 
 
 def begins_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's first element is aligned; what it is a part of is, wherever memory comes from."""
+    """Whether a tensor's first element is aligned; its storage is, whichever allocator it comes from."""
     return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0

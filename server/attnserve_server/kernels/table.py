@@ -1,6 +1,6 @@
 """The tables of kernels: the first that applies to a call computes it.
 
-A device that has ragged kernels first packs what one of them takes; what is left is cut into calls of equal lengths.
+A device that has ragged kernels first packs what one of them takes; the rest is divided into calls of equal lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnserve_server.kernels.ragged import RaggedKernel
 class Kernel:
     """One way to compute attention, the device it is for, why it is there, and which calls it can compute.
 
-    `heads_apart`: a key head and the queries that read it have the same bits whatever other heads a call has.
+    `heads_apart`: the results of a key head have the same bits whatever other heads a call has.
     """
 
     name: str
@@ -69,7 +69,7 @@ CPU_PAGES: Final = "cpu_pages"
 CPU_PAGES_DESCRIPTION: Final = (
     "up to 16 queries over the pages of a cache, dot-product scores with all options but softcaps"
 )
-"""A kernel without a row, because it takes no calls: `caches/step.py` has it read pages where they lie."""
+"""A kernel without a row, because it takes no calls: it is `caches/step.py`, which reads pages in place."""
 
 RAGGED_KERNELS: tuple[RaggedKernel, ...] = (varlen_cuda.KERNEL, efficient_cuda.RAGGED_KERNEL)
 """Kernels for CUDA that compute sequences of any lengths in one call; the first with the dtype takes what it can."""

@@ -3,8 +3,8 @@
 The kernel's traps are handled here: it wants D = Dv in multiples of 8 (padded with zeros, which changes no sum), gives
 rows with nothing to attend an lse of +inf (set to -inf), multiplies masked scores by the scale (made positive), takes a
 right bound as open if it is longer than the longest sequence (never where that differs), and divides the keys of
-single-query batches by the batch's size (told not to, or given a window that says the same and is never divided, so
-that a result does not depend on its company).
+single-query batches by the batch's size (told not to, or given an equivalent window with which it never does, so that a
+result does not depend on the rest of its batch).
 
 Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
 """
@@ -41,7 +41,7 @@ def attend(call: RaggedCall) -> RaggedResult:
     query, scale = positive_scale(call.query, call.scale)
     left, right = call.window
     if call.longest_query == 1 and left < 0 and right <= 0:
-        # Causal or not, a single query at the last key sees all; only the latter may divide the keys.
+        # Causal or not, a single query at the last key sees all; only when not causal may the kernel divide the keys.
         right = 0 if divides else -1
     if call.key.shape[1] != call.query.shape[1] and "enable_gqa" in options:
         options["enable_gqa"] = True
@@ -63,18 +63,18 @@ def attend(call: RaggedCall) -> RaggedResult:
 
 
 def _flash() -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """The function of torch, the options that this torch has beyond the oldest, and whether it divides keys untold."""
+    """The function of torch, the options that this torch has beyond the oldest, and whether it divides keys unasked."""
     flash, parameters = _varlen()
     options: dict[str, Any] = {"enable_gqa": False} if "enable_gqa" in parameters else {}
     if "num_splits" in parameters:
-        # Told so, torch 2.15 stays with this kernel, too, where it would take cuDNN's for some batches and not others.
+        # With this, torch 2.15 stays with this kernel, too, where it would take cuDNN's for some batches only.
         options["num_splits"] = 1
     return flash, options, "num_splits" not in parameters
 
 
 @cache
 def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
-    # Not imported with the module, for the sake of servers on CPUs: it registers operators.
+    # Not imported with the module, because it registers operators, which servers on CPUs do not need.
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

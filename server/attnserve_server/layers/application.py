@@ -1,6 +1,6 @@
-"""A request to apply a layer, as its header states it: checked apart from the layer and from contents, and remembered.
+"""A request to apply a layer, as its header states it: checked without the layer or tensor contents, and remembered.
 
-Notation: B sequences of L inputs and S context rows; what the rank lacks is 1.
+Notation: B sequences of L inputs and S context rows; axes that the rank lacks are 1.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from attnserve_server.requests.tensors import (
 )
 
 PER_SEQUENCE: Final = ("lengths", "context_lengths", "query_offset")
-"""The tensors that give sequences something of their own."""
+"""The tensors with a value for each sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Application:
-    """What is asked of which layer. `length` and `context_length` are the totals where `packed`, else of each sequence.
-    Equal to itself alone: headers that are the same have the same one, and what follows from it is remembered by it.
+    """What is asked of which layer. `length` and `context_length` are totals if `packed`, else those of each sequence.
+    Compared by identity: identical headers share one object, which is the key to all that is remembered about it.
 
     `batched` inputs have an axis of sequences, packed ones have lengths instead; a single sequence has neither.
-    `context_length` is None without a context. `resident`: each sequence goes on from what a cache has.
+    `context_length` is None without a context. `resident`: each sequence continues what a cache holds.
     """
 
     layer: str
@@ -61,7 +61,7 @@ class Application:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute, however many sequences without rows a request says there are."""
+        """Whether there is nothing to compute, however many sequences without rows a request declares."""
         if self.resident:  # as many as there are caches
             return False
         return self.batched and not self.length and not self.context_length
@@ -73,7 +73,7 @@ class Application:
 
 
 class AppliesToCaches(Exception):
-    """A request whose sequences go on from resident caches; it carries the message."""
+    """Raised for a request whose sequences continue resident caches; it carries the message."""
 
     def __init__(self, message: pb.ApplyRequest) -> None:
         self.message = message
@@ -175,7 +175,7 @@ def _application(message: pb.ApplyRequest) -> Application:
 def _context(
     message: pb.ApplyRequest, tensors: dict[str, TensorSpec], batched: bool, packed: bool, batch: int
 ) -> int | None:
-    """The length of the context, which is laid out as the input is; None without one."""
+    """The length of the context, which has the layout of the input; None without one."""
     if not message.HasField("context"):
         if message.HasField("context_lengths"):
             raise InvalidRequest("context_lengths", "none without a context", "a tensor")

@@ -1,8 +1,8 @@
-"""What a layer is, told from what its definition says and from the shapes of its tensors.
+"""What a layer is, inferred from its definition and from the shapes of its tensors.
 
 In: the kind, the options (`heads`, `norm.epsilon`, ...: flat, by dotted name), the names of the parameters that the
-layer has, and the shapes of those that the file has. Out: the architecture. What the definition declares is taken as it
-says: whether the tensors agree is for `checkpoint.defects_of` to find. Without torch, without files.
+layer has, and the shapes of those that the file has. Out: the architecture. What the definition declares is taken on
+trust: `checkpoint.defects_of` finds out whether the tensors agree. Uses neither torch nor files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class UndeterminedError(Exception):
-    """Something about a layer that neither its definition nor its tensors tell, or that cannot be."""
+    """Something about a layer that follows neither from its definition nor from its tensors, or that is impossible."""
 
     def __init__(self, key: str, expected: str, found: object) -> None:
         super().__init__(f"{key}: expected {expected}, found {found}")
@@ -37,21 +37,21 @@ class UndeterminedError(Exception):
 
 
 class UnknownLengthError(UndeterminedError):
-    """A length that a tensor would tell, were it there."""
+    """A length that a missing tensor would have told."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key, "a length, as no tensor of the file tells it", "nothing")
 
 
 class UnevenRowsError(UndeterminedError):
-    """Rows of a tensor that do not make heads."""
+    """A tensor's rows cannot be divided into heads."""
 
     def __init__(self, key: str, rows: int, name: str, divisor: int) -> None:
         super().__init__(key, f"a divisor of the {rows} rows of {name}", divisor)
 
 
 class Evidence:
-    """What is known of a layer: its options, the names of its parameters, the shapes of those that are there."""
+    """What is known of a layer: its options, the names of its parameters, the shapes of those that the file has."""
 
     def __init__(self, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]) -> None:
         self.options, self.names, self.shapes = options, names, shapes
@@ -61,7 +61,7 @@ class Evidence:
         return self.options.get(key, default)
 
     def required(self, key: str, expected: str) -> Any:
-        """An option that nothing else tells. Raises UndeterminedError."""
+        """An option that cannot be inferred. Raises UndeterminedError."""
         if key not in self.options:
             raise UndeterminedError(key, f"{expected} (the shapes of the tensors do not tell)", "nothing")
         return self.options[key]
@@ -76,7 +76,7 @@ class Evidence:
         return math.prod(self.shapes[name]) or None if name in self.shapes else None
 
     def below(self, prefix: str) -> Evidence:
-        """The same of the parameters that a prefix begins, without it."""
+        """The same for the parameters whose names begin with a prefix, which is removed."""
         return Evidence(
             self.options,
             [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)],
@@ -85,7 +85,7 @@ class Evidence:
 
 
 def build(kind: str, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]) -> Architecture:
-    """The architecture of a layer. Raises UndeterminedError where it cannot be told."""
+    """The architecture of a layer. Raises UndeterminedError if it cannot be inferred."""
     evidence = Evidence(options, names, shapes)
     match kind:
         case "multi_head":
@@ -116,7 +116,7 @@ _HEADS: Final = ("heads", "kv_heads", "head_dim", "value_dim")
 
 
 def attention(evidence: Evidence, width: int | None = None, contexts: int | None = None, scope: str = "") -> Attention:
-    """Attention whose parameters are `query.weight` and so on; `width` and `contexts` where they are known already.
+    """Attention whose parameters are `query.weight` and so on; `width` and `contexts` if they are known already.
 
     The options of a cross-attention have a scope, `cross.`; its heads are those of the self-attention unless declared.
     """
@@ -172,7 +172,7 @@ def _alibi(declared: str | list[float], heads: int) -> tuple[float, ...]:
     """The slopes: as declared, or `geometric`, 2^(-8i/H) for the heads i = 1 to H (Press et al. 2022)."""
     if declared == "geometric":
         if heads & (heads - 1):
-            # For other numbers published models differ from the formula, and from each other.
+            # For other head counts published models differ from the formula, and from each other.
             raise UndeterminedError("alibi", f"slopes for {heads} heads (geometric is for a power of two)", "geometric")
         return tuple(2.0 ** (-8 * index / heads) for index in range(1, heads + 1))
     if declared and len(declared) != heads:
@@ -216,7 +216,7 @@ def learned_score(kind: Literal["additive", "general"], evidence: Evidence) -> L
 
 
 def transformer(evidence: Evidence) -> Transformer:
-    """A stack of blocks. Where blocks differ, what most of them are counts; the others are misshapen."""
+    """A stack of blocks. Where blocks differ, the majority counts; the others are misshapen."""
     said = evidence.get
     block = _typical_block(evidence)
     width = known(
@@ -231,7 +231,7 @@ def transformer(evidence: Evidence) -> Transformer:
     cross = None
     if any(name.startswith("cross.") for name in block.names):
         contexts = said("contexts") or block.length("cross.key.weight", 1)
-        # `contexts` is about the cross-attention alone: the self-attention's context is its input.
+        # `contexts` concerns the cross-attention alone: the self-attention's context is its input.
         cross = attention(block.below("cross."), width, contexts, scope="cross.")
     options = {key: value for key, value in evidence.options.items() if key != "contexts"}
     inner = block.below("self.")
@@ -263,7 +263,7 @@ def transformer(evidence: Evidence) -> Transformer:
 
 
 def _typical_block(evidence: Evidence) -> Evidence:
-    """One block for all: the names that any of them has, and for each the shape that most of them have."""
+    """One block for all: the names that any block has, each with the shape that most of them have."""
     shapes: dict[str, Counter[Shape]] = {}
     names = {name.split(".", 2)[2] for name in evidence.names if name.startswith("blocks.")}
     for name, shape in evidence.shapes.items():

@@ -1,4 +1,4 @@
-"""Attention of packed rows through the kernels: stacks of sequences become calls, and results rows again."""
+"""Attention on packed rows by the kernels: stacks of sequences become calls, and results become rows again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnserve_server.layers.rows import Batch, Kind, Stack
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores a query and a key, whatever the request; `pair_flops` is what each pair costs in all heads."""
+    """How a layer scores queries and keys, whatever the request; `pair_flops` is the cost of a pair in all heads."""
 
     scale: float
     pair_flops: int
@@ -37,9 +37,9 @@ class Attended:
 def kinds_of(
     request: LayerInput, causal: bool, window: tuple[int, int], *, alibi: bool = False, own_keys: bool = False
 ) -> list[Kind]:
-    """The kind of each sequence in an attention that is causal, and has a window, unless the request says otherwise.
+    """The kind of each sequence in an attention with this `causal` and `window`, unless the request says otherwise.
 
-    `own_keys`: the keys are the inputs whatever context there is, and both stand at the same positions.
+    `own_keys`: the keys are the inputs, even if there is a context, and both are at the same positions.
     """
     options = request.options
     causal = causal if options.causal is None else options.causal
@@ -71,7 +71,7 @@ def attend_stacks(
     stacks: Sequence[Stack],
     scoring: Scoring,
 ) -> Attended:
-    """Attention of query [n, Hq, D] over key [m, Hk, Dk] and value [m, Hk, Dv], of which stacks are ranges of rows."""
+    """Attention of query [n, Hq, D] over key [m, Hk, Dk] and value [m, Hk, Dv]; stacks are ranges of these rows."""
     calls = [
         AttentionCall(
             query=_of_sequences(query, stack.query_start, stack.count, stack.kind.query_length),
@@ -100,7 +100,7 @@ def attend_stacks(
 def _rows_of(
     results: Sequence[AttentionResult], stacks: Sequence[Stack], count: int, width: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs [count, width] of stacks, and zeros behind them."""
+    """The outputs [count, width] of stacks, padded with zeros."""
     by_token = [result.output.transpose(1, 2) for result in results]
     if len(by_token) == 1 and by_token[0].is_contiguous() and by_token[0].numel() == count * width:
         return by_token[0].view(count, width)
@@ -113,14 +113,14 @@ def _rows_of(
 
 
 def _of_sequences(rows: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    """[count, H, length, D] of rows [n, H, D], in the same memory."""
+    """A view [count, H, length, D] of rows [n, H, D]."""
     return rows[start : start + count * length].view(count, length, *rows.shape[1:]).transpose(1, 2)
 
 
 def replies(
     batch: Batch, requests: Sequence[LayerInput], output: torch.Tensor, attended: Attended
 ) -> list[LayerOutput]:
-    """What each request gets: its rows of the output, and what it asked for beside them."""
+    """What each request gets: its rows of the output, and what else it asked for."""
     outputs = [LayerOutput(rows) for rows in batch.unpack(output)]
     if not any(each.options.return_lse or each.options.return_scores for each in requests):
         return outputs
@@ -141,13 +141,13 @@ def replies(
 
 
 def _scores(request: LayerInput, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The scores [Hq, L, S] of a request's sequences as one tensor, over the longest keys; or the means of heads."""
+    """The scores [Hq, L, S] of a request's sequences as one tensor, over the most keys; or their means over heads."""
     longest = max(part.shape[2] for part in of_sequences)
     excluded = 0.0 if request.options.return_scores == "weights" else -torch.inf
     scores = torch.cat([pad(part, (0, longest - part.shape[2]), value=excluded) for part in of_sequences], 1)
     if not request.options.average_scores:
         return scores
-    # Head by head: how torch adds up along an axis depends on where an element is.
+    # Head by head: the order in which torch sums along an axis depends on an element's position.
     total = scores[0].to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
     for head in scores[1:]:
         total = total + head

@@ -1,6 +1,6 @@
-"""A layer that is one attention: multi-head with its projections, or of one head with a learned score.
+"""A layer that is a single attention: multi-head with its projections, or one head with a learned score.
 
-Inputs attend to a context, or to themselves; requests of both sorts may come in one batch.
+Inputs attend to a context or to themselves; one batch may have requests of both sorts.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class AttentionLayer:
         check_attention(self._architecture, self._dtype, request)
 
     def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """What a request costs, in floating-point operations."""
+        """The cost of a request in floating-point operations."""
         return cost.flops(self._architecture, lengths, context_lengths)
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
-        """How requests are computed where they were received; None if they are not."""
+        """How to compute requests where they were received; None if they cannot be."""
         return None if self._direct is None else self._direct.plan(application, lengths)
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
-        """Computes requests that have been checked, together."""
+        """Computes checked requests together."""
         outputs: dict[int, LayerOutput] = {}
         for crossed in (False, True):
             places = [place for place, each in enumerate(inputs) if (each.context is not None) is crossed]
@@ -69,7 +69,7 @@ class AttentionLayer:
         return [outputs[place] for place in range(len(inputs))]
 
     def _run(self, requests: list[LayerInput], crossed: bool) -> list[LayerOutput]:
-        """Computes requests that all have a context, or all have none."""
+        """Computes requests that all have a context, or that all have none."""
         architecture, attention, compute = self._architecture, self._attention, self._compute
         alibi = attention.scoring.alibi_slopes is not None
         kinds = [kinds_of(each, architecture.causal, architecture.window, alibi=alibi) for each in requests]

@@ -1,6 +1,6 @@
-"""A block as a list of steps: each an attention, with its residual and norm and what follows until the next attention.
+"""A block as a list of steps: each is an attention with its residual and norm, and what follows up to the next.
 
-All functions here are of rows: each row that comes out follows from the same row of what goes in.
+All functions here are functions of rows: each output row depends only on the same row of the inputs.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from attnserve_server.native.products import Products
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A part of a block and the norm before it, x + part(norm(x)), or behind it, norm(x + part(x))."""
+    """A part's residual connection, with the norm before the part, x + part(norm(x)), or after, norm(x + part(x))."""
 
     norm: NormFunction
     pre_norm: bool
 
     def before(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the part sees."""
+        """The input of the part."""
         return self.norm(rows) if self.pre_norm else rows
 
     def behind(self, rows: torch.Tensor, of_part: torch.Tensor) -> torch.Tensor:
-        """What follows from the rows and what the part made of them."""
+        """The result, from the rows and the part's output for them."""
         rows = rows + of_part
         return rows if self.pre_norm else self.norm(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One attention: `enter` makes what it attends with, `leave` goes on with what was attended.
+    """One attention: `enter` computes its queries, keys and values, `leave` continues with its outputs.
 
-    `crossed`: the keys come of the context, by the attention's `project_contexts`. `feed_forward` is there in the last
-    step of a block.
+    `crossed`: the keys come from the context, by the attention's `project_contexts`. Only the last step of a block has
+    `feed_forward`.
     """
 
     attention: MultiHead
@@ -50,21 +50,21 @@ class Step:
 
     @property
     def enter_flops(self) -> int:
-        """What `enter` costs for one row."""
+        """The cost of `enter` for one row."""
         return self.attention.query_flops if self.crossed else self.attention.project_flops
 
     @property
     def leave_flops(self) -> int:
-        """What `leave` costs for one row."""
+        """The cost of `leave` for one row."""
         return self.attention.finish_flops + (0 if self.feed_forward is None else self.feed_forward.row_flops)
 
     def enter(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
-        """Rows [n, width] to what the attention projects them to."""
+        """Rows [n, width] to their projections for the attention."""
         project = self.attention.project_queries if self.crossed else self.attention.project
         return project(self.residual.before(rows), *rotations)
 
     def leave(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Rows [n, width] as they were before, and what was attended, to rows [n, width]."""
+        """Rows [n, width] from before the attention, and its outputs, to rows [n, width]."""
         rows = self.residual.behind(rows, self.attention.finish(attended))
         if self.feed_forward is None:
             return rows
@@ -79,8 +79,8 @@ def build_steps(
     dtype: torch.dtype,
     products: Products | None,
 ) -> list[Step]:
-    """The steps of the block whose parameters' names begin with `prefix`, those that are weights taken out of all. They
-    are multiplied by `products` if those have them.
+    """The steps of the block whose parameters' names begin with `prefix`. Weights are removed from `parameters`;
+    `products` multiply them if they can.
     """
 
     def residual(part: str) -> Residual:
@@ -105,7 +105,7 @@ def build_steps(
 def passage(
     leave: Callable[..., torch.Tensor], given: int, step: Step, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From one attention to the next: what `leave` makes of the first `given` tensors, and what `step` projects it to.
+    """From one attention to the next: what `leave` makes of the first `given` tensors, and its projection by `step`.
 
     The other tensors are the rotations of the step.
     """

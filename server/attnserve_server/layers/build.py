@@ -16,10 +16,10 @@ from attnserve_server.layers.transformer import TransformerLayer
 def build_layer(
     specification: LayerSpecification, parameters: MutableMapping[str, torch.Tensor], compute: Compute
 ) -> Layer:
-    """The layer that a specification describes, of parameters by their canonical names, in its dtype on the device.
+    """The layer that a specification describes, from parameters by canonical name, in its dtype, on the device.
 
-    Weights are taken out of the parameters one after the other: many are kept in another form, in which no more than a
-    few at a time are there twice.
+    Weights are removed from `parameters` one by one: many are kept in another form, and so only a few at a time exist
+    twice.
     """
     architecture = specification.architecture
     with torch.inference_mode():

@@ -1,8 +1,8 @@
-"""A decoder applied to sequences that go on from resident caches: an `ApplyRequest` with references, from its bytes to
+"""A decoder applied to sequences that continue resident caches: an `ApplyRequest` with references, from its bytes to
 its reply.
 
-Each block of the decoder has its keys and values in one layer of a cache. A request appends its inputs to all layers of
-all its caches, or to none.
+Each block of the decoder keeps its keys and values in one layer of a cache. A request appends its inputs to all layers
+of all its caches, or to none.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ NOTHING = Placement([], [])
 
 @dataclass(slots=True, eq=False)
 class CachedLayerRequest(CacheWork):
-    """An application of a decoder to sequences, sequence b going on from cache b.
+    """An application of a decoder to sequences, where sequence b continues cache b.
 
-    `uses` are of all layers of the first cache, then of all layers of the next. `mask` is over all that the longest
-    cache has in the end.
+    `uses` has those of all layers of the first cache, then of all layers of the next. `mask` covers all tokens that the
+    longest cache has after the appends.
     """
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.APPLY_FIELD_NUMBER
@@ -55,7 +55,7 @@ class CachedLayerRequest(CacheWork):
     mask: torch.Tensor | None
     limits: RequestLimits
     resident_flops: int = field(default=0, init=False)
-    """The operations over what the caches have before it."""
+    """The operations over the tokens that the caches held before it."""
 
     @property
     def layer(self) -> str:  # type: ignore[override]
@@ -69,7 +69,7 @@ class CachedLayerRequest(CacheWork):
 
     @property
     def kind(self) -> str:
-        """A layer with caches is another kind than one without."""
+        """A layer with caches is of another kind than one without."""
         return f"{self.applied.kind}, with caches"
 
     @property
@@ -79,12 +79,12 @@ class CachedLayerRequest(CacheWork):
 
     @property
     def flops(self) -> int:
-        """The floating-point operations that it asks for."""
+        """Its floating-point operations."""
         return self.applied.flops + self.resident_flops
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        """Its cost in FLOPs: its operations, and the overhead of its kernel calls."""
         return self.applied.cost + self.resident_flops
 
     @property
@@ -94,7 +94,7 @@ class CachedLayerRequest(CacheWork):
 
     @property
     def scratch_bytes(self) -> int:
-        """What its inputs take in the layer's dtype beyond what was received."""
+        """The bytes that its inputs take in the layer's dtype beyond those received."""
         return self.applied.scratch_bytes
 
     @property
@@ -103,18 +103,18 @@ class CachedLayerRequest(CacheWork):
         return self.applied.reply_bytes
 
     def count(self, lengths: list[int]) -> None:
-        """Counts what it costs, at its turn. Raises InvalidRequest if that is more than a request may cost."""
+        """Counts its cost, when its turn comes. Raises InvalidRequest if that is more than a request may cost."""
         self.count_over(self._before[:: self._layers])
 
     def count_over(self, resident: Sequence[int]) -> None:
-        """Counts what it costs over caches that have so many tokens before it. Raises InvalidRequest."""
+        """Counts its cost over caches that hold this many tokens before it. Raises InvalidRequest."""
         resident_flops = self.decoder.resident_flops(self.applied.extent.lengths, resident)
         self.limits.check_flops(self.applied.flops + resident_flops)
         self.resident_flops = resident_flops
 
     def check(self, longest: int) -> None:
         """Raises FailedPrecondition if a cache has layers of different lengths, and InvalidRequest if the positions of
-        inputs or the mask do not fit what the caches have.
+        inputs or the mask do not fit the caches.
         """
         given, last = self.applied.input, self.decoder.end_of_positions
         assert given is not None
@@ -162,7 +162,7 @@ class CachedLayerRequest(CacheWork):
         return residents
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The pieces of the encoded ApplyResponse, and their length together."""
+        """The pieces of the encoded ApplyResponse, and their total length."""
         return self.applied.encode(result, phases, batch_size, self.lengths[:: self._layers])
 
     @property
@@ -180,7 +180,7 @@ def read_apply(
     end: int,
     limits: RequestLimits = DEFAULT_LIMITS,
 ) -> Work:
-    """The application that a caller asks for in a part of a buffer, with caches or without. Raises RequestError."""
+    """The application that a caller asks for in part of a buffer, with caches or without. Raises RequestError."""
     try:
         return read_layer_request(registry, buffer, at, end, limits)
     except AppliesToCaches as request:
@@ -242,7 +242,7 @@ def _expects(reference: pb.CacheReference) -> bool:
 
 
 def _decoder(loaded: Loaded) -> tuple[TransformerLayer, Transformer]:
-    """The layer and what it is, if it can have its keys and values in caches."""
+    """The layer and its architecture, if it can keep its keys and values in caches."""
     layer, architecture = loaded.layer, loaded.specification.architecture
     if not isinstance(layer, TransformerLayer) or not isinstance(architecture, Transformer):
         raise InvalidRequest("caches", f"none, for {loaded.name!r} is no transformer", "some")
@@ -252,7 +252,7 @@ def _decoder(loaded: Loaded) -> tuple[TransformerLayer, Transformer]:
 
 
 def _check_shape(index: int, cache: Cache, architecture: Transformer) -> None:
-    """Raises InvalidRequest if a cache has not the heads, widths and layers that the decoder needs."""
+    """Raises InvalidRequest if a cache does not have the heads, widths and layers that the decoder needs."""
     shape, attention = cache.shape, architecture.block.self_attention
     for name, wanted, found in (
         ("layers", architecture.blocks, shape.layers),
@@ -265,7 +265,7 @@ def _check_shape(index: int, cache: Cache, architecture: Transformer) -> None:
 
 
 def _of_sequence(mask: torch.Tensor, n: int, length: int, keys: int) -> torch.Tensor:
-    """The part of a mask for the n-th sequence, which has so many inputs and keys."""
+    """The part of a mask for the n-th sequence, which has `length` inputs and `keys` keys."""
     mask = mask[n : n + 1] if mask.shape[0] > 1 else mask
     mask = mask[:, :, :length] if mask.shape[2] > 1 else mask
     return mask[..., :keys] if mask.shape[3] > 1 else mask

@@ -1,8 +1,8 @@
-"""`attnserve-server layers check layers.toml`: what would be loaded, and what could not be.
+"""`attnserve-server layers check layers.toml`: which layers could be loaded, and which could not.
 
 In: a file of definitions and the model directory. Out: on standard output a line for each layer and the total, or JSON;
 on standard error a line for everything that is missing or wrong. Exit status: 0, or 1 if anything is wrong, or 2 for an
-invalid command line. Reads headers only, whatever the size of the files, and starts no server.
+invalid command line. Reads headers only, whatever the size of the files, and starts nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnserve_server.layers.specification import LayerSpecification
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `attnserve-server layers` with what stands behind it on the command line; the exit status."""
+    """Runs `attnserve-server layers` with its command-line arguments; returns the exit status."""
     arguments = _parser().parse_args(argv)
     definitions: Path = arguments.definitions
     try:
@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         _print(examination, as_json=arguments.json)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails as it ends
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
         return 1
     return 1 if examination.defects else 0
 

@@ -1,9 +1,9 @@
 """Weights on disk: safetensors files below the model directory, whole or in shards.
 
 In: a model directory and a path within it: a file, an index of shards (`*.safetensors.index.json`), or a directory
-that has one of them by its usual name. Out: what tensors there are (from the headers alone), what of a specification
-is missing or misshapen, and the parameters of a layer as torch tensors on a device. Nothing here executes what a file
-contains, and no path, symbolic links included, leads out of the model directory. Only `load` needs torch.
+that has one of these by its usual name. Out: which tensors there are (from the headers alone), what is missing or
+misshapen for a specification, and the parameters of a layer as torch tensors on a device. Nothing here executes what a
+file contains, and no path, symbolic links included, leads out of the model directory. Only `load` needs torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 USUAL_FILES: Final = ("model" + SUFFIX, "model" + INDEX_SUFFIX)
-"""What a directory's checkpoint is called."""
+"""The usual names of a directory's checkpoint."""
 FLOATS: Final = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a checkpoint, and the file that has each. `file` is relative to the model directory."""
+    """The tensors of a checkpoint, and which file has each. `file` is relative to the model directory."""
 
     file: str
     tensors: Mapping[str, TensorInfo]
@@ -42,13 +42,13 @@ class Checkpoint:
 def resolve(directory: Path, file: str, layer: str = "") -> Path:
     """The path of a file below the model directory.
 
-    Raises LayerError if it is not below it, by symbolic links either, and NoSuchFileError if it is not there.
+    Raises LayerError if it is not below it, symbolic links followed, and NoSuchFileError if it does not exist.
     """
     root = directory.resolve()
     try:
         path = (root / file).resolve()
         there = _exists(path)
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a zero byte, a name that is too long
+    except (OSError, RuntimeError, ValueError):  # circular links, a zero byte, a name that is too long
         raise LayerError([Defect(layer, "", file[:200], "a path that can be followed", "one that cannot")]) from None
     if Path(file).is_absolute() or not path.is_relative_to(root):
         raise LayerError(
@@ -60,7 +60,7 @@ def resolve(directory: Path, file: str, layer: str = "") -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is anything. Unlike Path.exists, on no Python is it an absence that a path cannot be followed."""
+    """Whether a path exists. Unlike Path.exists, raises on every Python version if it cannot be followed."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +69,7 @@ def _exists(path: Path) -> bool:
 
 
 def resolve_file(directory: Path, file: str, layer: str = "") -> Path:
-    """The same for what must be a plain file (no directory, no device, no pipe)."""
+    """Like `resolve`, for what must be a plain file (no directory, device or pipe)."""
     path = resolve(directory, file, layer)
     if not path.is_file():
         raise LayerError([Defect(layer, "", file, "a file", "something else")])
@@ -77,7 +77,7 @@ def resolve_file(directory: Path, file: str, layer: str = "") -> Path:
 
 
 def open_checkpoint(directory: Path, file: str, layer: str = "") -> Checkpoint:
-    """Reads the headers of a checkpoint. Raises LayerError with all that is wrong with its files."""
+    """Reads the headers of a checkpoint. Raises LayerError with everything that is wrong with its files."""
     path = resolve(directory, file, layer)
     if path.is_dir():
         names = [name for name in USUAL_FILES if (path / name).exists()]
@@ -148,9 +148,9 @@ def read_json(directory: Path, file: str, layer: str = "") -> dict[str, Any]:
 
 
 def defects_of(specification: LayerSpecification, tensors: Mapping[str, TensorInfo]) -> Iterator[Defect]:
-    """What of a layer is missing or misshapen in a checkpoint with these tensors.
+    """What is missing or misshapen for a layer in a checkpoint with these tensors.
 
-    Axes of length 1 do not count: a score.weight of U elements may be stored as [1, U], the weight of a linear map.
+    Axes of length 1 are ignored: a score.weight of U elements may be stored as [1, U], the weight of a linear map.
     """
     shapes = specification.architecture.shapes()
     for parameter, shape in shapes.items():
@@ -209,7 +209,7 @@ def load(
             try:
                 if path not in files:
                     files[path] = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
-                # What is read are pages of the file, which whoever owns it may cut: what stays is a copy.
+                # Reading maps pages of the file, which its owner may truncate: so keep a copy.
                 stored = _taken(files[path], source).reshape(shape)
                 parameters[name] = torch.empty(shape, dtype=dtype, device=device).copy_(stored)
             except (SafetensorError, OSError) as error:  # it changed after its header was read
@@ -225,7 +225,7 @@ def load(
 
 
 def _taken(file: Any, source: ParameterSource) -> torch.Tensor:
-    """What a source takes of a tensor; pages of the file, of which those are read that are used."""
+    """What a source takes from a tensor, as mapped pages of the file: only those that are used get read."""
     stored: torch.Tensor = file.get_tensor(source.tensor)
     taken = stored.view(matrix_of(stored.shape))
     taken = taken.t() if source.transposed else taken

@@ -1,4 +1,4 @@
-"""Whether a request fits a layer: shapes, token ids, positions, options. The messages name the request's fields."""
+"""Whether a request fits a layer: shapes, token ids, positions, options. Error messages name the request's fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnserve_server.requests.options import check_offset
 
 
 def check_asked(architecture: Architecture, options: LayerOptions, given: Collection[str]) -> None:
-    """Raises InvalidRequest if a layer cannot do what is asked of it, whatever is in the tensors that are given."""
+    """Raises InvalidRequest if a layer does not support what is asked, whatever the contents of the given tensors."""
     if isinstance(architecture, Transformer):
         _check_asked_of_transformer(architecture, options, given)
         return
@@ -47,12 +47,12 @@ def _check_asked_of_transformer(transformer: Transformer, options: LayerOptions,
 
 
 def _given(request: LayerInput) -> list[str]:
-    """The tensors of a request that it may lack."""
+    """The optional tensors that a request has."""
     return [name for name in ("context", "mask", "bias", "segments") if getattr(request, name) is not None]
 
 
 def check_attention(attention: Attention | LearnedScore, dtype: torch.dtype, request: LayerInput) -> None:
-    """Raises InvalidRequest unless a layer of one attention can compute a request."""
+    """Raises InvalidRequest unless a layer with a single attention can compute a request."""
     check_asked(attention, request.options, _given(request))
     heads = attention.heads if isinstance(attention, Attention) else 1
     _check_activations("input", request.input, attention.inputs, dtype)
@@ -132,7 +132,7 @@ def _check_lengths(field: str, lengths: Sequence[int], rows: int) -> None:
 
 
 def _check_positions(embedding: Embedding | None, request: LayerInput) -> None:
-    """Learned positions are in a table, which ends."""
+    """Positions must be within the table if they are learned."""
     if embedding is None or not embedding.positions:
         return
     field = "input" if request.offsets is None else "query_offset"

@@ -1,7 +1,7 @@
-"""What a layer costs: floating-point operations, from a specification and lengths alone, without torch.
+"""The cost of a layer in floating-point operations, from a specification and lengths alone, without torch.
 
-A multiplication and an addition are two. Norms, activations and the like, which are small beside the products of
-matrices, are not counted, nor is what masks spare.
+A multiplication and an addition count as two. Norms, activations and the like, which are small beside the matrix
+products, are not counted, and nothing is deducted for what masks exclude.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _learned_score(attention: LearnedScore, lengths: Sequence[int], context_leng
 
 
 def _feed_forward(feed_forward: FeedForward) -> int:
-    """Of one row."""
+    """The operations for one row."""
     return 2 * feed_forward.width * feed_forward.hidden * (3 if feed_forward.gated else 2)
 
 

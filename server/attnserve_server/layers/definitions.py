@@ -1,7 +1,7 @@
 """Layers by their definitions: `layers.toml` and the headers of the checkpoints that it names, together.
 
-In: a file of definitions and the model directory. Out: a `LayerSpecification` for each layer, its dimensions told from
-the shapes of its tensors; or all that is wrong, in the definitions, configs and checkpoints. No tensor is read.
+In: a file of definitions and the model directory. Out: a `LayerSpecification` for each layer, with dimensions inferred
+from the shapes of its tensors; or all that is wrong in the definitions, configs and checkpoints. No tensor is read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from attnserve_server.layers.sources import Reference, numbered, shape_of
 from attnserve_server.layers.specification import Dtype, LayerSpecification, ParameterSource
 
 MAX_BLOCKS: Final = 10_000
-"""The most blocks of a transformer: a number that is written wrongly is an error rather than an endless list."""
+"""The most blocks of a transformer: a mistyped number is an error rather than an endless list."""
 _LEFT_OUT: Final = {"embedding": "embedding.", "final_norm": "norm."}
-"""The options that leave parts of a preset out when they are false, and the parameters of those parts."""
+"""The options that remove parts of a preset when they are false, and the parameters of those parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Examination:
 
 
 def load_definitions(path: Path, directory: Path, names: Collection[str] = ()) -> list[LayerSpecification]:
-    """The layers that a file of definitions defines, or those of the names.
+    """The layers that a file of definitions defines, or only those named.
 
-    `path` is opened as it is; where a caller names it, take it from `checkpoint.resolve_file`. Raises LayerError with
-    everything that is wrong, in any layer.
+    `path` is opened as it is; if a caller named it, pass it through `checkpoint.resolve_file` first. Raises LayerError
+    with everything that is wrong in any layer.
     """
     examination = examine(path, directory, names)
     if examination.defects:
@@ -51,7 +51,7 @@ def load_definitions(path: Path, directory: Path, names: Collection[str] = ()) -
 
 
 def examine(path: Path, directory: Path, names: Collection[str] = ()) -> Examination:
-    """What of a file of definitions can be loaded and what cannot. Raises LayerError if the file is not one."""
+    """What can be loaded from a file of definitions and what cannot. Raises LayerError if the file is not one."""
     definitions, defects = read_document(path)
     known = {definition.name for definition in definitions}
     # With broken tables in the file, a name may belong to one of those.
@@ -77,7 +77,7 @@ def examine(path: Path, directory: Path, names: Collection[str] = ()) -> Examina
 
 
 class _Opened:
-    """The checkpoints and configs of a model directory that have been read: many layers have the same one."""
+    """The checkpoints and configs of a model directory that have been read: many layers share one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -98,7 +98,7 @@ class _Opened:
 
 
 def _specify(definition: Definition, opened: _Opened, report: Report, document: str) -> LayerSpecification | None:
-    """What a layer is, by its definition and its checkpoint; the report says all that is wrong with it."""
+    """What a layer is, by its definition and its checkpoint; the report gets all that is wrong with it."""
     checkpoint = opened.checkpoint(definition.file, definition.name)
     tensors = checkpoint.tensors
     preset = PRESETS[definition.preset] if definition.preset else None
@@ -127,7 +127,7 @@ def _specify(definition: Definition, opened: _Opened, report: Report, document: 
             if item.tensor not in tensors:
                 report.add(checkpoint.file, name, f"tensor {item.tensor!r}", "no such tensor")
         if not report.defects or not isinstance(error, UnknownLengthError):
-            # Which of the two is wrong, the definition or the tensor, cannot be told.
+            # It cannot be known whether the definition or the tensor is wrong.
             where = f" in {checkpoint.file}" if isinstance(error, UnevenRowsError) else ""
             report.add(document, error.key, error.expected + where, error.found)
         return None
@@ -146,7 +146,7 @@ def _specify(definition: Definition, opened: _Opened, report: Report, document: 
 def _config_options(
     definition: Definition, preset: Preset, file: str, opened: _Opened, report: Report
 ) -> dict[str, Any]:
-    """What the model's config says, where the preset reads one and the definition does not forbid it."""
+    """What the model's config says, if the preset reads one and the definition does not forbid it."""
     if preset.family is None or definition.config is False:
         return {}
     path = definition.config or str(Path(file).parent / "config.json")
@@ -211,7 +211,7 @@ def _count_blocks(
     declared: Mapping[str, Reference | None],
     tensors: Mapping[str, TensorInfo],
 ) -> int:
-    """How many blocks a checkpoint has: one more than the highest number in the names that blocks have."""
+    """How many blocks a checkpoint has: one more than the highest number in the names of their tensors."""
     numbers: list[int] = []
     if preset is not None:
         root = preset.root(tensors) if definition.prefix is None else definition.prefix
@@ -224,7 +224,7 @@ def _count_blocks(
 
 
 def _one_width(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The one width of a self-attention: what most of its weights have, so that the one that differs is found out."""
+    """The one width of a self-attention: that of most of its weights, so that one that differs is reported."""
     widths = Counter(
         shape[0 if name == "output.weight" else 1]
         for name, shape in shapes.items()
@@ -240,7 +240,7 @@ def _dtype(
     report: Report,
     document: str,
 ) -> Dtype:
-    """The dtype that is declared, or that all parameters have in the file."""
+    """The declared dtype, or the one that all parameters have in the file."""
     if definition.dtype is not None:
         return definition.dtype
     there = {tensors[item.tensor].dtype for item in sources.values() if item.tensor in tensors}

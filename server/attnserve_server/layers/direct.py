@@ -1,8 +1,8 @@
-"""Requests for a multi-head layer by one call of the native kernel: read where they were received, written as replies
-have it, with no tensors between.
+"""Requests for a multi-head layer by one call of the native kernel: read where they were received, written in the
+layout of replies, with no tensors in between.
 
-In: requests, by what their applications come to. Out: a result each, and which of them it came upon NaN or infinities
-in: those are computed on tensors. Where a row begins follows from an application, which callers ask for over and over.
+In: requests, with the plans of their applications. Out: a result for each, and those in which it met NaN or infinities:
+these are computed on tensors. Where a row begins follows from the application, which callers repeat over and over.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from attnserve_server.native.products import PackedWeight
 from attnserve_server.requests.work import RequestResult
 
 MOST_VARIANTS: Final = 64
-"""So many ways of masking that requests ask for are remembered."""
+"""How many combinations of masking that requests ask for are remembered."""
 _TENSORS: Final = {"input", "lengths"}
 
 
 class Weights(NamedTuple):
-    """Of rows to the heads' queries, keys and values, which begin at these columns; and of all heads' outputs, side by
-    side, to the reply's rows, or None.
+    """The weights from rows to the heads' queries, keys and values, which begin at these columns; and from all heads'
+    outputs, side by side, to the reply's rows, or None.
     """
 
     project: PackedWeight
@@ -44,10 +44,10 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How the requests of an application are computed. `group` is equal for those that one call computes.
+    """How the requests of an application are computed. Those with equal `group` are computed in one call.
 
-    `pieces` are its sequences, one a row: where in the payload it begins, where in the reply, how many rows it has, and
-    1; those without rows are left out. `filled` says that there are rows in the reply that no sequence has.
+    `pieces` has a row for each sequence: where it begins in the payload, where in the reply, how many rows it has, and
+    1; sequences without rows are left out. `filled` says that the reply has padding rows.
     """
 
     layer: bytes
@@ -57,16 +57,16 @@ class Plan:
     reply_bytes: int
     filled: bool
     first: tuple[int, ...] = field(init=False)
-    """The only piece, where there is one alone; else nothing."""
+    """The only piece if there is just one, else empty."""
 
     def __post_init__(self) -> None:
-        """Takes the only piece out."""
+        """Sets `first`."""
         object.__setattr__(self, "first", tuple(self.pieces[0].tolist()) if len(self.pieces) == 1 else ())
 
 
 def direct_of(architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> Direct | None:
-    """The layer, if the library computes such: rows and outputs have to be as wide as the weights that they meet, which
-    may have been filled up.
+    """The layer, if the library supports it: rows and outputs must be as wide as their weights, which may have been
+    padded.
     """
     project, output, heads_width = weights.project, weights.output, architecture.heads * architecture.value_dim
     there = computes(
@@ -94,8 +94,8 @@ class Direct:
         self._variants: dict[tuple[int, int], bytes] = {}
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
-        """The plan of an application whose sequences have these lengths; None if its requests are computed on tensors:
-        they ask for more than rows, bring more than rows, or in another dtype.
+        """The plan of an application whose sequences have these lengths; None if its requests must be computed on
+        tensors: they ask for more than rows, bring more than rows, or have another dtype.
         """
         options, spec = application.options, application.tensors["input"]
         if (
@@ -128,7 +128,7 @@ class Direct:
         )
 
     def _layer(self, within: tuple[int, int]) -> bytes:
-        """The layer for queries that reach so far to the left and to the right."""
+        """The packed layer for queries that reach `within` (left, right)."""
         found = self._variants.get(within)
         if found is not None:
             return found
@@ -168,7 +168,7 @@ class Direct:
 
 
 class Received(NamedTuple):
-    """A request where it was received: its plan and its payloads; what it costs, in FLOPs."""
+    """A request where it was received: its plan, its payloads, and its cost in FLOPs."""
 
     plan: Plan
     payloads: Payloads
@@ -181,7 +181,7 @@ def apply(compute: Compute, requests: Sequence[Received]) -> tuple[list[RequestR
     """
     results, pieces, owners = [], bytearray(), []
     for place, (plan, payloads, _) in enumerate(requests):
-        # Of its own: who is slow to take a reply is not to hold the memory of others'.
+        # Each reply has its own: a caller slow to receive one must not hold the memory of others.
         memory, to = memory_of(plan.reply_bytes)
         if plan.filled:
             ctypes.memset(to, 0, plan.reply_bytes)

@@ -1,7 +1,7 @@
-"""The text of `layers.toml`: what it says of each layer, before any checkpoint is opened.
+"""The text of `layers.toml`: what it says about each layer, before any checkpoint is opened.
 
-In: a file. Out: a `Definition` for each layer, one for each number where `numbers` makes several, and all that is
-wrong with the keys and their values. docs/layers.md describes the file.
+In: a file. Out: a `Definition` for each layer (one per number where `numbers` makes several), and all that is wrong
+with the keys and their values. docs/layers.md describes the file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Kind: TypeAlias = Literal["multi_head", "single_head", "additive", "general", "t
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
 """What layers may be called: callers send the names, and metrics are labelled with them."""
 MAX_LAYERS: Final = 10_000
-"""The most layers of a file: numbers that are written wrongly are an error rather than an endless list."""
+"""The most layers of a file: mistyped numbers are an error rather than an endless list."""
 _RANGE: Final = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 _PLACE: Final = "{n}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """What a file of definitions says of one layer. `file` and `config` are relative to the model directory.
+    """What a file of definitions says about one layer. `file` and `config` are relative to the model directory.
 
-    `options` are flat, by dotted name. `parameters` has None for one that is left out; in a transformer, `{n}` in
-    them is a block's number.
+    `options` are flat, by dotted name. `parameters` has None for those that are left out; in a transformer, `{n}` in
+    their names is a block's number.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Definition:
 def read_document(path: Path) -> tuple[list[Definition], list[Defect]]:
     """The definitions of a file, and what is wrong with the others.
 
-    Raises LayerError if the file is no such file at all.
+    Raises LayerError if it is not a file of definitions at all.
     """
     try:
         document = tomllib.loads(path.read_bytes().decode())
@@ -115,7 +115,7 @@ def _check(table: Mapping[str, Any]) -> Iterator[Wrong]:
 
 
 def _leaves(table: Mapping[str, Any], scope: str = "") -> Iterator[tuple[str, Any]]:
-    """The parameters of a table, however deep: `query.weight = ...` is a table in a table to TOML."""
+    """The parameters of a table, at any depth: to TOML, `query.weight = ...` is a table in a table."""
     for name, value in table.items():
         if isinstance(value, dict) and "tensor" not in value and value:
             yield from _leaves(value, f"{scope}{name}.")
@@ -147,7 +147,7 @@ def _check_parameter(name: str, value: Any, table: Mapping[str, Any], kind: str)
 
 
 def _numbers(declared: int | str | list[int]) -> list[int]:
-    """The numbers that a key declares; none if it is not written as it should be."""
+    """The numbers that a key declares; none if it is malformed."""
     if isinstance(declared, int):
         return [] if isinstance(declared, bool) else [declared]
     if isinstance(declared, list):

@@ -13,7 +13,7 @@ from attnserve_server.layers.specification import Embedding
 
 
 class EmbeddingRows:
-    """An embedding with its tables: sums and norm are computed in float32 at least, and rounded once."""
+    """An embedding with its tables: sums and norm are computed in at least float32, and rounded once."""
 
     def __init__(
         self, specification: Embedding, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype

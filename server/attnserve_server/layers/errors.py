@@ -1,8 +1,8 @@
 """What can be wrong with layers before they run: definitions, files and parameters.
 
-In: what a definition or a file says that it should not. Out: `LayerError`, which carries all of it, a `Defect` each,
-so that whoever wrote the definitions sees everything that is wrong at once. Files are named as the definitions name
-them, never by where they lie on this machine.
+In: what is wrong in a definition or a file. Out: `LayerError`, which carries all of it, one `Defect` each, so that the
+author of the definitions sees everything at once. Files are named as the definitions name them, never by their path on
+this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnserve_server.start_errors import StartError
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """One thing that is wrong: in which file, with which parameter or key of which layer ("" for the file itself)."""
+    """One thing that is wrong: in a file, with a parameter or key of a layer ("" for the file itself)."""
 
     layer: str
     parameter: str
@@ -29,7 +29,7 @@ class Defect:
 
 
 class LayerError(StartError):
-    """Layers that cannot be loaded; `defects` says all that is wrong, and the message has a line for each."""
+    """Layers that cannot be loaded; `defects` has all that is wrong, and the message a line for each."""
 
     def __init__(self, defects: Iterable[Defect]) -> None:
         self.defects = tuple(defects)
@@ -48,7 +48,7 @@ class Report:
         self.defects: list[Defect] = []
 
     def add(self, file: str, parameter: str, expected: str, found: object) -> None:
-        """Something is wrong in a file, with a parameter or a key."""
+        """Adds something that is wrong in a file, with a parameter or a key."""
         self.defects.append(Defect(self.layer, parameter, file, expected, str(found)))
 
 
@@ -58,5 +58,5 @@ def bracketed(shape: Iterable[int]) -> str:
 
 
 def words_of(error: Exception) -> str:
-    """What an error says; of the system's only which it is, because they name a file by where it lies."""
+    """The text of an error; of the system's errors only the reason, because their text has the file's path."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)

@@ -1,7 +1,7 @@
-"""What an application comes to in a layer, once its lengths are known: checked and counted, without its rows.
+"""The extent of an application in a layer, once its lengths are known: checked and counted, without its rows.
 
-In: an application, and the payloads of lengths and offsets. Out: an `Extent`, remembered where it follows from the
-header alone; InvalidRequest where what is asked for, widths, lengths or offsets do not fit the layer.
+In: an application, and the payloads of lengths and offsets. Out: an `Extent`, remembered if it follows from the header
+alone; InvalidRequest if options, widths, lengths or offsets do not fit the layer.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from attnserve_server.requests.request import CALL_COST
 from attnserve_server.requests.tensors import read_integers
 
 MOST_KEPT: Final = 1024
-"""So many applications of a layer are remembered."""
+"""How many applications of a layer are remembered."""
 MOST_SEQUENCES: Final = 256
-"""Those of more sequences are not: each takes memory."""
+"""Those with more sequences are not remembered: each takes memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """What a request comes to. `lengths`, `context_lengths` and `offsets` are one a sequence, the latter two None where
-    they are not given; `longest_keys` is the S of the reply's scores, where there are any.
+    """The lengths and costs of a request. `lengths`, `context_lengths` and `offsets` have one per sequence, the latter
+    two None if they are not given; `longest_keys` is the S of the reply's scores, if any.
     """
 
     lengths: list[int]
@@ -44,25 +44,23 @@ class Extent:
     cost: int
     reply_bytes: int
     plan: Plan | None
-    """How the request is computed where it was received; None if it is not."""
+    """How to compute the request where it was received; None if it cannot be."""
 
 
 class Extents:
-    """What applications of one layer come to."""
+    """The extents of one layer's applications."""
 
     def __init__(self, layer: Layer, outline: Outline) -> None:
         self._layer = layer
         self._outline = outline
         self._weight = ADDITIVE if layer.specification.kind == "additive" else 1
-        """What an operation costs, in those of plain attention."""
+        """The cost of an operation, relative to plain attention."""
         self._known: dict[Application, Extent] = {}
 
     def of(
         self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits, *, remember: bool
     ) -> Extent:
-        """What an application comes to; to `remember` makes sense for one that will be asked for again. Raises
-        InvalidRequest.
-        """
+        """The extent of an application; `remember` is for one that will be asked for again. Raises InvalidRequest."""
         extent = self._known.get(application)
         if extent is None:
             extent = self._extent(application, payloads, limits)
@@ -122,7 +120,7 @@ def _check_width(name: str, application: Application, width: int) -> None:
 def _read_lengths(
     application: Application, payloads: Sequence[memoryview]
 ) -> tuple[list[int], list[int] | None, list[int] | None]:
-    """Lengths, context lengths and offsets, one a sequence. Raises InvalidRequest if contents make no sense."""
+    """Lengths, context lengths and offsets, one per sequence. Raises InvalidRequest if contents make no sense."""
     tensors = application.tensors
 
     def lengths(name: str, rows: int) -> list[int]:

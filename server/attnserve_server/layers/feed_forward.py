@@ -22,9 +22,9 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class FeedForwardRows:
-    """A feed-forward part with its parameters, which are taken out of all.
+    """A feed-forward part with its parameters, which it removes from `parameters`.
 
-    The units that fill up the hidden ones to whole vectors are 0 and weigh nothing.
+    The hidden units are padded to whole vectors with units that are 0 and weigh nothing.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FeedForwardRows:
 
     @property
     def row_flops(self) -> int:
-        """What one row costs."""
+        """The cost of one row."""
         return self._up.row_flops + self._down.row_flops
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

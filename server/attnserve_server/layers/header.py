@@ -1,7 +1,7 @@
 """The header of a safetensors file: which tensors it has, without reading them.
 
-In: a path. Out: each tensor's dtype and shape, in the file's order, after the checks that make the header believable:
-the tensors lie end to end and fill the file exactly, so a file that was cut off or damaged there is recognised.
+In: a path. Out: each tensor's dtype and shape, in the file's order, after checks that make the header credible: the
+tensors lie end to end and fill the file exactly, so a file that was truncated or damaged there is recognised.
 
 The format: 8 bytes with the little-endian length of the header; the header, JSON, which gives each tensor's `dtype`,
 `shape` and `data_offsets` [begin, end) from the header's end on; the tensors' bytes.
@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 class HeaderError(Exception):
-    """A file that is not what it says: what was expected of it and what was found."""
+    """A file that is not what it claims: what was expected, and what was found."""
 
     def __init__(self, expected: str, found: object) -> None:
         super().__init__(f"expected {expected}, found {found}")

@@ -1,4 +1,4 @@
-"""The keys of `layers.toml`: which there are, for which kind of layer, and what their values look like.
+"""The keys of `layers.toml`: their names, the kinds of layers that they are for, and what their values look like.
 
 In: a table as TOML gives it. Out: what is wrong with it, and its options flat, by dotted name: `rotary.base`. Pure.
 """
@@ -19,7 +19,7 @@ KINDS: Final = ("multi_head", "single_head", "additive", "general", "transformer
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a key's value looks like: in words, as a check, and the keys of the table that it may be instead."""
+    """What a key's value looks like: in words, as a check, and the keys of the table that may replace it."""
 
     expected: str
     valid: Callable[[Any], bool]
@@ -157,7 +157,7 @@ def check(table: Mapping[str, Any], keys: Mapping[str, Key], scope: str = "", wh
 
 
 def flatten(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The options of a checked table: all but what every layer has. A table within it is itself true."""
+    """The options of a checked table: all keys except those that every layer has. A nested table itself is true."""
     options: dict[str, Any] = {}
     for name, value in table.items():
         if name in _COMMON or name not in KEYS[kind]:
@@ -169,7 +169,7 @@ def flatten(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def belongs(option: str, kind: str) -> bool:
-    """Whether an option, by its dotted name, is one of a kind of layer."""
+    """Whether a kind of layer has an option, by its dotted name."""
     name, _, inner = option.partition(".")
     key = None if name in _COMMON else KEYS[kind].get(name)
     return key is not None and (not inner or inner in key.table)

@@ -18,11 +18,11 @@ from attnserve_server.layers.specification import LayerSpecification
 class LayerInput:
     """One request: N sequences, packed end to end, `lengths` of them summing to `total`; Hq query heads.
 
-    input [total, inputs] in the layer's dtype, or token ids, int64 [total]. context [total_s, contexts] likewise with
-    `context_lengths`, or both None: the input itself. `offsets`, one a sequence, are the positions of first inputs, for
-    masks and for positions; None is as `options.bottom_right` says for masks, 0 for positions. mask (bool) and bias (of
-    the accumulation dtype) have rank 4 and broadcast to [N, Hq, longest length, longest context length]. segments,
-    int64 [total], None is 0.
+    input [total, inputs] in the layer's dtype, or token ids, int64 [total]. context [total_s, contexts] likewise, with
+    `context_lengths`; both None: the input itself. `offsets`, one per sequence, are the positions of first inputs, for
+    masks and embeddings; None means as `options.bottom_right` says for masks, 0 for embeddings. mask (bool) and bias
+    (of the accumulation dtype) have rank 4 and broadcast to [N, Hq, longest length, longest context length]. segments,
+    int64 [total]; None means 0.
     """
 
     input: torch.Tensor
@@ -38,7 +38,7 @@ class LayerInput:
 
 @dataclass(slots=True)
 class LayerOutput:
-    """One reply: output [total, outputs] and scores [Hq, total, longest context], or without Hq if averaged, in the
+    """One reply: output [total, outputs] and scores [Hq, total, longest context] (without Hq if averaged) in the
     layer's dtype; lse [Hq, total] in the accumulation dtype. Beyond a sequence's own keys, scores are -inf, weights 0.
     """
 
@@ -53,15 +53,15 @@ class Layer(Protocol):
     specification: LayerSpecification
 
     def check(self, request: LayerInput) -> None:
-        """Raises InvalidRequest if a request does not fit the layer: what `run` takes for granted."""
+        """Raises InvalidRequest if a request does not fit the layer: `run` assumes that it does."""
 
     def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """What a request costs, in floating-point operations."""
+        """The cost of a request in floating-point operations."""
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
-        """How requests are computed where they were received, whose sequences have these lengths; None if they are
-        computed by `run`.
+        """How to compute requests whose sequences have these lengths where they were received; None if `run` computes
+        them.
         """
 
     def run(self, inputs: Sequence[LayerInput]) -> list[LayerOutput]:
-        """Computes requests that have been checked, together: a reply's bits do not depend on the others."""
+        """Computes checked requests together: a reply's bits do not depend on the other requests."""

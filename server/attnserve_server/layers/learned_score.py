@@ -1,4 +1,4 @@
-"""Attention of one head by an additive or general score with learned parameters; keys are the contexts themselves."""
+"""One head's attention with an additive or general score of learned parameters; keys are the contexts themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LearnedScoreHead:
     def __init__(
         self, specification: LearnedScore, parameters: MutableMapping[str, torch.Tensor], products: Products | None
     ) -> None:
-        # Kept as the kernel computes with them: it would convert them again for every sequence.
+        # In the kernel's dtype: it would convert them again for every sequence.
         wide = {
             name: values.to(math.exact_dtype(values))
             for name, values in parameters.items()
@@ -57,5 +57,5 @@ class LearnedScoreHead:
         return inputs.unsqueeze(1), contexts.unsqueeze(1), values.unsqueeze(1)
 
     def finish_batch(self, compute: Compute, attended: torch.Tensor) -> torch.Tensor:
-        """The outputs of a batch: what was attended, as it is."""
+        """The outputs of a batch: those of the attention, unchanged."""
         return attended

@@ -1,7 +1,7 @@
 """Multi-head attention with its weights: from rows to the heads' queries, keys and values, and from heads to rows.
 
-Where all three are of the same rows they are one product of matrices, and keys and values always are. Where weights do
-not divide, and there may be other keys, queries are a product of their own.
+Where all three come from the same rows they are one matrix product; keys and values always are. Where packed weights
+cannot be divided, and keys may come from other rows, queries are a separate product.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class MultiHead:
-    """Attention's projections, whose parameters are taken out of all. `project`, `project_apart`, `project_queries`,
-    `project_contexts` and `finish` are functions of rows.
+    """Attention's projections, which remove their parameters from `parameters`. `project`, `project_apart`,
+    `project_queries`, `project_contexts` and `finish` are functions of rows.
 
-    `own`: keys are always of the same rows as queries, and `project` is for these; `project_queries` and
-    `project_contexts` are for all others, and `project_apart` where a weight does not divide.
+    `own`: keys always come from the same rows as queries, by `project`; otherwise `project_queries` and
+    `project_contexts` are there too, with `project_apart` for the same rows where a weight cannot be divided.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class MultiHead:
         if own:
             assert self._all is not None
             self.project_flops = self._all.row_flops
-            """What `project` costs for a row; or what `project_apart` does."""
+            """The cost of `project` for a row, or of `project_apart`."""
         else:
             if self._all is not None:
                 self._query, self._context = self._all.part(0, 1), self._all.part(1, 3)
-            else:  # it is packed for one product, and is not to be there twice
+            else:  # the weight is packed for one product, and must not be kept twice
                 self._query = Projection.of(weights[:1], biases[:1], products)
                 self._context = Projection.of(weights[1:], biases[1:], products)
             self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
-            """What projecting one row costs."""
+            """The cost of projecting one row."""
             self.project_flops = self.query_flops + self.context_flops
         self._output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
@@ -76,8 +76,8 @@ class MultiHead:
         )
 
     def direct(self) -> Direct | None:
-        """The layer as the native library computes it at once, for inputs that attend to themselves; None if it does
-        not.
+        """The layer for the native library, which computes it in one call, for inputs that attend to themselves; None
+        if it cannot.
         """
         project = None if self._all is None or self.rotation is not None else self._all.product
         output = None if self._output is None else self._output.product
@@ -93,11 +93,11 @@ class MultiHead:
 
     @property
     def finish_flops(self) -> int:
-        """What one row of the output costs."""
+        """The cost of one row of the output."""
         return 0 if self._output is None else self._output.row_flops
 
     def project(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of the same rows, for `heads`; one rotation is for both queries and keys."""
+        """Queries, keys and values of the same rows, for `heads`; a single rotation is for both queries and keys."""
         assert self._all is not None
         projected = self._all(rows)
         self._rotate(projected, self._all.columns[0], rotations[:1])
@@ -105,7 +105,7 @@ class MultiHead:
         return projected
 
     def project_apart(self, rows: torch.Tensor, *rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `project_queries` and `project_contexts` make of the same rows."""
+        """`project_queries` and `project_contexts` of the same rows."""
         return self.project_queries(rows, *rotations[:1]), self.project_contexts(rows, *rotations[-1:])
 
     def project_queries(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class MultiHead:
             self.rotation.rotate(_heads(projected, columns, self._specification.head_dim), *rotations)
 
     def heads(self, projected: torch.Tensor, contexts: torch.Tensor | None = None) -> Heads:
-        """The heads in what `project` gave, or `project_queries` and `project_contexts`; in the same memory."""
+        """The heads, as views of what `project`, or `project_queries` and `project_contexts`, returned."""
         width, value_width = self._specification.head_dim, self._specification.value_dim
         if contexts is None:
             assert self._all is not None
@@ -146,8 +146,8 @@ class MultiHead:
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
     ) -> Heads:
-        """The heads of a batch whose keys may be of others: inputs stand at their offsets; contexts, even if they are
-        the inputs, begin at 0.
+        """The heads of a batch whose keys may come from other rows: inputs begin at their offsets; contexts, even if
+        they are the inputs, at 0.
         """
         rotations: tuple[torch.Tensor, ...] = ()
         key_rotations: tuple[torch.Tensor, ...] = ()
@@ -173,5 +173,5 @@ class MultiHead:
 
 
 def _heads(rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:
-    """[n, H, width] of some columns, in the same memory."""
+    """A view [n, H, width] of some columns."""
     return rows[:, columns].view(len(rows), (columns.stop - columns.start) // width, width)

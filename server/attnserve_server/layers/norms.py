@@ -1,4 +1,4 @@
-"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) of rows, computed in float32 at least."""
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) of rows, computed in at least float32."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NormFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def build_norm(norm: Norm, parameters: Mapping[str, torch.Tensor], prefix: str) -> NormFunction:
-    """The norm of the parameters `prefix`weight and `prefix`bias, where there are such."""
+    """The norm with the parameters `prefix`weight and `prefix`bias, if there are any."""
     weight, bias = parameters.get(f"{prefix}weight"), parameters.get(f"{prefix}bias")
     if weight is not None:
-        # Few numbers, kept as they are computed with: an offset of 1 costs a half precision most of its digits.
+        # Few numbers, kept in the dtype of the computation: adding 1 would cost half precision most of its digits.
         weight = weight.to(_wide(weight.dtype))
         weight = weight + 1 if norm.unit_offset else weight
     bias = None if bias is None else bias.to(_wide(bias.dtype))

@@ -1,4 +1,4 @@
-"""What a request may ask of a layer beside its tensors: plain, frozen, hashable, without torch."""
+"""What a request may ask of a layer besides its tensors: plain, frozen, hashable, without torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from attnserve_server.requests.options import ScoreStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOptions:
-    """Absent `causal` and `window` are as the layer is defined.
+    """`causal` and `window` default to the layer's own.
 
-    `bottom_right` says where queries without an explicit offset stand: query i at the key S - L + i, not at the key i.
-    `average_scores` gives the mean over the heads of what `return_scores` asks for.
+    `bottom_right` places queries without an explicit offset: query i at key S - L + i, instead of key i.
+    `average_scores` gives the mean over heads of what `return_scores` asks for.
     """
 
     causal: bool | None = None

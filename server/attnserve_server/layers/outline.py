@@ -1,4 +1,4 @@
-"""A layer's dimensions as whoever calls it needs them.
+"""A layer's dimensions as its callers need them.
 
 In: a specification. Out: an `Outline`, one flat table for all kinds of layers: what `layers check` prints and what
 callers are told.

@@ -1,6 +1,6 @@
 """What depends on positions alone: rotations of queries and keys, and sinusoids.
 
-Angles are computed in float64: a float32 has no digits left for those of distant positions.
+Angles are computed in float64: float32 is not precise enough for distant positions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class Rotation:
-    """Rotary position embedding (Su et al. 2021): `of` makes the rotations of positions, `rotate` applies them."""
+    """Rotary position embedding (Su et al. 2021): `of` computes the rotations of positions, `rotate` applies them."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
         self._rotary = rotary
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
     def of(self, positions: torch.Tensor) -> torch.Tensor:
-        """[n, width]: the cosines of all pairs and then their sines, in float32 at least."""
+        """[n, width]: the cosines of all pairs, then their sines, in at least float32."""
         of_pairs = angles(positions + self._rotary.offset, self._rotary.base, self._rotary.width)
         return torch.cat([of_pairs.cos(), of_pairs.sin()], 1).to(self._dtype)
 

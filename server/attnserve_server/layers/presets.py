@@ -1,8 +1,8 @@
 """The tensor names and conventions of published checkpoints.
 
-In: a preset's name, the tensors of a checkpoint, and the number of the block where one of many is asked for. Out: for
-each canonical parameter the tensor that it comes from, and the options that the convention fixes. docs/layers.md lists
-the presets.
+In: a preset's name, the tensors of a checkpoint, and the block's number if one of several is asked for. Out: for each
+canonical parameter the tensor that it comes from, and the options that the convention fixes. docs/layers.md lists the
+presets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnserve_server.layers.sources import Reference, numbered
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a convention keeps a parameter: the first of these that a checkpoint has. Optional ones may be absent."""
+    """Where a convention keeps a parameter: the first of these that a checkpoint has. It may be absent if optional."""
 
     references: tuple[Reference, ...]
     optional: bool = False
@@ -32,9 +32,9 @@ Origins = Mapping[str, Origin]
 class Preset:
     """A convention. In canonical names and tensor names `{n}` is a block's number.
 
-    `roots`: what may stand before all tensor names. `claims`: the names behind a root that are the layer's: one that
-    nothing takes means that the model computes something else, but for `buffers`, which hold no parameters.
-    `itself`: the layer is a self-attention, with one width throughout.
+    `roots`: possible prefixes of all tensor names. `claims`: the names after a root that belong to the layer: an unused
+    one means that the model computes something else, except for `buffers`, which hold no parameters. `itself`: the
+    layer is a self-attention, with one width throughout.
     """
 
     kind: Literal["multi_head", "transformer"]
@@ -53,15 +53,15 @@ class Preset:
 
     @property
     def many(self) -> bool:
-        """Whether it is a stack of blocks; if not, but there are blocks, it is about one of them."""
+        """Whether it is a stack of blocks; otherwise, if there are blocks, it describes one of them."""
         return self.kind == "transformer" and self.has_blocks
 
     def root(self, tensors: Mapping[str, TensorInfo]) -> str:
-        """What stands before the names in a checkpoint with these tensors."""
+        """The prefix of the names in a checkpoint with these tensors."""
         return next((root for root in self.roots if any(self.claimed(tensors, root))), self.roots[0])
 
     def claimed(self, tensors: Mapping[str, TensorInfo], root: str) -> Iterator[tuple[str, int | None]]:
-        """The tensors that are the layer's by their names, each with the number of its block."""
+        """The tensors that belong to the layer by their names, each with the number of its block."""
         pattern = re.compile(re.escape(root) + f"(?:{self.claims})")
         for name in tensors:
             if (match := pattern.fullmatch(name)) and not re.fullmatch(self.buffers, name.removeprefix(root)):
@@ -69,7 +69,7 @@ class Preset:
                 yield name, None if number is None else int(number)
 
     def unused(self, tensors: Mapping[str, TensorInfo], root: str, used: set[str], numbers: range) -> Iterator[str]:
-        """The tensors that are the layer's by their names, in blocks with these numbers, and that it does not take."""
+        """The tensors that belong to the layer by their names, in blocks with these numbers, but are not used."""
         for name, number in self.claimed(tensors, root):
             if name not in used and (number is None or number in numbers):
                 yield name
@@ -77,7 +77,7 @@ class Preset:
     def references(self, tensors: Mapping[str, TensorInfo], root: str, numbers: range) -> dict[str, Reference]:
         """The canonical parameters of the layer, or of all its blocks with these numbers.
 
-        One that is missing though it is not optional, or though another block has it, is in the result all the same.
+        The result includes missing ones, unless they are optional and missing from all blocks.
         """
         references: dict[str, Reference] = {}
         for canonical, origin in self.origins.items():
@@ -108,7 +108,7 @@ def _linear(canonical: str, tensor: str, *, optional_bias: bool = False) -> Orig
 
 
 def _bert_norm(canonical: str, tensor: str) -> Origins:
-    """BERT's norms; the files of the first ones, bert-base-uncased among them, have TensorFlow's names."""
+    """BERT's norms; the first models' files, such as bert-base-uncased, have TensorFlow's names."""
     names = {"weight": "gamma", "bias": "beta"}
     return {
         f"{canonical}.{name}": Origin((Reference(f"{tensor}.{name}"), Reference(f"{tensor}.{old}")))
@@ -197,7 +197,7 @@ _GPT2: Final = Preset(
     },
     claims=r"wte\..*|wpe\..*|ln_f\..*|h\.(?P<n>\d+)\..*",
     roots=("", "transformer."),
-    # Old files hold the causal mask.
+    # Old files contain the causal mask.
     buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
     options={
         "pre_norm": True,
@@ -227,12 +227,12 @@ _LLAMA: Final = Preset(
     claims=r"embed_tokens\..*|norm\..*|layers\.(?P<n>\d+)\..*",
     roots=("", "model."),
     buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    # The base of the rotary angles and the norms' epsilon differ between models: a config or the definition says them.
+    # The rotary base and the norms' epsilon differ between models: a config or the definition gives them.
     options={"pre_norm": True, "norm.kind": "rms", "activation": "silu", "causal": True, "rotary": True},
     family="llama",
 )
 _OF_ATTENTION: Final = ("causal", "rotary")
-"""The options of a transformer that are its attention's."""
+"""The options of a transformer that belong to its attention."""
 
 
 def _attention_of(preset: Preset, claims: str) -> Preset:
@@ -255,7 +255,7 @@ def _attention_of(preset: Preset, claims: str) -> Preset:
 
 
 PRESETS: Final[Mapping[str, Preset]] = {
-    # Any other tensor may lie beside an attention of torch's; these two are its own, and are not supported.
+    # Any other tensors may lie beside torch's attention; these two belong to it and are not supported.
     "torch.multihead_attention": Preset("multi_head", _torch_attention("", ""), "bias_k|bias_v"),
     "torch.transformer_encoder_layer": _torch(decoder=False, stack=False),
     "torch.transformer_decoder_layer": _torch(decoder=True, stack=False),

@@ -1,8 +1,8 @@
-"""What a `config.json` of a pretrained model says of its layers.
+"""What a `config.json` of a pretrained model says about its layers.
 
-In: the file's JSON object, the family that a preset takes it for (`bert`, `gpt2`, `llama`), and a block's number where
-one block is asked for. Out: options of a layer, as a definition would declare them, and what in the file describes a
-model that resident layers cannot be: silently wrong results are worse than none.
+In: the file's JSON object, the family that a preset takes it for (`bert`, `gpt2`, `llama`), and a block's number if one
+block is asked for. Out: options of a layer, as a definition would declare them, and the fields that describe a model
+that resident layers do not support: silently wrong results are worse than none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL_TYPES: Final[Mapping[Family, tuple[str, ...]]] = {
     "gpt2": ("gpt2",),
     "llama": ("llama", "mistral", "qwen2"),
 }
-"""The models of each family, by their `model_type`. Others use the same tensor names for other computations."""
+"""The models of each family, by `model_type`. Other models use the same tensor names for other computations."""
 ACTIVATIONS: Final = {
     "relu": "relu",
     "gelu": "gelu",
@@ -30,7 +30,7 @@ ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
 }
-"""The activations as transformers calls them, and here."""
+"""The activations by their names in transformers, and here."""
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
@@ -38,7 +38,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 class Objection(NamedTuple):
-    """A field that is not as it should be, and the option for which it matters ("": it always does)."""
+    """A field with an unsupported value, and the option for which it matters ("": always)."""
 
     field: str
     expected: str
@@ -78,13 +78,13 @@ class _Reader:
             self.wrong(field, f"one of {', '.join(ACTIVATIONS)}", value, "activation")
 
     def only(self, field: str, value: object, why: str, option: str = "") -> None:
-        """A field of which one value is possible here; absent is that value too."""
+        """A field for which one value is supported; absent means that value."""
         if self.config.get(field, value) != value:
             self.wrong(field, f"{value!r} ({why})", self.config[field], option)
 
 
 def options_of(config: Mapping[str, Any], family: Family, number: int | None) -> tuple[Options, list[Objection]]:
-    """The options that a config stands for, and what is wrong with it."""
+    """The options that a config implies, and what is wrong with it."""
     reader = _Reader(config)
     model = config.get("model_type")
     if model is not None and model not in MODEL_TYPES[family]:
@@ -143,7 +143,7 @@ def _rotary(reader: _Reader) -> None:
 
 
 def _window(reader: _Reader, number: int | None) -> None:
-    """A sliding window of W tokens, the token itself among them: W - 1 to the left of it."""
+    """A sliding window of W tokens including the token itself: W - 1 to its left."""
     config = reader.config
     width, kinds = config.get("sliding_window"), config.get("layer_types")
     if width is None or config.get("use_sliding_window") is False:

@@ -1,14 +1,14 @@
 """The product of rows with one weight, y = x W^T + b, by what is fastest at it where the process runs.
 
-float32 is multiplied by the native library, where there is one: it takes half of the time of MKL for some tens of rows,
-which torch has packed anew each time, and its rows' bits depend on nothing else. It reads the weight in an order of its
-own, which that is put into when a layer is loaded; it is not kept besides.
+float32 is multiplied by the native library, where there is one: for some tens of rows it takes half the time of MKL,
+for which torch packs the weight anew each time, and a row's bits depend on nothing else. It reads the weight in a
+format of its own, made when a layer is loaded; the original is not kept.
 
-torch multiplies by MKL, which takes its AVX2 path on processors that are not Intel's. oneDNN, which torch brings too,
-uses all that they have: on a Zen 5 it takes 40 % of the time. It wants the weight in an order of its own too; `packs`
-says for which dtypes that is done, where the native library does not multiply them.
+torch multiplies with MKL, which takes its AVX2 path on non-Intel processors. oneDNN, which torch includes too, uses all
+their instructions: on a Zen 5 it takes 40 % of the time. It also wants the weight in its own format; `packs` says for
+which dtypes that is done, where the native library does not multiply them.
 
-What torch multiplies by itself adds up in another order where rows are many: they are not so many at once, `most_rows`.
+torch's own products sum in another order when there are many rows, so rows are limited to `most_rows` at a time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from attnserve_server.native.products import PackedWeight, Products
 
 
 class Product(Protocol):
-    """[n, inputs] to [n, outputs]; sums are float32 at least, whatever the dtype."""
+    """[n, inputs] to [n, outputs]; sums are at least float32, whatever the dtype."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def part(self, columns: slice) -> Product:
-        """The product that gives some of the outputs, with the same memory. They begin and end at multiples of WIDTH
-        (`projection`). Only where the weight `divides`.
+        """The product for some of the outputs, sharing memory. These begin and end at multiples of WIDTH
+        (`projection`). Only if `divides` is true of the weight.
         """
         ...
 
 
 GENERATION_FLOPS: Final = 200_000_000
-"""A product that costs more takes as long as generating the code for it, about a millisecond: the first may wait."""
+"""Code for costlier products is generated at first use: that takes no longer than the product, about a millisecond."""
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:
     """The product with a weight [outputs, inputs], whose inputs are a multiple of WIDTH (`projection`), by `products`
-    if they have it. Where it is packed, the weight itself is not kept.
+    if they support it. If the weight is packed, the original is not kept.
     """
     if products is not None and weight.dtype == torch.float32:
         return NativeProduct(products, PackedWeight.of(weight, bias), len(weight))
@@ -53,12 +53,12 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
 
 
 def divides(weight: torch.Tensor, products: Products | None) -> bool:
-    """Whether the product with a weight has parts; otherwise it is packed for one product."""
+    """Whether the product with a weight can be divided by `part`; otherwise the weight is packed for one product."""
     return (products is not None and weight.dtype == torch.float32) or not _is_packed(weight)
 
 
 class NativeProduct:
-    """By the native library."""
+    """A product by the native library."""
 
     def __init__(self, products: Products, weight: PackedWeight, outputs: int) -> None:
         self._products, self.weight, self._outputs = products, weight, outputs
@@ -74,11 +74,11 @@ class NativeProduct:
 
 
 class _TorchProduct:
-    """By torch, which reads the weight as it lies in memory."""
+    """A product by torch, which reads the weight as it lies in memory."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        # Without instructions for float16 (AVX512-FP16), torch's product takes four times as long as float32's.
+        # Without float16 instructions (AVX512-FP16), torch's float16 product takes four times as long as float32.
         self._widens = weight.dtype == torch.float16 and weight.device.type == "cpu"
         self._most = most_rows(weight.dtype) if weight.device.type == "cpu" else None
 
@@ -99,11 +99,11 @@ class _TorchProduct:
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """How many rows torch multiplies at once on this CPU: with more, a row's bits would depend on how many there are.
+    """How many rows torch multiplies at once on this CPU: with more, a row's bits would depend on their number.
 
-    On an Intel Xeon oneDNN, with AMX, adds up bfloat16 in another order from 48 rows on, of 512 inputs and more, and
-    MKL float64 from 192 rows on, of 1,536 inputs; float32 was in one order up to 8,192 inputs. With AVX2 alone MKL has
-    another order for 32 rows than for 16, and within them for some rows.
+    On an Intel Xeon, oneDNN with AMX sums bfloat16 in another order from 48 rows of 512 or more inputs on, and MKL
+    float64 from 192 rows of 1,536 inputs on; float32 kept one order up to 8,192 inputs. With AVX2 alone, MKL's order
+    for 32 rows differs from that for 16, and among those 32 for some rows.
     """
     if dtype == torch.bfloat16:
         return 2 * ROWS
@@ -118,7 +118,7 @@ def _is_packed(weight: torch.Tensor) -> bool:
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether weights of a dtype are packed for oneDNN's products on this machine, if the native library has none."""
+    """Whether weights of a dtype are packed for oneDNN on this machine, if the native library has no product for it."""
     return (
         dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class _OneDnnProduct:
-    """By oneDNN, with a packed weight."""
+    """A product by oneDNN, with a packed weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
@@ -137,23 +137,23 @@ class _OneDnnProduct:
         _generate(self, weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        # Tells OpenMP, in a thread that torch has not computed in yet, how many threads torch is to use: oneDNN, which
+        # In a thread where torch has not computed yet, this tells OpenMP how many threads torch may use: oneDNN, which
         # does not ask torch, would use all processors.
         torch.get_num_threads()
         result: torch.Tensor = self._linear(rows, self._packed, self._bias, "none", [], "")
         return result
 
     def part(self, columns: slice) -> Product:
-        """There is none."""
+        """Raises TypeError: a packed weight has no parts."""
         raise TypeError("a packed weight is for one product")
 
 
 _generated: set[tuple[int, int, bool, torch.dtype]] = set()
-"""What there is code for: inputs and outputs, whether there is a bias, and the dtype."""
+"""What code exists for: inputs and outputs, whether there is a bias, and the dtype."""
 
 
 def _generate(product: Product, inputs: int, outputs: int, biased: bool, dtype: torch.dtype) -> None:
-    """Has oneDNN generate its code, which is another for each number of rows, before the first request needs it."""
+    """Makes oneDNN generate its code, which differs for each number of rows, before the first request needs it."""
     shape = inputs, outputs, biased, dtype
     if shape not in _generated:
         for rows in range(ROWS, MAX_ROWS + 1, ROWS):

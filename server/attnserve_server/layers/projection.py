@@ -1,7 +1,7 @@
-"""Linear maps of rows, y = x W^T + b; several of the same rows as one product of matrices.
+"""Linear maps of rows, y = x W^T + b; several maps of the same rows are one matrix product.
 
-Rows are filled up with zeros, which weigh nothing, to whole multiples of WIDTH elements, where they are not that wide
-already: of rows that begin anywhere in memory, some would be multiplied in another order than others.
+Rows whose width is not a multiple of WIDTH are padded with zeros, which weigh nothing: among rows of arbitrary
+alignment, some would be multiplied in another order than others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from attnserve_server.layers.product import Product, product_of
 from attnserve_server.native.products import Products
 
 WIDTH = 16
-"""Rows as wide as a multiple of this many elements are aligned alike, and so are outputs that begin at one."""
+"""Rows whose width is a multiple of this have equal alignment, and so have outputs that begin at such a multiple."""
 
 
 class Projection:
-    """Maps of the same rows, side by side. `columns` says where each one's outputs are among those of all.
+    """Maps of the same rows, side by side. `columns` says where each map's outputs are among all outputs.
 
     Columns between them, up to a multiple of WIDTH, are 0.
     """
@@ -35,7 +35,7 @@ class Projection:
     def of(
         weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], products: Products | None = None
     ) -> Projection:
-        """The maps of some weights, with biases or without, by `products` if they have them."""
+        """The maps with some weights, with biases or without, by `products` if they support them."""
         widths = [_whole(len(weight)) for weight in weights]
         starts = itertools.accumulate(widths, initial=0)
         columns = [slice(start, start + len(weight)) for start, weight in zip(starts, weights, strict=False)]
@@ -49,7 +49,7 @@ class Projection:
         return Projection(product_of(weight, _joined(there), products), weight.shape[1], columns)
 
     def part(self, first: int, last: int) -> Projection:
-        """The maps from `first` up to `last`, with the same memory. Only where the weight `divides` (`product`)."""
+        """The maps from `first` up to `last`, sharing memory. Only if `divides` (`product`) is true of the weight."""
         begin = self.columns[first].start
         end = begin + sum(_whole(each.stop - each.start) for each in self.columns[first:last])
         columns = [slice(each.start - begin, each.stop - begin) for each in self.columns[first:last]]
@@ -71,8 +71,8 @@ class Linear:
 
     @staticmethod
     def of(parameters: MutableMapping[str, torch.Tensor], name: str, products: Products | None) -> Linear:
-        """The map of the parameters `name`.weight and `name`.bias, if there is one, which are taken out of all; by
-        `products` if they have it.
+        """The map with the parameters `name`.weight and, if there is one, `name`.bias, which are removed from
+        `parameters`; by `products` if they support it.
         """
         return Linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None), products)
 
@@ -86,7 +86,7 @@ def _whole(width: int) -> int:
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
-    """Rows with columns of 0 behind them, up to a multiple of WIDTH."""
+    """Rows padded with columns of 0 to a multiple of WIDTH."""
     missing = _whole(rows.shape[1]) - rows.shape[1]
     return pad(rows, (0, missing)) if missing else rows
 
@@ -96,6 +96,6 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor with rows of 0 behind it, up to so many."""
+    """The tensor padded with rows of 0 to `rows` rows."""
     missing = rows - len(tensor)
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor

@@ -1,7 +1,7 @@
-"""The rows of a request to apply a layer: read out of the received message, into memory of their own.
+"""The rows of a request to apply a layer, copied from the received message into memory of their own.
 
-In: the layer, what the header states, how long sequences are, and payloads that lie in the message. Out: a
-`LayerInput`, packed, in the layer's dtype.
+In: the layer, what the header states, the lengths of sequences, and payloads in the message. Out: a `LayerInput`,
+packed, in the layer's dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnserve_server.layers.specification import LayerSpecification
 def read_input(
     specification: LayerSpecification, application: Application, extent: Extent, payloads: Sequence[memoryview]
 ) -> LayerInput:
-    """What goes into the layer. A mask over what caches have is left out: see `read_mask`."""
+    """The input of the layer, without a mask over cached keys: see `read_mask`."""
     lengths, context_lengths = extent.lengths, extent.context_lengths
     dtype = getattr(torch, specification.dtype)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -47,13 +47,13 @@ def read_input(
 
 
 def read_mask(application: Application, payloads: Sequence[memoryview]) -> torch.Tensor | None:
-    """The mask, bool and of rank 4, over keys of which it is not known yet how many there are."""
+    """The mask, bool and of rank 4, over a number of keys that is not known yet."""
     mask = _Reader(application, payloads).of_rank_4("mask")
     return None if mask is None else mask != 0
 
 
 class _Reader:
-    """Reads tensors out of a received message, into memory of their own."""
+    """Copies tensors from a received message into memory of their own."""
 
     def __init__(self, application: Application, payloads: Sequence[memoryview]) -> None:
         self._application = application
@@ -68,7 +68,7 @@ class _Reader:
         return raw.view(dtype).view(spec.shape)
 
     def rows(self, name: str, lengths: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-        """The rows of all sequences end to end; of padded ones, those that count."""
+        """The rows of all sequences end to end, without padding."""
         tensor = self._tensor(name)
         if self._application.batched:
             if any(length != tensor.shape[1] for length in lengths):
@@ -83,7 +83,7 @@ class _Reader:
         return None if spec is None else self._tensor(name).view((1,) * (4 - len(spec.shape)) + spec.shape)
 
     def broadcast(self, name: str, length: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Mask or bias, of rank 4, of the longest sequences that there are."""
+        """Mask or bias of rank 4, cut to the longest sequences."""
         tensor = self.of_rank_4(name)
         if tensor is None:
             return None

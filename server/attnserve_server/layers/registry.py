@@ -1,7 +1,7 @@
-"""The layers that are loaded, by name: loading and unloading them while others run.
+"""The loaded layers by name: loading and unloading them while others run.
 
-A request holds the `Loaded` that it was read for: a layer that is replaced or unloaded lives until the last of its
-requests is done, and its memory goes with it. Lives on the event loop; files are read beside it.
+A request holds the `Loaded` that it was read for: a layer that is replaced or unloaded lives, with its memory, until
+the last of its requests is done. Used on the event loop; files are read on another thread.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Loaded:
 
 
 class Registry:
-    """The layers of one server. `directory` is the model directory; None if nothing can be loaded. `changed` is told
-    the bytes of all layers by name when they have changed.
+    """The layers of one server. `directory` is the model directory; None if nothing can be loaded. `changed` is called
+    with the bytes of all layers by name after each change.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Registry:
         return [self._layers[name] for name in sorted(self._layers)]
 
     async def load(self, definitions: str | Path, names: Collection[str] = ()) -> list[Loaded]:
-        """Loads the layers of a file, all or none; what has their names is replaced at once. A `str` is a caller's, and
-        must be below the model directory; a `Path` is the operator's, and is opened as it is.
+        """Loads the layers of a file, all or none; layers with the same names are replaced all at once. A `str` is a
+        caller's and must be below the model directory; a `Path` is the operator's and is opened as it is.
 
         Raises LayerError with everything that is wrong, FailedPrecondition if there is no model directory or if there
-        would be more layers than there may be, and OutOfMemory, with nothing loaded, if the device has not the memory.
+        would be too many layers, and OutOfMemory, with nothing loaded, if the device does not have the memory.
         """
         directory = self._directory
         if directory is None:
@@ -94,7 +94,7 @@ class Registry:
             loop = asyncio.get_running_loop()
             try:
                 loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
-            except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
+            except (RuntimeError, MemoryError) as error:  # torch has no exception class for host memory
                 if self._device.blame(error) != "memory":
                     raise
                 logger.warning("no memory for the layers", extra={"definitions": definitions, "error": error})

@@ -1,8 +1,8 @@
 """One application of a loaded layer, from its bytes to its reply.
 
-Where the native kernel computes the layer at once, and what is asked of it, inputs stay where they were received. All
-others are copied out of the message when it is read, packed, in the layer's dtype: the layer can look at them (token
-ids must be in its vocabulary) before the request is admitted, and the message is let go of.
+Where the native kernel computes the whole request in one call, inputs stay where they were received. All others are
+copied from the message when it is read, packed, in the layer's dtype: so the layer can check them (token ids must be in
+its vocabulary) before the request is admitted, and the message can be freed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from attnserve_server.devices import Device
 
 WIRE = {dtype: value for value, dtype in TORCH.items() if dtype != torch.uint8}
-"""The wire's dtype of each floating dtype of torch."""
+"""The wire dtype of each floating torch dtype."""
 
 _known = lru_cache(maxsize=4096)(application_of)
 
@@ -48,7 +48,7 @@ _known = lru_cache(maxsize=4096)(application_of)
 class LayerRequest(Independent):
     """An application that has been checked against its layer; it keeps the layer alive.
 
-    Either `received` is there, or `input`, for what is computed on tensors.
+    It has either `received`, or `input` if it is computed on tensors.
     """
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.APPLY_FIELD_NUMBER
@@ -67,12 +67,12 @@ class LayerRequest(Independent):
 
     @property
     def group(self) -> Hashable:
-        """Requests for one version of one layer share batches, if they are computed in the same way."""
+        """Requests for one version of one layer share batches if they are computed in the same way."""
         return self.loaded if self.received is None else self.received.plan.group
 
     @property
     def kind(self) -> str:
-        """A layer is as fast as it is, with one version of its weights or with another; at once, or on tensors."""
+        """The layer's name, whatever the version, since that does not change its speed; and whether it runs at once."""
         return f"apply {self.loaded.name}{'' if self.received is None else ', at once'}"
 
     @property
@@ -82,12 +82,12 @@ class LayerRequest(Independent):
 
     @property
     def flops(self) -> int:
-        """The floating-point operations that it asks for."""
+        """Its floating-point operations."""
         return self.extent.flops
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        """Its cost in FLOPs: its operations, and the overhead of its kernel calls."""
         return self.extent.cost
 
     @property
@@ -102,7 +102,7 @@ class LayerRequest(Independent):
 
     @property
     def scratch_bytes(self) -> int:
-        """What its inputs take in the layer's dtype beyond what was received."""
+        """The bytes that its inputs take in the layer's dtype beyond those received."""
         given = self.input
         if given is None:
             return 0
@@ -117,7 +117,7 @@ class LayerRequest(Independent):
         return run_layer(device, batch, lambda inputs: device.share(self.loaded.layer.run, inputs, costs))
 
     def on_tensors(self) -> LayerRequest:
-        """The same request, as it is computed on tensors."""
+        """The same request, to be computed on tensors."""
         assert self.received is not None
         specification, payloads = self.loaded.specification, self.received.payloads
         return replace(self, received=None, input=read_input(specification, self.application, self.extent, payloads))
@@ -144,7 +144,7 @@ class LayerRequest(Independent):
     def encode(
         self, result: RequestResult, phases: Phases, batch_size: int, cache_lengths: Sequence[int] = ()
     ) -> tuple[list[_fields.Buffer], int]:
-        """The pieces of the encoded ApplyResponse, and their length together."""
+        """The pieces of the encoded ApplyResponse, and their total length."""
         loaded, payloads = self.loaded, payloads_of(result)
         header = _tensors_header(
             self.application,
@@ -175,7 +175,7 @@ def _tensors_header(
     longest_keys: int,
     sizes: tuple[int, ...],
 ) -> bytes:
-    """What replies to an application have in common: the layer's version, and the tensors but for their contents."""
+    """What replies to an application have in common: the layer's version, and the tensors without their contents."""
     options, dtype = application.options, application.tensors["input"].dtype
     if application.takes_ids:
         dtype = WIRE[getattr(torch, layer_dtype)]
@@ -195,7 +195,7 @@ def _tensors_header(
 def read_layer_request(
     registry: Registry, buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS
 ) -> LayerRequest:
-    """The request that a part of a buffer holds, serialised. Raises InvalidRequest, NotFound and AppliesToCaches."""
+    """The serialised request in part of a buffer. Raises InvalidRequest, NotFound and AppliesToCaches."""
     if end is None:
         end = len(buffer)
     try:
@@ -224,7 +224,7 @@ def checked(
 
 
 def _apply(device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
-    """Computes requests where they were received. Those with NaN or infinities are to run once more, on tensors."""
+    """Computes requests where they were received. Those with NaN or infinities must run again, on tensors."""
     begin = perf_counter()
     results, broken = apply(device, [request.received for request in batch if request.received is not None])
     again = {place: batch[place].on_tensors() for place in broken}
@@ -235,7 +235,7 @@ def _apply(device: Device, batch: Sequence[LayerRequest]) -> BatchResult:
 def run_layer(
     device: Device, requests: Sequence[LayerRequest], run: Callable[[Sequence[LayerInput]], Sequence[LayerOutput]]
 ) -> BatchResult:
-    """Brings the inputs of requests to the device, has `run` compute them and fetches what comes out."""
+    """Brings the inputs of requests to the device, computes them with `run` and fetches the results."""
     begin = perf_counter()
     inputs = [_on_device(request.input, device) for request in requests if request.input is not None]
     after_staging = perf_counter()
@@ -251,7 +251,7 @@ def run_layer(
 
 
 def _padded(rows: torch.Tensor, lengths: Sequence[int], length: int, value: float) -> torch.Tensor:
-    """[B, length, ...] from rows end to end, with a value in the rows that no sequence has."""
+    """[B, length, ...] from rows end to end, padded with a value."""
     if all(each == length for each in lengths):
         return rows.reshape(len(lengths), length, *rows.shape[1:])
     padded = rows.new_full((len(lengths), length, *rows.shape[1:]), value)

@@ -1,5 +1,5 @@
-"""Self-attention of sequences that go on from resident caches: a block's keys and values are appended to one layer of
-each sequence's cache, and its queries are over all that is there then.
+"""Self-attention of sequences that continue resident caches: a block's keys and values are appended to one layer of
+each sequence's cache, and its queries attend to everything in it after that.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from attnserve_server.layers.rows import Batch, Packing
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The cache of a sequence, whose `length` counts what is appended: for each block, the pages that it has and where
-    keys and values go. mask, bool, broadcasts to [1, Hq, L, length].
+    """The cache of a sequence, whose `length` includes what is appended: for each block, its pages, and where keys and
+    values go. mask, bool, broadcasts to [1, Hq, L, length].
     """
 
     shape: CacheShape
@@ -39,7 +39,7 @@ class Residents:
     of_requests: Sequence[Sequence[Resident]]
 
 
-# The pool remembers views of its memory, which others write to: made in inference mode, they could not.
+# The pool keeps views of its memory, which others write to: that would fail if they were made in inference mode.
 @torch.inference_mode(False)
 def attend_residents(
     compute: Compute,
@@ -52,8 +52,8 @@ def attend_residents(
     scoring: Scoring,
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """Causal attention [n, Hq Dv] of query [n, Hq, D], after key [n, Hk, D] and value [n, Hk, Dv] have been appended to
-    the layer `block` of the caches. The rows lie as `batch.inputs` says; those behind the last sequence are 0.
+    """Causal attention [n, Hq Dv] of query [n, Hq, D], after appending key [n, Hk, D] and value [n, Hk, Dv] to the
+    layer `block` of the caches. Rows are in the order of `batch.inputs`; those after the last sequence are 0.
     """
     packing, sequences = batch.inputs, batch.in_order(residents.of_requests)
     _write(residents.pool, key, value, packing, sequences, block)
@@ -94,7 +94,7 @@ def _write(
     sequences: Sequence[Resident],
     block: int,
 ) -> None:
-    """Appends key [n, Hk, D] and value [n, Hk, Dv] to the layer `block` of the caches, single tokens all at once."""
+    """Appends key [n, Hk, D] and value [n, Hk, Dv] to the layer `block` of the caches; single tokens all at once."""
     steps: dict[CacheShape, tuple[list[int], list[Write]]] = {}
     for start, length, resident in zip(packing.starts, packing.lengths, sequences, strict=True):
         if not length:

@@ -1,8 +1,8 @@
 """Sequences of different lengths and callers, packed end to end in rows; and which of them one kernel call can compute.
 
-A batch is a list of `LayerInput`, each of which has any number of sequences. Here they are put into one order, in which
-sequences that can share a kernel call lie side by side, packed without padding but for the last rows, which fill up the
-number of rows to what `devices/compute.py` asks for; and afterwards each request is given its own rows back.
+A batch is a list of `LayerInput`, each with any number of sequences. Here they are put into one order, in which
+sequences that can share a kernel call are adjacent, packed without padding except for the last rows, which fill up the
+number of rows to what `devices/compute.py` asks for; and afterwards each request gets its own rows back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Piece = TypeVar("Piece")
 class Kind(NamedTuple):
     """What sequences that share a kernel call have in common. Offsets are those of masks, and 0 where none needs them.
 
-    Of masks and biases it is what broadcasts: the heads, and whether queries and keys are one for all.
+    For mask and bias it is how they broadcast: the number of heads, and whether one row serves all queries, and one
+    column all keys.
     """
 
     query_length: int
@@ -39,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Packing:
-    """Where sequences of these lengths lie, one behind the other, in a multiple of ROWS rows."""
+    """Where sequences of these lengths lie, end to end, in a multiple of ROWS rows."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -48,13 +49,12 @@ class Packing:
         self.rows = -(-self.total // ROWS) * ROWS
 
     def positions(self, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
-        """int64 [rows]: where each row stands, if the first of a sequence stands at its offset."""
+        """int64 [rows]: the position of each row, if the first row of a sequence is at its offset."""
         shifts = [offset - start for offset, start in zip(offsets, self.starts, strict=True)]
         shift = torch.repeat_interleave(
             torch.tensor(shifts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64)
         )
-        # From other memory than pinned, and if they were not to be copied by and by, the caller would wait for all that
-        # computes there.
+        # If it were not pinned and copied asynchronously, the caller would wait for all work in flight on the device.
         positions = torch.zeros(self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         torch.add(torch.arange(self.total), shift, out=positions[: self.total])
         return positions.to(device, non_blocking=True)
@@ -62,9 +62,9 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Sequences side by side, from `first` on in the order of the batch, and where their rows begin.
+    """Adjacent sequences, from `first` on in the order of the batch, and where their rows begin.
 
-    mask and bias are of rank 4, with a first axis of all the sequences.
+    mask and bias have rank 4; their first axis is that of the sequences.
     """
 
     kind: Kind
@@ -84,9 +84,9 @@ class Stack:
 class Batch:
     """Requests that a layer computes together.
 
-    `kinds` has the kind of each sequence, in the order of the requests, for each attention that the layer has of
-    different keys (self-attention, cross-attention): sequences alike in the first are side by side, and among those
-    the ones alike in the next.
+    `kinds` has the kind of each sequence, in the order of the requests, for each of the layer's attentions with
+    different keys (self-attention, cross-attention): sequences of equal first kind are adjacent, and among these those
+    of equal second kind.
     """
 
     def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind]) -> None:
@@ -103,7 +103,7 @@ class Batch:
             self.contexts = Packing([lengths[request][n] for request, n in self._places])
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """int64 [rows]: the position of each row of the inputs; those without an offset begin at 0."""
+        """int64 [rows]: the position of each row of the inputs; sequences without an offset begin at 0."""
         offsets = [self._requests[request].offsets for request, _ in self._places]
         of_sequences = [0 if given is None else given[n] for given, (_, n) in zip(offsets, self._places, strict=True)]
         return self.inputs.positions(of_sequences, device)
@@ -141,23 +141,23 @@ class Batch:
         return torch.cat([*pieces, tensors[0].new_zeros(packing.rows - packing.total, *tensors[0].shape[1:])])
 
     def unpack(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of each request's own inputs, without those at the end."""
+        """The rows of each request's own inputs, without the padding at the end."""
         if self._is_ordered:
             return list(torch.split(rows[: self.inputs.total], [sum(each.lengths) for each in self._requests]))
         pieces = self.by_request(torch.split(rows[: self.inputs.total], self.inputs.lengths))
         return [of_one[0] if len(of_one) == 1 else torch.cat([rows[:0], *of_one]) for of_one in pieces]
 
     def by_request(self, of_sequences: Sequence[Piece]) -> list[list[Piece]]:
-        """What there is for each sequence, in the order of the batch, as lists in the order of each request."""
+        """Items for each sequence in the order of the batch, as one list per request in that request's order."""
         placed = dict(zip(self._places, of_sequences, strict=True))
         return [[placed[request, n] for n in range(len(each.lengths))] for request, each in enumerate(self._requests)]
 
     def in_order(self, of_requests: Sequence[Sequence[Piece]]) -> list[Piece]:
-        """What there is for each sequence of each request, in the order of the batch."""
+        """Items for each sequence of each request, in the order of the batch."""
         return [of_requests[request][n] for request, n in self._places]
 
     def stacks(self, attention: int, keys: Packing) -> list[Stack]:
-        """The kernel calls of one attention, by its number among `kinds`, over keys that lie so."""
+        """The kernel calls of one attention, by its number among `kinds`, over keys packed like this."""
         stacks, first = [], 0
         for kind, members in itertools.groupby(self._kinds[attention]):
             count = len(list(members))
@@ -179,7 +179,7 @@ class Batch:
 
 
 def _order(kinds: Sequence[list[Kind]], count: int) -> list[int]:
-    """The places of sequences, such that equal kinds lie side by side, in the order in which they first came."""
+    """The places of sequences, ordered so that equal kinds are adjacent, by first appearance."""
     ranks: list[dict[Hashable, int]] = [{} for _ in kinds]
     keys = [
         tuple(rank.setdefault(of_one[place], len(rank)) for rank, of_one in zip(ranks, kinds, strict=True))

@@ -1,7 +1,7 @@
 """How definitions and presets refer to tensors, before it is known which file has them and how long they are.
 
-In: a name such as `h.{n}.attn.c_attn.weight`, transposed, the first of three equal parts. Out: a `ParameterSource` with
-the rows counted, and the shape that it has in a file.
+In: a reference, such as to the first of three equal parts of `h.{n}.attn.c_attn.weight`, transposed. Out: a
+`ParameterSource` with row numbers, and the shape that it has in a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnserve_server.layers.specification import ParameterSource
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A tensor, transposed or not, then its rows from `rows[0]` to `rows[1]`, or part `part[0]` of `part[1]` equal
-    ones, or all.
+    parts, or all rows.
     """
 
     tensor: str
@@ -25,15 +25,15 @@ class Reference:
     part: tuple[int, int] | None = None
 
     def numbered(self, number: int) -> Reference:
-        """The same with a number for each `{n}` of the tensor's name."""
+        """The same with a number for each `{n}` in the tensor's name."""
         return replace(self, tensor=numbered(self.tensor, number))
 
     def behind(self, prefix: str) -> Reference:
-        """The same with something before the tensor's name."""
+        """The same with a prefix before the tensor's name."""
         return replace(self, tensor=prefix + self.tensor)
 
     def source(self, tensors: Mapping[str, TensorInfo]) -> ParameterSource:
-        """The source in a file with these tensors. Raises ValueError if the rows do not make so many equal parts."""
+        """The source in a file with these tensors. Raises ValueError if the rows cannot be divided into equal parts."""
         start, stop = self.rows or (None, None)
         if self.part is not None and self.tensor in tensors:
             index, count = self.part
@@ -59,7 +59,7 @@ def shape_of(source: ParameterSource, tensor: TensorInfo) -> tuple[int, ...]:
 
 
 def matrix_of(shape: Iterable[int]) -> tuple[int, ...]:
-    """A shape without the axes of length 1 beyond two: `[out, in, 1]`, of a convolution, is a linear map."""
+    """A shape without axes of length 1 beyond rank 2: a convolution's `[out, in, 1]` is a linear map."""
     axes = list(shape)
     while len(axes) > 2 and 1 in axes:
         axes.remove(1)

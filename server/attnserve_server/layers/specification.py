@@ -1,7 +1,7 @@
 """What a layer is, apart from its weights: plain, frozen, checked values, without torch.
 
-Parameters have canonical names, which a specification lists with their shapes. Linear maps are [outputs, inputs], as
-torch's `nn.Linear` has them: y = x W^T + b. Notation: H heads, Hk key/value heads, D and Dv their widths.
+Parameters have canonical names, which a specification lists with their shapes. Linear maps are [outputs, inputs], as in
+torch's `nn.Linear`: y = x W^T + b. Notation: H heads, Hk key/value heads, D and Dv their widths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention:
     """Multi-head attention: query.weight [H D, inputs], key.weight [Hk D, contexts], value.weight [Hk Dv, contexts],
     output.weight [outputs, H Dv] or absent (the heads side by side), each with a bias or without.
 
-    `alibi` are the slopes, one a head, or empty. `scale` None is 1/sqrt(D).
+    `alibi` has the slopes, one per head, or is empty. `scale` None is 1/sqrt(D).
     """
 
     inputs: int
@@ -123,7 +123,7 @@ class LearnedScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """LayerNorm (weight [width], bias [width]) or RMSNorm (weight [width]), each parameter there or absent.
+    """LayerNorm (weight [width], bias [width]) or RMSNorm (weight [width]); each parameter may be absent.
 
     `unit_offset`: the weight is stored as its difference from 1.
     """
@@ -219,7 +219,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """A stack of equal blocks, with an embedding before it and a norm behind it if there are such.
+    """A stack of equal blocks, optionally with an embedding before it and a norm after it.
 
     Parameters: embedding.*, blocks.N.*, norm.*.
     """
@@ -242,8 +242,8 @@ Architecture: TypeAlias = Attention | LearnedScore | Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSource:
-    """Where a parameter's elements are: a tensor of a safetensors file, of which the rows from `start` to `stop` are
-    taken (all if None) after it has been transposed (if `transposed`).
+    """Where a parameter's elements are: in a tensor of a safetensors file, in the rows from `start` to `stop` (all if
+    None) after transposing it (if `transposed`).
     """
 
     tensor: str

@@ -1,8 +1,8 @@
-"""A stack of encoder or decoder blocks, with an embedding before it and a norm behind it if there are such.
+"""A stack of encoder or decoder blocks, optionally with an embedding before it and a norm after it.
 
-Between two attentions everything is a function of rows: the rest of the one (its output projection, residual and norm,
-then the feed-forward part, if it is the block's last) and the beginning of the next (norm and projections). So a stack
-is a list of attentions, and the device is given one row function from each to the next.
+Between two attentions everything is a function of rows: the rest of the first (its output projection, residual and
+norm, then the feed-forward part, if it is the block's last) and the beginning of the second (norm and projections). So
+a stack is a list of attentions, and the device gets one row function from each to the next.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class TransformerLayer:
         check_transformer(self._architecture, self._dtype, request)
 
     def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """What a request costs, in floating-point operations."""
+        """The cost of a request in floating-point operations."""
         return cost.flops(self._architecture, lengths, context_lengths)
 
     @property
     def end_of_positions(self) -> int | None:
-        """One beyond the last position that there is an embedding for; None if there is for any."""
+        """One beyond the last position that has an embedding; None if every position has one."""
         embedding = self._architecture.embedding
         if embedding is None or not embedding.positions:
             return None
         return embedding.positions - embedding.position_offset
 
     def resident_flops(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> int:
-        """What sequences cost more that go on from so many resident keys each."""
+        """The additional cost of sequences that continue this many resident keys each."""
         pairs = sum(length * keys for length, keys in zip(lengths, resident_lengths, strict=True))
         return pairs * sum(step.attention.scoring.pair_flops for step in self._steps if not step.crossed)
 
@@ -81,10 +81,10 @@ class TransformerLayer:
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[LayerInput], residents: Residents | None = None) -> list[LayerOutput]:
-        """Computes requests that have been checked, together.
+        """Computes checked requests together.
 
-        With `residents`, self-attention appends keys and values to caches and is over all that these have. The inputs'
-        offsets are then what the caches had before, and their masks are None.
+        With `residents`, self-attention appends keys and values to caches and attends to everything in them. The
+        inputs' offsets are then the caches' earlier lengths, and their masks are None.
         """
         compute, batch = self._compute, self._batch(inputs)
         contexts = None if batch.contexts is None else batch.pack_contexts()
@@ -124,7 +124,7 @@ class TransformerLayer:
         return [LayerOutput(output) for output in batch.unpack(rows)]
 
     def _batch(self, inputs: Sequence[LayerInput]) -> Batch:
-        """The requests, in an order for self-attention first of all, then for cross-attention."""
+        """The requests, ordered for self-attention first, then for cross-attention."""
         block = self._architecture.block
         own, cross = block.self_attention, block.cross_attention
         kinds = [[kind for each in inputs for kind in kinds_of(each, own.causal, own.window, own_keys=True)]]
@@ -134,7 +134,7 @@ class TransformerLayer:
         return Batch(inputs, *kinds)
 
     def _rotations(self, batch: Batch, crossed: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Rotations of queries (and of the keys of self-attention, which stand where they do), and of a context's."""
+        """Rotations of queries (and of self-attention's keys, at the same positions), and of a context's keys."""
         rotation = next((step.attention.rotation for step in self._steps if step.crossed is crossed), None)
         if rotation is None:
             return (), ()
@@ -145,7 +145,7 @@ class TransformerLayer:
         return queries, (rotation.of(batch.contexts.positions([0] * len(batch.contexts.lengths), device)),)
 
     def _embedding_inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """What `_embed` takes."""
+        """The arguments of `_embed`."""
         embedding = self._architecture.embedding
         if embedding is None:
             return (batch.pack_inputs(),)

@@ -1,1 +1,1 @@
-"""Attention on a processor by a kernel of our own, in C, that is built with the package where there is a compiler."""
+"""Attention on the CPU by our own kernel in C, which is built with the package where there is a compiler."""

@@ -1,4 +1,4 @@
-/* Attention by AVX2. */
+/* Attention with AVX2. */
 
 #include "attention.h"
 

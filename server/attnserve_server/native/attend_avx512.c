@@ -1,4 +1,4 @@
-/* Attention by AVX-512. */
+/* Attention with AVX-512. */
 
 #include "attention.h"
 

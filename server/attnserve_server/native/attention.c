@@ -1,4 +1,4 @@
-/* What instructions this processor has, what calls are to be like, and what all of this was made of. */
+/* Which instruction set this processor has, the size of a call, and the digest of the sources. */
 
 #include "attention.h"
 

@@ -1,6 +1,6 @@
-/* Exact attention on a processor: what a caller hands over. Every field has 8 bytes, so that it is packed without gaps.
+/* Exact attention on a CPU: what a caller hands over. Every field has 8 bytes, so that structs are packed without gaps.
 
-   Strides are in elements. What a score is, and in which order options apply, is the contract of the protos. */
+   Strides are in elements. What a score is, and in which order options apply, is specified in the protos. */
 
 #ifndef ATTNSERVE_ATTENTION_H
 #define ATTNSERVE_ATTENTION_H
@@ -12,7 +12,7 @@ enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 /* One sequence: Lq queries of Hq heads over S keys of Hk heads. Hq is a multiple of Hk, and none of the
    widths is 0. Inputs may lie at any address. */
 struct call {
-    /* Where the first token of the first head lies. The elements of a head of a token are adjacent. */
+    /* Addresses of the first token of the first head. The elements of a head of a token are adjacent. */
     const void *query;      /* [Lq, Hq, D] by strides, of query_dtype */
     const void *key;        /* [S, Hk, D] by strides, of kv_dtype; or, if page_tokens, one address for each page */
     const void *value;      /* [S, Hk, Dv], likewise */
@@ -22,81 +22,81 @@ struct call {
     const float *bias;      /* [Hq, Lq, S], likewise, or NULL */
     const float *slopes;    /* ALiBi: [Hq], or NULL */
     const float *sinks;     /* [Hq], or NULL */
-    int64_t shared;         /* so many first pages are also those of the call before this one, which is like it but for
-                               its pages, length and position: they are read once for both. 0 where there is none. */
-    int64_t finite;         /* set by the caller to 1; 0 afterwards if any result is NaN or infinite, but for rows with
-                               nothing to attend: the result has then no meaning */
+    int64_t shared;         /* how many first pages are also those of the call before this one, which differs only in
+                               pages, length and position: they are read once for both; 0: none */
+    int64_t finite;         /* set by the caller to 1; 0 afterwards if any result is NaN or infinite, not counting rows
+                               with nothing to attend: the results then have no meaning */
     int64_t query_length, kv_length, offset;    /* Lq, S; query i stands at offset + i */
     int64_t query_heads, kv_heads, head_dim, value_dim;
     int64_t query_dtype, kv_dtype;
     int64_t page_tokens;    /* tokens in each page but the last; 0: all keys and all values are in one piece */
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, output_token, output_head, lse_head;
     int64_t mask_head, mask_query, mask_key, bias_head, bias_query, bias_key;
-    int64_t left, right;    /* query i reaches keys from offset + i - left to offset + i + right; below 0 is no bound */
+    int64_t left, right;    /* query i reaches keys offset + i - left to offset + i + right; negative: no bound */
     double scale, softcap;  /* softcap 0: none */
 };
 
-/* Computes calls, with the help of at most so many of a team, or alone where that is NULL. They take units of work, the
-   next one as each is done. A unit's bits do not depend on who computes it, nor on the other calls. Returns 0, or -1 if
-   there was no memory: then nothing is of any meaning. */
+/* Computes calls, with at most `helpers` threads of a team, or alone if that is NULL. Each thread takes units of work
+   one by one. A unit's bits depend neither on the thread that computes it nor on the other calls. Returns 0, or -1 if
+   there was no memory: then no result has any meaning. */
 int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 
 /* y = x W^T + b, of floats. */
 struct product {
-    const float *weight;    /* [outputs / 16, inputs, 16]: those of 16 outputs and one input are adjacent */
+    const float *weight;    /* [outputs / 16, inputs, 16]: the weights of 16 outputs for one input are adjacent */
     const float *bias;      /* [outputs], or NULL */
     int64_t inputs, outputs; /* inputs: 1 or more; outputs: a multiple of 16 */
 };
 
-/* Rows [rows, inputs], each `from_stride` floats behind the one before, to [rows, outputs]. Either may lie at any
-   address. Who computes them, and how many they are, does not change the bits of a row. Returns 0, or -1 if there was no
-   memory: then nothing is of any meaning. */
+/* Rows [rows, inputs], `from_stride` floats apart, to [rows, outputs]. Either may lie at any address. A row's bits do
+   not depend on the thread that computes it or on the number of rows. Returns 0, or -1 if there was no memory: then no
+   result has any meaning. */
 int64_t attnserve_multiply_avx512(const struct product *product, const void *from, int64_t from_stride, void *to,
                                   int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);
 int64_t attnserve_multiply_avx2(const struct product *product, const void *from, int64_t from_stride, void *to,
                                 int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);
 
-/* The sequences of a batch. */
+/* A sequence of a batch. */
 struct piece {
     const void *from;       /* [rows, inputs], at any address */
     void *to;               /* [rows, outputs], likewise */
     int64_t rows;           /* 1 or more */
-    int64_t finite;         /* set: 0 if the attention came to any NaN or infinity: then `to` has no meaning */
+    int64_t finite;         /* output: 0 if the attention has any NaN or infinity: then `to` has no meaning */
 };
 
-/* Multi-head attention of sequences to themselves, with its weights. */
+/* Multi-head self-attention of sequences, with its weights. */
 struct multi_head {
     struct product project; /* to the heads' queries, keys and values, which begin at these columns */
     int64_t query_column, key_column, value_column;
-    struct product output;  /* of all heads side by side; weight NULL: these are what is wanted */
-    struct call call;       /* the attention of a sequence, but for addresses and lengths */
+    struct product output;  /* of all heads side by side; weight NULL: the heads themselves are the result */
+    struct call call;       /* the attention of a sequence, without addresses and lengths */
 };
 
-/* Returns 0, or -1 if there was no memory: then nothing is of any meaning. */
+/* Returns 0, or -1 if there was no memory: then no result has any meaning. */
 int64_t attnserve_multi_head_avx512(const struct multi_head *layer, struct piece *pieces, int64_t count,
                                     struct team *team, int64_t helpers);
 int64_t attnserve_multi_head_avx2(const struct multi_head *layer, struct piece *pieces, int64_t count,
                                   struct team *team, int64_t helpers);
 
-/* A team that nobody helps yet; NULL if there is no memory. Who calls a patient one waits until all have come who are to
-   help, of whom there must be enough: that is for tests. It is there for ever, since callers may come to it at any time. */
+/* A team without helpers so far; NULL if there is no memory. Callers of a patient team wait until all the helpers that
+   they ask for have joined, of whom there must be enough: that is for tests. A team is never freed, since callers may
+   use it at any time. */
 struct team *attnserve_gather(int64_t patient);
 
-/* Helps a team until it is dismissed. */
+/* Makes this thread a helper of a team, until the team is dismissed. */
 void attnserve_help(struct team *team);
 
-/* Sends all helpers home. Those who work finish that first; who calls the team from now on, or does already, computes
-   what they do not. */
+/* Ends all helpers. Those at work finish it first; present and later callers of the team compute what they do not. */
 void attnserve_dismiss(struct team *team);
 
-/* The best of them that this processor has the instructions for: 512, 2, or 0 for neither. */
+/* The best of these instruction sets that this processor has: 512, 2, or 0 for neither. */
 int64_t attnserve_instructions(void);
 
-/* The size of a call: who packs calls of another has another version of this file. */
+/* The size of a call: a caller that packs another size was made for another version of this file. */
 int64_t attnserve_call_bytes(void);
 
-/* The digest of all that the library is made of (sources.py), by which one is known that is not of today's sources. */
+/* The digest of all that the library is made of (sources.py), which shows whether it is out of date. */
 extern const char attnserve_sources[];
 
 #endif

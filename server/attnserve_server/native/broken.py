@@ -1,6 +1,6 @@
-"""Which results of the native kernel have no meaning, because it came upon NaN or infinities in a sequence.
+"""Which results of the native kernel have no meaning, because it met NaN or infinities in a sequence.
 
-In: calls, and whose they are. Out: the sequences of each request that are to be computed in another way, and no others.
+In: calls, and the requests that own them. Out: the sequences of each request that other kernels must compute.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Broken: TypeAlias = dict[int, list[int]]
-"""The sequences of requests, both by their places and in their order."""
+"""The places of sequences, in order, by the place of their request."""
 
 
 def broken_of(calls: Sequence[int], owners: Sequence[int]) -> Broken:
-    """Whose sequences the results of some calls are. `owners` has the place of the request of each call: those of one
-    request are together, and its n-th call is of its n-th sequence.
+    """The sequences that some calls belong to. `owners` has the place of each call's request: the calls of a request
+    are adjacent, and its n-th call is its n-th sequence.
     """
     if not calls:
         return {}

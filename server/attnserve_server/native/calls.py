@@ -1,7 +1,7 @@
-"""Attention to torch tensors by the native kernel.
+"""Attention on torch tensors by the native kernel.
 
-In: calls as all kernels have them. Out: their results; what has come out with NaN or infinities is left to the other
-kernels, whose answers for such values are those of the contract.
+In: calls as all kernels take them. Out: their results; sequences whose results have NaN or infinities are left to the
+other kernels, which treat such values as the contract says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16:
 
 
 class Options(Protocol):
-    """Queries [N, Hq, Lq, D] and what is asked of them, over whatever keys."""
+    """Queries [N, Hq, Lq, D] and the options of their attention, whatever the keys."""
 
     @property
     def query(self) -> torch.Tensor: ...
@@ -66,12 +66,12 @@ def applies(call: AttentionCall) -> bool:
 
 
 def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Threads | None) -> list[AttentionResult]:
-    """The results of calls to which `applies` applies. `threads` as in the library."""
+    """The results of calls for which `applies` is true. `threads` as in the library."""
     packed = bytearray()
-    results, alive = [], []  # until the kernel has read it
+    results, alive = [], []  # `alive` is kept until the kernel has read it
     for call in calls:
         (count, heads, length, _), dtype = call.query.shape, torch.float32
-        # Length first, as layers go on with it: heads side by side are then one row.
+        # Length first, as layers use it next: adjacent heads then form one row.
         output = call.query.new_empty(count, length, heads, call.value.shape[3]).transpose(1, 2)
         lse = call.query.new_empty(count, heads, length, dtype=dtype) if call.return_lse else None
         results.append(AttentionResult(output, lse, None, NAME))
@@ -88,7 +88,7 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Thread
 
 
 def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor | None) -> object:
-    """Packs each sequence of a call. Returns what it may have copied."""
+    """Packs each sequence of a call. Returns the tensors that it may have copied."""
     query, key, value = call.query, call.key, call.value
     mask, bias = (
         None if each is None else broadcast(each, (*query.shape[:3], key.shape[2])) for each in (call.mask, call.bias)
@@ -112,8 +112,8 @@ def shape_of(
     bias: torch.Tensor | None,
     keys: Keys,
 ) -> bytes:
-    """The call, as the library packs it, of queries to output [N, Hq, Lq, Dv] over some keys, with mask and bias as
-    `broadcast` gives them.
+    """The packed shape of the call that attends from queries to some keys and writes output [N, Hq, Lq, Dv]; mask and
+    bias are as `broadcast` returns them.
     """
     _, heads, length, width = call.query.shape
     return Shape(
@@ -142,7 +142,7 @@ def shape_of(
 
 
 def strides_of(tensor: torch.Tensor) -> Strides:
-    """Of a tensor [N, H, L, width]."""
+    """The strides of a tensor [N, H, L, width]."""
     return Strides(tensor.stride(2), tensor.stride(1))
 
 

@@ -1,9 +1,9 @@
 /* Numbers of any dtype at any address, as vectors of floats; and functions of vectors.
 
-   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow a comparison; vselect(mask, a, b) is a where the mask is
-   set, else b; vrange sets places begin <= i < end; vbytes those whose byte is not 0; vtranspose turns V vectors of
-   rows into those of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops the greatest number
-   in each, all in the same order; vscale(a, n) is a * 2^n, -126 <= n <= 127. */
+   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vselect(mask, a, b) is a where the mask is
+   set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0; vtranspose turns V vectors of
+   rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops the maximum of
+   each of 8, all in the same order; vscale(a, n) is a * 2^n, -126 <= n <= 127. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-/* a + b, or whichever number is nearest to it. */
+/* a + b, saturating. */
 INLINE int64_t sum_of(int64_t a, int64_t b) {
     int64_t sum;
     return !__builtin_add_overflow(a, b, &sum) ? sum : b < 0 ? INT64_MIN : INT64_MAX;
@@ -24,13 +24,12 @@ INLINE float float_at(const float *base, int64_t index) {
 }
 INLINE int64_t padded(int64_t width) { return (width + V - 1) / V * V; }
 
-/* exp(x) for x <= 0, 0 for what is below LEAST: Cephes' polynomial, within 2 units in the last place. NaN stays NaN.
-   Nothing subnormal is computed on the way, be it of -inf: there are processors that take 20 times
-   as long for a vector of such. */
+/* exp(x) for x <= 0, and 0 below LEAST: Cephes' polynomial, within 2 units in the last place. NaN stays NaN. No
+   intermediate result is subnormal, not even for -inf: some processors take 20 times as long for such a vector. */
 #define LEAST -87.0f
 INLINE vec vexp(vec x) {
     vec bounded = vmax(vset(LEAST), x);
-    vec whole = vset(12582912.0f);  /* 1.5 * 2^23: what is added to it comes out as a whole number */
+    vec whole = vset(12582912.0f);  /* 1.5 * 2^23: adding it rounds to a whole number */
     vec n = vfma(bounded, vset(1.44269504088896341f), whole) - whole;
     vec r = vfma(n, vset(-0.693359375f), bounded);
     r = vfma(n, vset(2.12194440e-4f), r);
@@ -59,7 +58,7 @@ INLINE vec vtanh(vec x) {
     return vselect(vbelow(size, vset(0.625f)), small, large);
 }
 
-/* `width` elements of a dtype as floats, up to a whole number of vectors with zeros behind them. */
+/* `width` elements of a dtype as floats, padded with zeros to a whole number of vectors. */
 INLINE void widen(const void *from, int64_t dtype, int64_t width, float *to) {
     int64_t at = 0;
     if (dtype == FLOAT32) {

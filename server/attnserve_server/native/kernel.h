@@ -1,15 +1,15 @@
-/* Exact attention with the vectors of one instruction set, which whoever includes this file has defined.
+/* Exact attention with the vectors of one instruction set, which the including file has defined.
 
-   Rows that read the same key head meet a block of keys together. A unit of work is some rows of one key head of a
-   call, or all of those of a group of calls, which share pages. Few rows over many keys meet them in several units, by
-   ranges of keys; what they come to in each is merged in the order of the keys. */
+   Rows that read the same key head process a block of keys together. A unit of work is some rows of one key head of a
+   call, or all of those of a group of calls that share pages. Few rows over many keys are divided into units by ranges
+   of keys, whose partial results are merged in the order of the keys. */
 
 #include "unit.h"
 
 enum {
-    UNIT_ROWS = 126,    /* of a unit of work, about, if its call is in no group: each transposes all keys by itself */
-    GROUP_ROWS = 504,   /* calls of a group that together have more of a key head are computed as several groups */
-    MOST_KEPT = 1 << 24 /* floats, of ranges that are units of their own: beyond, a unit meets one after the other */
+    UNIT_ROWS = 126,    /* of a unit, approximately, if its call is in no group: each unit transposes all keys itself */
+    GROUP_ROWS = 504,   /* calls with more rows of a key head together than this are computed as several groups */
+    MOST_KEPT = 1 << 24 /* floats kept for ranges that are units: beyond, a unit does its ranges one after the other */
 };
 
 /* How many of the calls from the first on are computed as a group. */
@@ -19,7 +19,7 @@ static int64_t group_of(const struct call *calls, int64_t count) {
     return found;
 }
 
-/* The rows of each call in a unit of a group of calls: whole tiles, if they are not all. */
+/* The rows of each call in a unit of a group: all of them, or a multiple of whole tiles. */
 static int64_t unit_rows(const struct call *calls, int64_t group) {
     int64_t rows = rows_of_call(calls), parts = most((rows + UNIT_ROWS / 2) / UNIT_ROWS, 1);
     if (group > 1 || parts == 1) return most(rows, 1);
@@ -35,10 +35,10 @@ static float *floats(int64_t count) {
 struct work {
     struct call *calls;
     int64_t count;
-    int64_t next;           /* the unit that nobody has taken yet */
-    float *kept;            /* of all groups and key heads whose ranges are units, one behind the other */
+    int64_t next;           /* the first unit that no thread has taken yet */
+    float *kept;            /* of all groups and key heads whose ranges are units, end to end */
     int64_t *left;
-    int begun;              /* somebody had the memory to begin, who does all that others do not */
+    int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
 /* The ranges that any call of a group reaches. */
@@ -52,14 +52,14 @@ static struct ranges ranges_of_group(const struct call *calls, int64_t group) {
     return ranges;
 }
 
-/* The floats that a key head of a group keeps, if its ranges are units: they are if all of them have room beside those
-   of the groups before it. */
+/* The floats that a key head of a group keeps if its ranges are units, else 0: they are if all of them have room beside
+   those of earlier groups. */
 static int64_t kept_of_group(const struct call *calls, int64_t group, struct ranges ranges, int64_t before) {
     int64_t kept = count_of(ranges) * group * rows_of_call(calls) * kept_floats(calls);
     return count_of(ranges) > 1 && kept <= (MOST_KEPT - before) / calls->kv_heads ? kept : 0;
 }
 
-/* Takes memory for what all threads write to. */
+/* Allocates the memory that all threads write to. */
 static int prepare(struct work *work) {
     int64_t kept = 0, heads = 0;
     for (int64_t at = 0; at < work->count;) {

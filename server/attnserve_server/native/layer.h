@@ -1,5 +1,5 @@
 /* Multi-head attention with its weights: rows are projected to queries, keys and values, each sequence attends to
-   itself, and what its heads come to is projected once more. Threads wait for each other between these steps. */
+   itself, and the outputs of its heads are projected once more. Threads wait for each other between these steps. */
 
 int64_t MULTI_HEAD(const struct multi_head *layer, struct piece *pieces, int64_t count, struct team *team,
                    int64_t helpers) {

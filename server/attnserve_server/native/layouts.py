@@ -1,7 +1,7 @@
-"""Layouts, by which the library knows requests: those of one differ in nothing but the contents of query, key and
+"""Layouts, by which the library recognises requests: those of one layout differ only in the contents of query, key and
 value, and in the caches that they refer to.
 
-In: what requests of a layout come to, and one of them, where it was received. Out: what the library keeps of it, a
+In: what the requests of a layout have in common, and one of them, as received. Out: what the library keeps of it, a
 `struct layout` of `messages.h`.
 """
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from attnserve_server.requests.request import Request
 
 MOST_SEQUENCES: Final = 256
-"""Of a message, and so of a request."""
+"""In a message, and so in a request."""
 MOST_RESULT_BYTES: Final = 1 << 20
-"""What the results of a message may take."""
+"""For all results of a message."""
 
 _LAYOUT: Final = struct.Struct("=23q")
 _NOWHERE: Final = (0,) * 9
 LAYOUT_BYTES: Final = _LAYOUT.size + CALL_BYTES
-"""Of a `struct layout`, but for what lies behind it."""
+"""The size of a `struct layout`, without what follows it."""
 
 
 class Layout(NamedTuple):
-    """What requests of a layout come to: `sequences` calls of a shape, as the library packs it. `inputs` are the
-    payloads of query, key and value. `steps` says by how many bytes query, key, value, output and lse of a sequence
-    are behind those of the one before. `caches` is the shape of the caches that requests are to, None if they are to
-    none; what these cost depends on how long these are, and is 0 here.
+    """What every request of a layout comes to: `sequences` calls of a packed shape. `inputs` are the payloads of query,
+    key and value. `steps` says how many bytes query, key, value, output and lse advance from one sequence to the next.
+    `caches` is the shape of the caches that requests attend to, None without caches; with them, costs depend on their
+    lengths and are 0 here.
     """
 
     problem: Problem
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(request: Request) -> Layout | None:
-    """The layout of a request; None if there is more to do for such requests than the library does."""
+    """The layout of a request; None if such requests need more than the library does."""
     problem, extent = request.problem, request.extent
     if not (len(request.payloads) == len(problem.tensors) == 3 and applies(problem)):
         return None
@@ -81,8 +81,8 @@ def layout_of(request: Request) -> Layout | None:
 
 
 def packed(layout: Layout, payloads: Payloads, begin: int, length: int) -> bytes | None:
-    """What the library keeps of a layout, one request of which has so many bytes and begins at a place of the message
-    that its payloads are in; None if its references are not side by side.
+    """What the library keeps of a layout, taken from a request of `length` bytes that begins at `begin` in the message
+    with its payloads; None if its references are not adjacent.
     """
     message, end = memoryview(payloads.buffer), begin + length
     places = [(payloads.at + start, payloads.at + behind) for start, behind in payloads.places]
@@ -124,7 +124,7 @@ def packed(layout: Layout, payloads: Payloads, begin: int, length: int) -> bytes
 
 
 def _references(message: _fields.Buffer, begin: int, end: int) -> tuple[int, int] | None:
-    """Where a request's references to caches are, if nothing is between them."""
+    """Where a request's references to caches begin and end, if nothing lies between them."""
     places = [
         (start, behind)
         for number, wire_type, start, _, behind in _fields.fields(message, begin, end)

@@ -1,4 +1,4 @@
-/* Messages of a stream, read and written: see messages.h. */
+/* Messages read and written: see messages.h. */
 
 #include "messages.h"
 
@@ -8,19 +8,19 @@
 
 enum { ALIGNMENT = 64 };
 
-/* messages.py writes them there. */
+/* messages.py accesses these fields at these offsets. */
 _Static_assert(offsetof(struct call, key) == 8 && offsetof(struct call, value) == 16, "keys and values of a call");
 _Static_assert(offsetof(struct call, kv_length) == 96 && offsetof(struct call, offset) == 104, "its lengths");
 _Static_assert(offsetof(struct asked, compute) == 80 && offsetof(struct asked, answer_bytes) == 88 &&
                offsetof(struct asked, ids) == 168, "what was asked");
 _Static_assert(offsetof(struct reference, length) == 40 && sizeof(struct reference) == 48, "a reference");
 
-/* A part of a message that has not been read yet. */
+/* The part of a message that has not been read yet. */
 struct rest {
     const uint8_t *at, *end;
 };
 
-/* Reads a number below 2^56 that takes no more bytes than it must. Returns whether there is one. */
+/* Reads a varint below 2^56 in its shortest encoding. Returns whether there is one. */
 static int take_number(struct rest *rest, int64_t *number) {
     *number = 0;
     for (int shift = 0; shift < 56 && rest->at < rest->end; shift += 7) {
@@ -46,7 +46,7 @@ static int take_tag(struct rest *rest, int64_t tag) {
     return 1;
 }
 
-/* Reads a length and takes so many bytes apart. Returns whether there are so many. */
+/* Reads a length and splits off that many bytes as `part`. Returns whether there are that many. */
 static int take_part(struct rest *rest, struct rest *part) {
     int64_t length;
     if (!take_number(rest, &length) || length > rest->end - rest->at) return 0;
@@ -55,8 +55,8 @@ static int take_part(struct rest *rest, struct rest *part) {
     return 1;
 }
 
-/* Reads a timeout of more than nothing, if there is one; `nanoseconds` becomes the lesser of the two. Returns whether all
-   is as usual. */
+/* Reads a positive timeout, if there is one; `nanoseconds` becomes the shorter of the two. Returns whether nothing is
+   unusual. */
 static int take_timeout(const struct known *known, struct rest *rest, int64_t *nanoseconds) {
     struct rest part;
     int64_t seconds = 0, nanos = 0;
@@ -85,7 +85,7 @@ static int is_of(const struct layout *layout, const uint8_t *request) {
     return 1;
 }
 
-/* The place of a request's layout, which is used; -1 if it has none that is known. */
+/* The place of a request's layout, which is marked as used; -1 if it is unknown. */
 static int64_t place_of(struct known *known, const uint8_t *request, int64_t length) {
     for (int64_t place = 0; place < known->count; place++) {
         if (known->lengths[place] != length || !is_of(known->layouts[place], request)) continue;
@@ -95,7 +95,7 @@ static int64_t place_of(struct known *known, const uint8_t *request, int64_t len
     return -1;
 }
 
-/* Reads a request's references to caches, one for each of its sequences. Returns whether all is as usual. */
+/* Reads a request's references to caches, one per sequence. Returns whether nothing is unusual. */
 static int take_references(const struct known *known, const uint8_t *message, const struct layout *layout,
                            const uint8_t *request, struct reference *references) {
     struct rest rest = {request + layout->references, request + layout->references + layout->references_bytes};
@@ -116,7 +116,7 @@ static int take_references(const struct known *known, const uint8_t *message, co
 
 static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-/* A message that is read, what its requests may be, and where their results are to lie, in so many bytes. */
+/* A message to read, the known layouts, and where results go, in `room` bytes. */
 struct reading {
     struct known *known;
     const uint8_t *message;
@@ -125,7 +125,7 @@ struct reading {
     struct asked *asked;
 };
 
-/* Adds a request's calls, which has a layout at that place. Returns whether there was room, and all is as usual. */
+/* Adds the calls of a request whose layout is at `place`. Returns whether there was room and nothing is unusual. */
 static int add(const struct reading *reading, int64_t number, int64_t place, const uint8_t *request) {
     struct asked *asked = reading->asked;
     const struct layout *layout = reading->known->layouts[place];
@@ -169,8 +169,7 @@ static void begin(struct asked *asked) {
     asked->timeout = INT64_MAX;
 }
 
-/* Adds a request to what is asked. Returns 1; 0 if there is no room, or something unusual; -1 if it has no known
-   layout. */
+/* Adds a request to `asked`. Returns 1; 0 if there is no room, or something is unusual; -1 if its layout is unknown. */
 static int64_t take_request(const struct reading *reading, const struct rest *request, int64_t number) {
     int64_t place = place_of(reading->known, request->at, request->end - request->at);
     return place < 0 ? -1 : add(reading, number, place, request->at);
@@ -205,7 +204,7 @@ void attnserve_read_request(struct known *known, const uint8_t *message, int64_t
     asked->requests = take_request(&reading, &request, 0);
 }
 
-/* Copies rows of elements, of so many bytes each, which are side by side in `from`. Returns whether all are finite. */
+/* Copies rows of `width` elements, adjacent in `from`, `step` apart in `to`. Returns whether all are finite. */
 static int put_rows(uint8_t *to, int64_t step, const uint8_t *from, int64_t rows, int64_t width, int64_t dtype) {
     int64_t item = dtype == FLOAT32 ? 4 : 2;
     uint32_t exponent = dtype == FLOAT32 ? 0x7f800000 : dtype == FLOAT16 ? 0x7c00 : 0x7f80;
@@ -253,7 +252,7 @@ static uint8_t *put_field(uint8_t *to, int64_t tag, int64_t number) {
     return put_number(to, number);
 }
 
-/* The caches that a request is to, one for each of its calls; and the bytes that their lengths take. */
+/* The caches that a request attends to, one per call; below, the bytes that their lengths take. */
 static const struct reference *references_of(const struct asked *asked, int64_t place) {
     return asked->references + asked->first_calls[place];
 }
@@ -265,7 +264,7 @@ static int64_t lengths_bytes(const struct asked *asked, int64_t place) {
     return bytes;
 }
 
-/* What a reply takes, but for its envelope; and its envelope, but for what says how long that is. */
+/* The size of a reply without its envelope; below, that of the envelope without its own tag and length. */
 static int64_t reply_bytes(const struct asked *asked, int64_t place) {
     const struct layout *layout = asked->layouts[place];
     int64_t lengths = layout->references_bytes ? lengths_bytes(asked, place) : 0;

@@ -1,7 +1,7 @@
-"""Messages that ask for little attention, read, computed and answered as a whole by the library.
+"""Messages that ask for little work, read, computed and answered as a whole by the library.
 
-In: messages, and layouts of requests, learnt from some that came before. Out: what a message asks for, and the message
-that answers it. What has no known layout, or is unusual in any way, is for others: nothing is refused here.
+In: messages, and layouts of requests, learnt from earlier ones. Out: what a message asks for, and the message that
+answers it. Messages without a known layout, or unusual in any way, are left to other code: nothing is refused here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnserve_server.native.payloads import address_of_bytes
 
 MOST_REQUESTS: Final = 64
 MOST_LAYOUTS: Final = 256
-"""Of a message, and as many as are remembered: see `messages.h`."""
+"""Limits on the requests of a message, and on the layouts remembered: see `messages.h`."""
 
 TAGS: Final = tuple(
     number << 3 | wire_type
@@ -52,32 +52,32 @@ TAGS: Final = tuple(
         (pb.Timings.COMPUTE_NS_FIELD_NUMBER, 0),
     )
 )
-"""Of the fields of messages, in the order of `struct known`."""
+"""Tags of the fields of messages, in the order of `struct known`."""
 _COUNT: Final = len(TAGS)
 _LENGTHS: Final = _COUNT + 1
 _LAYOUTS: Final = _LENGTHS + MOST_LAYOUTS
 _USED: Final = _LAYOUTS + MOST_LAYOUTS
 _KNOWN_WORDS: Final = _USED + MOST_LAYOUTS
-"""Places in a `struct known`."""
+"""Indexes into a `struct known`."""
 _ASKED: Final = struct.Struct("=10q")
 _COMPUTE, _ANSWER_BYTES, _IDS = 10, 11, 21
 _BEGINS, _PLACES, _FIRST_CALLS, _REFERENCES = (_IDS + number * MOST_REQUESTS for number in (1, 2, 3, 7))
 REFERENCE: Final = 6
 _ASKED_WORDS: Final = _REFERENCES + REFERENCE * MOST_SEQUENCES
-"""Places in a `struct asked`."""
+"""Indexes into a `struct asked`."""
 _CACHE_LENGTH: Final = 5
-"""In a `struct reference`."""
+"""Index into a `struct reference`."""
 _KEYS: Final = struct.Struct("=2q")
 _KEYS_AT, _LENGTH_AT = 8, 96
-"""In a `struct call`: where the keys and values are, and how many keys there are and where the first query stands."""
+"""Byte offsets in a `struct call`: of the addresses of keys and values, and of the number of keys and `offset`."""
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_char_p, ctypes.c_ssize_t], ctypes.py_object
 
 
 class _Kept(NamedTuple):
-    """A layout that is known: what requests of it have in common, where their payloads are, and where the library has
-    it.
+    """A known layout: what its requests have in common, where their payloads are, and the memory that the library reads
+    it from.
     """
 
     key: Hashable
@@ -87,10 +87,10 @@ class _Kept(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """A request to caches of the message that was read last: the layout that it has, where it begins, its bytes, the
-    first of its calls, and its references, `REFERENCE` numbers each: where the name is in the message, its bytes, the
-    layer, the length that it should have, or -1, the append's id, 64 bits, and one for `attend_to`. Its payloads are at
-    `places`, from where it begins.
+    """A request to caches in the message that was read last: its layout, where it begins, its length in bytes, its
+    first call, and its references, `REFERENCE` numbers each: where the name is in the message, the name's bytes, the
+    layer, the expected length or -1, the append's id (64 bits), and one for `attend_to`. `places` are those of its
+    payloads, from where it begins.
     """
 
     layout: Layout
@@ -102,9 +102,9 @@ class Cached(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a message asks for: so many requests; 0 if it is for others, and -1 if that is for a layout that is not
-    known. Bytes, costs, FLOPs and tokens are of all together, but for what depends on caches; `timeout` is the
-    shortest, in nanoseconds. Of the requests, `cached` are to caches.
+    """What a message asks for. `requests` is 0 if the message is left to other code, and -1 if that is because of an
+    unknown layout. Bytes, costs, FLOPs and tokens are totals, without what depends on caches; `timeout` is the
+    shortest, in nanoseconds; `cached` of the requests are to caches.
     """
 
     requests: int
@@ -120,11 +120,11 @@ class Asked(NamedTuple):
 
 
 class Messages:
-    """Who reads and answers them, one after the other, and the layouts that are known."""
+    """Reads and answers messages, one after the other, and keeps the known layouts."""
 
     def __init__(self, kernel: Library, threads_for: Callable[[int], Threads | None]) -> None:
-        """Everything is computed by `kernel`, what takes some effort by the threads for that. Raises OSError if the
-        library is of another version.
+        """Everything is computed by `kernel`, with the threads that `threads_for` gives for the effort. Raises OSError
+        if the library is of another version.
         """
         self._attend = kernel.attend_function.address
         self._threads_for = threads_for
@@ -157,7 +157,7 @@ class Messages:
         self._next = 0
 
     def read_message(self, message: bytes, most: int) -> Asked:
-        """What a message of a stream asks for, which has at most so many requests."""
+        """What a message of a stream asks for, which has at most `most` requests."""
         self._read_message(
             self._known_at, message, len(message), most, self._results_at, MOST_RESULT_BYTES, self._asked_at
         )
@@ -169,12 +169,12 @@ class Messages:
         return Asked._make(_ASKED.unpack_from(self._asked_memory))
 
     def ids(self, asked: Asked) -> list[int]:
-        """The ids of the requests of the message that was read last."""
+        """The ids of the requests in the message that was read last."""
         return self._asked[_IDS : _IDS + asked.requests].tolist()
 
     def cached(self, asked: Asked) -> Iterator[Cached]:
-        """The requests to caches of the message that was read last. Before it is computed, `attend_to` says where the
-        keys of each of their calls are.
+        """The requests to caches in the message that was read last. Before it is computed, `attend_to` must say where
+        the keys of each of their calls are.
         """
         words = self._asked
         for number in range(asked.requests):
@@ -187,14 +187,14 @@ class Messages:
                 yield Cached(layout, places, words[_BEGINS + number], self._known[_LENGTHS + place], first, references)
 
     def append(self, call: int, keys: int, values: int, slot: int) -> bool:
-        """Appends the token that a call brings to a cache of the request's dtype: to the page whose keys and values are
-        at these addresses, behind so many tokens there; before `attend_to`. Returns whether all of it is finite.
+        """Appends a call's token to a cache of the request's dtype: at index `slot` of the page whose keys and values
+        are at these addresses; before `attend_to`. Returns whether all of the token is finite.
         """
         return bool(self._append(self._asked_at, call, keys, values, slot))
 
     def attend_to(self, call: int, key: int, value: int, kv_length: int, offset: int, length: int) -> None:
-        """Has a call attend to the first `kv_length` tokens of a cache of some length, in pages whose addresses are at
-        `key` and `value`, with its first query at an offset.
+        """Makes a call attend to the first `kv_length` tokens of a cache of length `length`, in pages whose addresses
+        are at `key` and `value`, with its first query at position `offset`.
         """
         at = 8 * _ASKED_WORDS + CALL_BYTES * call
         _KEYS.pack_into(self._asked_memory, at + _KEYS_AT, key, value)
@@ -202,9 +202,9 @@ class Messages:
         self._asked[_REFERENCES + REFERENCE * call + _CACHE_LENGTH] = length
 
     def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
-        """Computes what that message asks for, which must still be there: work of so much effort, in FLOPs. Decoding,
-        waiting and staging took each request so long; returns how many nanoseconds computing took. Raises MemoryError,
-        and ArithmeticError if results are not all finite.
+        """Computes what that message, which must still be in memory, asks for: `effort` is in FLOPs. The times are what
+        decoding, queueing and staging took each request. Returns the nanoseconds that computing took. Raises
+        MemoryError, and ArithmeticError if not all results are finite.
         """
         threads = self._threads_for(effort)
         if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, staging_ns, self._attend):
@@ -212,19 +212,19 @@ class Messages:
         return self._asked[_COMPUTE]
 
     def write(self) -> bytes:
-        """The answer to it, which must have been computed: replies on a stream, or that to a unary call."""
-        answer: bytes = _new_bytes(None, self._asked[_ANSWER_BYTES])  # which nobody else has yet
+        """The answer to that message, once computed: the replies of a stream, or the reply to a unary call."""
+        answer: bytes = _new_bytes(None, self._asked[_ANSWER_BYTES])  # writable, as nobody else has it yet
         self._write(self._known_at, self._asked_at, address_of_bytes(answer))
         return answer
 
     def knows(self, key: Hashable) -> bool:
-        """Whether the layout of the requests that have this key is known."""
+        """Whether the layout of the requests with this key is known."""
         return key in self._places
 
     def learn(self, key: Hashable, layout: Layout, payloads: Payloads, begin: int, length: int) -> bool:
-        """Knows a layout from now on: that of a request of so many bytes, which begins at a place of the message that
-        its payloads are in. If as many are known as can be, it takes the place of one that was not used of late.
-        Returns False if the library cannot know it.
+        """Remembers a layout: that of a request of `length` bytes, which begins at `begin` in the message with its
+        payloads. When all places are taken, it replaces one that was not used recently. Returns False if the library
+        cannot represent it.
         """
         found = packed(layout, payloads, begin, length)
         if found is None:

@@ -1,4 +1,4 @@
-"""Multi-head layers by the native library, in one call from the rows that were received to those of replies.
+"""Multi-head layers by the native library, in one call from the rows received to those of the reply.
 
 In: a layer and sequences, packed as the library reads them (`attention.h`). Out: results where the sequences want them,
 and which of them are not finite.
@@ -14,23 +14,23 @@ from attnserve_server.native.library import Function, Threads
 from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
 
 PIECE: Final = struct.Struct("=2Q2q")
-"""A sequence: where its rows are, where those of the reply are to be, how many, and 1."""
+"""A sequence: the address of its rows, that of the reply's rows, their number, and 1."""
 _FINITE: Final = 3
-"""The place of a piece's `finite` among its fields."""
+"""The index of a piece's `finite` among its fields."""
 _COLUMNS: Final = struct.Struct("=3q")
 
 
 def packed_layer(
     project: PackedWeight, columns: tuple[int, int, int], output: PackedWeight | None, call: bytes
 ) -> bytes:
-    """A layer: where the heads' queries, keys and values begin among what its rows are projected to, and the attention
-    of a sequence, packed but for addresses and lengths. It is good for as long as the weights are there.
+    """A layer, valid as long as its weights live. `columns` say where the heads' queries, keys and values begin in a
+    projected row; `call` is the attention of a sequence, packed without addresses and lengths.
     """
     return project.struct + _COLUMNS.pack(*columns) + (bytes(PRODUCT_BYTES) if output is None else output.struct) + call
 
 
 class MultiHeads:
-    """The library's layers, by one set of instructions."""
+    """The library's layers, for one instruction set."""
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""
@@ -38,8 +38,8 @@ class MultiHeads:
         self._apply = Function("multi_head", instructions, ctypes.c_char_p, address, size)
 
     def apply(self, layer: bytes, pieces: bytearray, threads: Threads | None = None) -> list[int]:
-        """Computes pieces by a layer. Returns the places of those whose attention came to NaN or infinities: of such a
-        piece, nothing has any meaning. `threads` as for the library's attention. Raises MemoryError.
+        """Computes pieces with a layer. Returns the places of those whose attention has NaN or infinities: no result of
+        such a piece has any meaning. `threads` as for the library's attention. Raises MemoryError.
         """
         first, count = ctypes.c_char.from_buffer(pieces), len(pieces) // PIECE.size
         self._apply(threads, layer, ctypes.addressof(first), count)

@@ -1,6 +1,6 @@
 """Tensors of requests as the native kernel reads them: where they were received, by addresses and strides.
 
-In: a problem and the payloads of a request. Out: addresses, strides, and copies of what has another dtype.
+In: a problem and the payloads of a request. Out: addresses, strides, and copies of tensors of other dtypes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES: Final[dict[int, int]] = {
     pb.DATA_TYPE_BFLOAT16: BFLOAT16,
 }
 address_of_bytes: Final = ctypes.pythonapi.PyBytes_AsString
-"""Where the content of `bytes` is."""
+"""The address of the content of `bytes`."""
 address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
 
 
@@ -41,7 +41,7 @@ def applies(problem: Problem) -> bool:
 
 
 def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
-    """The call, as the library packs it, for a sequence of so many queries over some keys."""
+    """The packed shape of the call for a sequence of `query_length` queries over some keys."""
     heads, rows = problem.query_heads, problem.query_length
     return Shape(
         query_length=query_length,
@@ -69,7 +69,7 @@ def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
 
 
 def strides_of(problem: Problem, heads: int, length: int, width: int) -> Strides:
-    """Of a packed tensor of so many heads and tokens, in the layout of a problem."""
+    """The strides of a packed tensor of `heads` heads and `length` tokens, in the layout of a problem."""
     tokens_first = problem.length_first and problem.rank > 2
     return Strides(heads * width, width) if tokens_first else Strides(width, length * width)
 
@@ -87,7 +87,7 @@ def broadcast_strides(problem: Problem, name: str) -> tuple[int, ...]:
 
 
 def floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArray[Any] | None:
-    """A tensor of biases or the like as float32, in which what was finite stays finite."""
+    """A bias, slopes or sinks as float32, where what was finite stays finite."""
     spec = problem.tensors.get(name)
     if spec is None:
         return None
@@ -101,31 +101,31 @@ def floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArr
 
 
 def addresses(payloads: Payloads, places: Sequence[int]) -> list[int]:
-    """Where payloads are: known of `bytes` in a tenth of the time that NumPy takes to say it of a view. Those that have
-    no elements may be anywhere.
+    """The addresses of payloads, from that of their `bytes`: a tenth of the time that NumPy takes for a view's. Those
+    without elements get an arbitrary one.
     """
     begin: int = address_of_bytes(payloads.buffer) + payloads.at
     return [begin + payloads.places[place][0] if place >= 0 else CACHE_LINE for place in places]
 
 
 def address(payloads: Payloads, place: int) -> int:
-    """Where one is."""
+    """The address of one payload."""
     return addresses(payloads, (place,))[0]
 
 
 def memory_of(size: int) -> tuple[memoryview, int]:
-    """Memory to be written to, and where it is."""
+    """Memory to be written to, and its address."""
     array = np.empty(max(size, 1), np.uint8)
     memory = memoryview(array)  # type: ignore[arg-type]
     return memory[:size], ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where an array is: as `ctypes.data` says it, in half the time."""
+    """The address of an array: that of `ctypes.data`, in half the time."""
     found: int = array.__array_interface__["data"][0]
     return found
 
 
 def aligned(size: int) -> int:
-    """Where something can begin behind so many bytes."""
+    """`size` rounded up to whole cache lines."""
     return -(-size // CACHE_LINE) * CACHE_LINE

@@ -1,31 +1,31 @@
 /* Products of rows with a weight, y = x W^T + b, in blocks of rows and panels of columns.
 
-   An output is the sum, over ranges of DEPTH inputs one after the other, of what each comes to in one row of fused
-   operations, and the bias. That is one order whatever rows are computed together, and by whichever instructions. */
+   An output is the bias plus, in order, the sum of each range of DEPTH inputs, which is one chain of fused operations.
+   That order is the same whichever rows are computed together, and for every instruction set. */
 
 enum {
     PANEL = 16,                         /* columns of a packed weight that lie together */
-    STEP_PANELS = 2 * V / PANEL,        /* that are multiplied at once: two vectors of columns */
+    STEP_PANELS = 2 * V / PANEL,        /* multiplied at once: two vectors of columns */
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
-    AHEAD = 8,                          /* so many inputs before it is needed, what is of one is asked for */
+    AHEAD = 8,                          /* how many inputs ahead of use data is prefetched */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
-    PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share what is read of the weight */
-    PRODUCT_FLOATS = 1 << 18,           /* of inputs, unless one block has more: they stay in a cache of a processor */
-    UNITS_EACH = 2,                     /* of work for each thread, at least, if there are enough columns to divide */
-    UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows by itself */
+    PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
+    PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
+    UNITS_EACH = 2,                     /* units per thread, at least, if there are enough columns to divide */
+    UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows itself */
 };
 
-/* Rows of a batch, by their places: those of pieces, one behind the other, or all in one piece. */
+/* Rows of a batch, by index: those of pieces, end to end, or all in one block of memory. */
 struct side {
-    const struct piece *pieces; /* NULL: in one */
-    const int64_t *starts;      /* [pieces + 1] */
+    const struct piece *pieces; /* NULL: one block */
+    const int64_t *starts;      /* the first row of each piece, then the total: [count + 1] */
     int64_t count;              /* of pieces */
-    int output;                 /* of pieces, what they write */
-    char *base;                 /* of one piece */
+    int output;                 /* whether it is what the pieces write */
+    char *base;                 /* of the one block */
     int64_t stride;             /* floats from row to row */
 };
 
-/* Where rows from `first` on are. */
+/* The addresses of rows from `first` on. */
 static void find_rows(const struct side *side, int64_t first, int64_t count, float **rows) {
     int64_t bytes = side->stride * (int64_t)sizeof(float);
     if (!side->pieces) {
@@ -45,7 +45,7 @@ static void find_rows(const struct side *side, int64_t first, int64_t count, flo
     }
 }
 
-/* Some rows' inputs as [inputs, V]: the rows' elements of an input are adjacent. */
+/* The inputs of up to V rows as [inputs, V]: transposed, and padded with zeros. */
 static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to) {
     for (int64_t k = 0; k < inputs; k += V) {
         int64_t columns = least(V, inputs - k);
@@ -66,8 +66,8 @@ static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to
     }
 }
 
-/* Adds to outputs from `column` on what n inputs come to; or begins with the bias. `apart` is from the weight of one
-   vector of columns to that of the next. */
+/* Adds the products of n inputs to outputs from `column` on, or to the bias if it begins them. `apart` is the step from
+   the weights of one vector of columns to those of the next. */
 INLINE void multiply_block(int rows, int vectors, const float *left, const float *weight, int64_t apart, int64_t n,
                            float *const *to, int64_t column, int begins, const float *bias) {
     vec sums[BLOCK_ROWS][2];
@@ -114,11 +114,11 @@ struct multiplication {
     const struct product *product;
     struct side from, to;
     int64_t rows, row_groups, panel_groups;
-    int64_t next;           /* the unit that nobody has taken yet */
-    int begun;              /* somebody had the memory to begin, who does all that others do not */
+    int64_t next;           /* the first unit that no thread has taken yet */
+    int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
-/* The rows from `first` up to `last`, and the panels from `begin` up to `end`. */
+/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. */
 static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
                           float *left) {
     const struct product *product = work->product;
@@ -144,7 +144,7 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
     }
 }
 
-/* The rows of a unit, at most. */
+/* The maximum number of rows in a unit. */
 static int64_t rows_of_unit(const struct product *product) {
     return most(least(PRODUCT_ROWS, PRODUCT_FLOATS / product->inputs), BLOCK_ROWS);
 }
@@ -171,7 +171,7 @@ static int multiply_all(const struct product *product, struct side from, struct 
     if (!rows || !product->outputs) return 1;
     int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
     int64_t threads = team ? most(helpers, 0) + 1 : 1;
-    /* Rows are divided first, since who has other columns of the same rows arranges these once more: evenly. */
+    /* Rows are divided first, and evenly: units with other columns of the same rows arrange these once more. */
     row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t missing = (UNITS_EACH * threads + row_groups - 1) / row_groups;
     int64_t panel_groups = threads > 1 ? least(missing, most(panels / UNIT_PANELS, 1)) : 1;

@@ -1,7 +1,7 @@
-"""Products of rows with weights that were packed for the native library, y = x W^T + b, of float32.
+"""Products of rows with weights packed for the native library, y = x W^T + b, in float32.
 
-In: tensors, or addresses. Out: rows. A row's bits depend on itself and the weight alone: not on the other rows, nor on
-their number, nor on who computes them.
+In: tensors, or addresses. Out: rows. A row's bits depend only on itself and the weight: not on the other rows, nor on
+their number, nor on the threads that compute them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from attnserve_server.native.library import Function, Threads
 
 PANEL: Final = 16
-"""Outputs come in multiples of so many, and can be divided there."""
+"""Outputs come in multiples of this many, and can be divided there."""
 
 _PRODUCT: Final = struct.Struct("=2Q2q")
 PRODUCT_BYTES: Final = _PRODUCT.size
@@ -32,24 +32,24 @@ class PackedWeight:
         self.struct = _PRODUCT.pack(
             panels.data_ptr(), 0 if bias is None else bias.data_ptr(), self.inputs, self.outputs
         )
-        """The weight's `struct product` (`attention.h`), for as long as this is there."""
+        """The weight's `struct product` (`attention.h`), valid as long as this object lives."""
 
     @staticmethod
     def of(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-        """A copy of a weight [outputs, inputs], with outputs of 0 behind its own up to a multiple of PANEL."""
+        """A copy of a weight [outputs, inputs], padded with outputs of 0 to a multiple of PANEL."""
         outputs, inputs = weight.shape
         missing = -outputs % PANEL
         panels = pad(weight, (0, 0, 0, missing)).reshape(-1, PANEL, inputs).transpose(1, 2).contiguous()
         return PackedWeight(panels, None if bias is None else pad(bias, (0, missing)))
 
     def part(self, columns: slice) -> PackedWeight:
-        """Some outputs, in the same memory; they begin and end at multiples of PANEL."""
+        """A view of some outputs, which begin and end at multiples of PANEL."""
         panels = self._panels[columns.start // PANEL : columns.stop // PANEL]
         return PackedWeight(panels, None if self._bias is None else self._bias[columns])
 
 
 class Products:
-    """The library's products, by one set of instructions."""
+    """The library's products, for one instruction set."""
 
     def __init__(self, instructions: str) -> None:
         """Raises OSError if there is no library."""

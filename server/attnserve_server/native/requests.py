@@ -1,8 +1,8 @@
-"""Requests of `Attend` by the native kernel: read where they were received, written as replies have it.
+"""`Attend` requests by the native kernel: read where they were received, written in the layout of replies.
 
-In: requests. Out: a result each, or none where they are to be computed in another way, and which sequences of results
-came out NaN or infinite. Where a sequence's tensors begin follows from a problem, and callers send the same problem
-over and over.
+In: requests. Out: a result for each, or None where another kernel must compute it, and which sequences' results came
+out NaN or infinite. Where a sequence's tensors begin follows from the problem, and callers send the same problem over
+and over.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from attnserve_server.requests.request import Request, Span
 from attnserve_server.requests.work import RequestResult
 
 MOST_KEPT: Final = 4096
-"""So many problems are remembered."""
+"""How many problems are remembered."""
 MOST_SEQUENCES: Final = 1 << 14
-"""A request of more is left to others: each takes the memory of a call, however small it is."""
+"""Requests of more are left to other kernels: each sequence takes the memory of a call, however small it is."""
 _FLOATS: Final = ("bias", "alibi_slopes", "sinks")
 
 
 class Sequences(NamedTuple):
-    """So many sequences alike, one behind the other: where the first one's query, key, value, output, lse, mask and
-    bias begin, in bytes from where the request's do.
+    """`number` consecutive sequences of one shape. `offsets` say where the first one's query, key, value, output, lse,
+    mask and bias begin, in bytes from where the request's do.
     """
 
     number: int
@@ -48,9 +48,9 @@ class Sequences(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The sequences of all requests of a problem with these spans, and by how many bytes the tensors of each are behind
-    those of the one before. `inputs` are the payloads of query, key and value; `has_more` says that there are others.
-    The output takes so many bytes of a reply, whose lse is behind it at `lse_at`, which is 0 if there is none.
+    """The sequences of every request of a problem with these spans, and how many bytes their tensors advance from one
+    sequence to the next. `inputs` are the payloads of query, key and value; `has_more` says that there are others. The
+    output takes `output_bytes` of a reply, whose lse follows at `lse_at`, which is 0 if there is none.
     """
 
     problem: Problem
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 
 
 class NativeRequests:
-    """The native kernel, as far as requests are concerned."""
+    """The native kernel, for requests."""
 
     def __init__(self, library: Library) -> None:
         """Everything is computed by `library`."""
@@ -73,8 +73,8 @@ class NativeRequests:
         self._plans: dict[int, Plan] = {}
 
     def run(self, requests: Sequence[Request], threads: Threads | None) -> tuple[list[RequestResult | None], Broken]:
-        """The result of each request, None for those that are to be computed in another way; and of which sequences
-        that has no meaning. `threads` as in the library. Raises MemoryError.
+        """The result of each request, None for those that another kernel must compute; and the sequences whose results
+        have no meaning. `threads` as in the library. Raises MemoryError.
         """
         results: list[RequestResult | None] = []
         packed, owners, alive = bytearray(), [], []
@@ -83,7 +83,7 @@ class NativeRequests:
             if plan is None:
                 results.append(None)
                 continue
-            # Of its own: who is slow to take a reply is not to hold the memory of others'.
+            # Each reply has its own: a caller slow to receive one must not hold the memory of others.
             memory, output = memory_of(plan.reply_bytes)
             lse = output + plan.lse_at if plan.lse_at else 0
             query, key, value = addresses(request.payloads, plan.inputs)
@@ -124,12 +124,12 @@ class NativeRequests:
         """The plan for a request, if the kernel computes such requests."""
         problem, spans = request.problem, request.spans
         plan = self._plans.get(id(problem))
-        if plan is not None and plan.spans is spans:  # it keeps its problem alive, so that no other has this id
+        if plan is not None and plan.spans is spans:  # it keeps its problem alive, so no other can have this id
             return plan
         if plan is None and not (applies(problem) and problem.query_length and 0 < problem.batch <= MOST_SEQUENCES):
-            return None  # where there is no query, lengths may be beyond all bounds
+            return None  # without queries, lengths may exceed all bounds
         plan = planned(problem, spans)
-        if len(spans) == 1:  # others have lengths of their own, which hardly ever come again
+        if len(spans) == 1:  # others have per-sequence lengths, which hardly ever recur
             if len(self._plans) >= MOST_KEPT:
                 self._plans.clear()
             self._plans[id(problem)] = plan
@@ -137,7 +137,7 @@ class NativeRequests:
 
 
 def planned(problem: Problem, spans: tuple[Span, ...]) -> Plan:
-    """The plan for all requests of a problem with these spans."""
+    """The plan for every request of a problem with these spans."""
     itemsize = _dtypes.NUMPY[problem.dtype].itemsize
     heads, kv_heads = problem.query_heads, problem.kv_heads
     rows, keys = problem.query_length, problem.kv_length
@@ -146,7 +146,7 @@ def planned(problem: Problem, spans: tuple[Span, ...]) -> Plan:
         strides_of(problem, kv_heads, keys, width) for width in (problem.key_dim, problem.value_dim)
     )
     mask, bias = (broadcast_strides(problem, name) for name in ("mask", "bias"))
-    # The bytes of a token in query, key, value and output, and of a sequence in these and all else.
+    # The bytes of a token in query, key, value and output; then of a sequence in these and all other tensors.
     of_query, of_key = itemsize * heads * problem.head_dim, itemsize * kv_heads * problem.key_dim
     of_value, of_output = (itemsize * count * problem.value_dim for count in (kv_heads, heads))
     of_lse = 4 * heads * rows if problem.return_lse else 0
@@ -155,7 +155,7 @@ def planned(problem: Problem, spans: tuple[Span, ...]) -> Plan:
     for span in spans:
         at = Keys(span.kv_length, span.offset, DTYPES[problem.dtype], 0, key_strides, value_strides)
         offsets = [span.first * step for step in steps]
-        if problem.packed:  # tokens come first, but in the lse
+        if problem.packed:  # tokens come first, except in the lse
             query, key = span.query_start, span.kv_start
             offsets[:5] = query * of_query, key * of_key, key * of_value, query * of_output, 4 * query
         sequences.append(Sequences(span.sequences, offsets, shape_of(problem, span.query_length, at)))

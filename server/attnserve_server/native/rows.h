@@ -1,24 +1,24 @@
-/* A row: a query and a head that it has, the keys that it reaches, and what it has come to so far.
+/* A row: a query of one head, the keys that it reaches, and its running result.
 
-   Keys are met in blocks, one after the other, with the running maximum and sum of each row (Milakov and Gimelshein
-   2018). Everything is added up in an order that follows from the row's own call alone. */
+   Keys are processed in blocks, one after the other, with the running maximum and sum of each row (Milakov and
+   Gimelshein 2018). The order of all summation follows from the row's own call alone. */
 
 #include "tiles.h"
 
 struct row {
     const struct call *call;
-    const float *bias;          /* of the first key; as in the call, or NULL */
+    const float *bias;          /* of the first key, with the call's strides; or NULL */
     const uint8_t *mask;
-    int64_t begin, end;         /* the keys that it reaches, but for its mask */
+    int64_t begin, end;         /* the keys that it reaches, before masking */
     int64_t head, query;
-    int64_t nearest;            /* with ALiBi: the key within reach that its position is nearest to, */
-    double distance;            /* and how far that is; 0 without */
-    int64_t reached;            /* how many keys have not been excluded so far */
+    int64_t nearest;            /* with ALiBi: the key within reach that is nearest to its position, */
+    double distance;            /* and its distance; 0 without */
+    int64_t reached;            /* how many keys so far have not been excluded */
     float slope;
-    float top, total;           /* the greatest score so far, and the sum of all exp(score - top) */
+    float top, total;           /* the maximum score so far, and the sum of all exp(score - top) */
 };
 
-/* The row of a query in a head. */
+/* Sets up the row of a query in a head. */
 INLINE void begin_row(struct row *row, const struct call *call, int64_t head, int64_t query) {
     int64_t position = sum_of(call->offset, query);
     int64_t begin = call->left >= 0 ? most(sum_of(position, -call->left), 0) : 0;
@@ -41,13 +41,13 @@ INLINE void begin_row(struct row *row, const struct call *call, int64_t head, in
     row->total = 0;
 }
 
-/* Leaves a row only the keys from `begin` up to `end`, of those that it reaches. */
+/* Restricts the keys that a row reaches to those from `begin` up to `end`. */
 INLINE void narrow_row(struct row *row, int64_t begin, int64_t end) {
     row->begin = most(row->begin, begin);
     row->end = most(least(row->end, end), row->begin);
 }
 
-/* Scores of a row and the keys from `first` on, of which it reaches those from begin to end: with all options. */
+/* Applies all options to the scores of a row for the keys from `first` on, of which it reaches begin to end. */
 static void finish_scores(struct row *row, float *scores, int64_t first, int64_t begin, int64_t end) {
     const struct call *call = row->call;
     vec scale = vset((float)call->scale), cap = vset((float)call->softcap), barred = vset(-INFINITY);
@@ -85,12 +85,12 @@ static void finish_scores(struct row *row, float *scores, int64_t first, int64_t
     }
 }
 
-/* Whether scores of a row take more than scaling, and leaving out what is not in its range of keys. */
+/* Whether a row's scores need more than scaling and its range of keys. */
 INLINE int has_options(const struct row *row) {
     return row->mask || row->bias || row->call->slopes || row->call->softcap > 0;
 }
 
-/* Scores of the rows of a tile, up to `vectors`, with all options: -inf where a row does not reach. */
+/* Applies all options to the scores of a tile, of `vectors` vectors a row: -inf where a row does not reach. */
 static __attribute__((noinline))
 void finish_tile(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors) {
     for (int r = 0; r < count; r++, scores += BLOCK) {
@@ -107,14 +107,14 @@ void finish_tile(int count, struct row *rows, float *scores, int64_t first, int6
 #define OF_ROWS(field) \
     {OF_ROW(0, field), OF_ROW(1, field), OF_ROW(2, field), OF_ROW(3, field), OF_ROW(4, field), OF_ROW(5, field), 0, 0}
 
-/* Scores of the rows of a tile become weights, up to `vectors`: 0 where a row does not reach. `fades` is what all that
-   has been added up so far fades by. Rows go side by side, since each by itself would wait for itself; no row's bits
-   depend on how many there are. */
+/* Turns a tile's scores, `vectors` vectors a row, into weights: 0 where a row does not reach. `fades` are the factors
+   that rescale earlier sums. Rows are interleaved, since a single one would stall on its own dependencies; no row's
+   bits depend on how many there are. */
 INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors, float *fades) {
     vec greatest[EIGHT], totals[EIGHT];
     float tops[V], sums[V], shifts[V];
     UNROLL for (int r = 0; r < EIGHT; r++) greatest[r] = vset(-INFINITY), totals[r] = vzero();
-    /* Not by way of memory: what has just been stored number by number is slow to load as a vector. */
+    /* Not through memory: floats that were just stored one by one are slow to load as a vector. */
     vec before = OF_ROWS(top), sum = OF_ROWS(total);
     int options = 0;
     UNROLL for (int r = 0; r < count; r++) options |= has_options(rows + r);
@@ -142,7 +142,7 @@ INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int
         }
     }
     vec top = vmax(vtops(greatest), before);
-    /* Of what a row reaches nothing may weigh anything so far; NaN shows nevertheless. */
+    /* All scores of a row may be -inf so far; NaN shows nevertheless. */
     vec shift = vselect(vbelow(vset(-INFINITY), top), top, vzero());
     vstore(shifts, shift);
     for (int64_t c = 0; c < vectors * V; c += V) {
@@ -171,8 +171,8 @@ static void weigh_tile(int count, struct row *rows, float *scores, int64_t first
     }
 }
 
-/* What a row has come to over a part of its keys, so that the parts can be merged: its output, `width` floats, and
-   behind that its top, its total, and whether it has reached anything. */
+/* Keeps a row's partial result over some of its keys for merging: its output, `width` floats, then its top, its total,
+   and whether it has reached anything. */
 INLINE void keep(const struct row *row, const float *output, int64_t width, float *kept) {
     memcpy(kept, output, width * sizeof(float));
     kept[width] = row->top;
@@ -180,7 +180,7 @@ INLINE void keep(const struct row *row, const float *output, int64_t width, floa
     kept[width + 2] = row->reached > 0;
 }
 
-/* A row, and its output, as they were kept. */
+/* Restores a row and its output from what was kept. */
 INLINE void recall(struct row *row, float *output, int64_t width, const float *kept) {
     memcpy(output, kept, width * sizeof(float));
     row->top = kept[width];
@@ -188,7 +188,7 @@ INLINE void recall(struct row *row, float *output, int64_t width, const float *k
     row->reached = kept[width + 2] > 0;
 }
 
-/* Merges the part of a row behind another into that. */
+/* Merges the next partial result of a row, `behind`, into `kept`. */
 static void join(float *kept, const float *behind, int64_t width) {
     float top = kept[width] > behind[width] ? kept[width] : behind[width];
     float fade = kept[width] == -INFINITY ? 0 : expf(kept[width] - top);
@@ -200,12 +200,12 @@ static void join(float *kept, const float *behind, int64_t width) {
     kept[width + 2] += behind[width + 2];
 }
 
-/* Writes what a row has come to. It is finite if this returns 1, and `suspect`, to which it is added, is 0 in the end. */
+/* Writes a row's result. It is finite if this returns 1 and `suspect`, which it adds to, is 0 in the end. */
 INLINE int end_row(const struct row *row, const float *output, vec *suspect) {
     const struct call *call = row->call;
     int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
     char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
-    /* Until now all scores of a row with ALiBi have been too large by what the nearest key lacks. */
+    /* Until now all scores of a row with ALiBi were relative to its nearest key, and so too large by its penalty. */
     double top = row->top - (double)row->slope * row->distance, total = row->total, fade = 1;
     int finite = !(row->reached && row->top == -INFINITY);
     if (call->sinks) {
@@ -218,7 +218,7 @@ INLINE int end_row(const struct row *row, const float *output, vec *suspect) {
     }
     vec share = vset(total == 0 ? 0 : (float)(fade / total));
     for (int64_t c = 0; c < call->value_dim; c += V) {
-        vec x = vfma(vload(output + c), share, vzero()); /* 0 even where what is next to nothing has made it -0 */
+        vec x = vfma(vload(output + c), share, vzero()); /* + 0 turns an underflow to -0 into 0 */
         *suspect = *suspect + x * vzero();
         narrow(x, call->query_dtype, least(V, call->value_dim - c), to + c * element_size);
     }

@@ -1,7 +1,7 @@
 """What the native kernel is compiled from and how, and the digest of both that a library carries.
 
-In: the directory of the sources. Out: what a compiler is given, and whether a library was compiled from just these.
-Nothing is imported that only an installed package has: building it reads this file.
+In: the directory of the sources. Out: arguments for a compiler, and whether a library was compiled from exactly these.
+Imports nothing that only an installed package has: the package build reads this file.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 UNITS: Final = ("attention.c", "attend_avx2.c", "attend_avx512.c", "messages.c", "team.c")
-"""What is compiled; all other sources are included there."""
+"""What is compiled; these include all other sources."""
 
-# Products and sums are one operation only where the sources say so: bits do not follow what a compiler sees together.
+# Multiplications and additions are fused only where the sources say so: bits do not depend on the compiler's choice.
 FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
@@ -24,12 +24,12 @@ def command(directory: Path, out: Path, flags: tuple[str, ...] = FLAGS) -> list[
 
 
 def present(directory: Path) -> bool:
-    """Whether the sources are here, as they are in a checkout, and not where the package was installed from a wheel."""
+    """Whether the sources are here: they are in a checkout, but not where the package was installed from a wheel."""
     return (directory / UNITS[0]).exists()
 
 
 def digest(directory: Path) -> str:
-    """Of names and contents of all sources, and of the flags; dates and places do not count."""
+    """The digest of the names and contents of all sources, and of the flags; dates and paths do not count."""
     found = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(directory.glob("*.[ch]")):
         content = path.read_bytes()

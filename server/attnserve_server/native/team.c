@@ -1,8 +1,7 @@
-/* A team: helpers sleep in the kernel until a caller opens its work to them, and come back when nothing is left of it.
+/* A team: helpers sleep on a futex until a caller opens its work to them, and again when none of it is left.
 
-   To wake a thread so takes a few microseconds, and no interpreter's lock: less than a tenth of what it takes Python to
-   hand something over. The work is there for as long as somebody is inside: a caller waits for those, and for nobody
-   else. */
+   Waking a thread this way takes a few microseconds and no GIL: less than a tenth of what it takes Python to hand
+   something over. The work stays valid while any helper is inside: the caller waits for those, and for no others. */
 
 #define _GNU_SOURCE
 #include "attention.h"
@@ -13,16 +12,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TURNS = 2000 };  /* so often a caller looks whether the last helper is ready before it sleeps */
+enum { TURNS = 2000 };  /* how often a caller checks whether the last helper is done before it sleeps */
 
 struct team {
-    uint32_t rung;          /* how often there was work */
-    uint32_t inside;        /* helpers that work */
-    int64_t seats;          /* so many more may come in */
+    uint32_t rung;          /* how often helpers were woken */
+    uint32_t inside;        /* helpers at work */
+    int64_t seats;          /* how many more helpers may join */
     int busy;               /* it has a caller */
-    int waits;              /* that caller sleeps until nobody is inside */
+    int waits;              /* that caller sleeps until no helper is inside */
     int dismissed;
-    int patient;            /* callers begin when all have come whom they asked for: so that tests know who works */
+    int patient;            /* callers begin when all requested helpers have joined: so that tests know who works */
     task task;
     void *work;
 };
@@ -46,7 +45,7 @@ static void leave(struct team *team) {
     if (__atomic_load_n(&team->waits, __ATOMIC_SEQ_CST)) wake(&team->inside, 1);
 }
 
-/* Whether there is work and a seat. It is inside first: from then on the caller does not go. */
+/* Joins if there is work and a free seat. It counts as inside before it takes the seat, so that the caller stays. */
 static int come_in(struct team *team) {
     if (__atomic_load_n(&team->seats, __ATOMIC_SEQ_CST) <= 0) return 0;
     __atomic_add_fetch(&team->inside, 1, __ATOMIC_SEQ_CST);

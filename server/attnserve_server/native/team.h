@@ -1,4 +1,4 @@
-/* Threads that wait for work, and share what one caller at a time has. */
+/* Threads that wait for work, and share that of one caller at a time. */
 
 #ifndef ATTNSERVE_TEAM_H
 #define ATTNSERVE_TEAM_H
@@ -7,11 +7,11 @@
 
 struct team;
 
-/* A part of the work, or all of it: whoever calls it takes what nobody has taken, until nothing is left. */
+/* Does a part of the work, or all of it: each thread that calls it takes untaken units until none is left. */
 typedef void (*task)(void *work);
 
-/* Does work, together with at most so many helpers of a team, which may be NULL. Those that come too late, because the
-   processor is busy, are not waited for; those that have begun are. */
+/* Does work, together with at most `helpers` of a team, which may be NULL. Waits for helpers that have begun, but not
+   for those that come too late because the processor is busy. */
 void share(struct team *team, int64_t helpers, task task, void *work);
 
 #endif

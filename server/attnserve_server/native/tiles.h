@@ -1,19 +1,19 @@
-/* Products of queries with a block of keys, and of weights with its values: in tiles, so that what they read is near.
+/* Products of queries with a block of keys, and of weights with its values: in tiles, so that they read from cache.
 
-   Many rows take scores from a transposed block of keys: a vector is a query's scores of V keys. Few rows would not
-   repay the transposition, and take them from vectors of V elements of a key. */
+   Many rows compute scores from a transposed block of keys: a vector is a query's scores for V keys. Few rows would not
+   repay the transposition, and use vectors of V elements of a key. */
 
 #include "elements.h"
 
 enum {
     BLOCK = 64,         /* keys */
     TILE_ROWS = 6,
-    EIGHT = 8,          /* no less than TILE_ROWS: so many vectors vtops and vtotals take */
-    FEW_ROWS = 3,       /* of a call and a key head: up to so many are computed without transposition */
-    SUMMED = 64,        /* products: a score of wider heads is a sum of such sums, whose rounding errors are smaller */
+    EIGHT = 8,          /* the number of vectors that vtops and vtotals take; no less than TILE_ROWS */
+    FEW_ROWS = 3,       /* of a call and a key head: up to this many are computed without transposition */
+    SUMMED = 64,        /* products: a score of wider heads is a sum of such sums, for smaller rounding errors */
 };
 
-/* n keys, [n, D] by strides, as [D, BLOCK]: zeros up to whole vectors. */
+/* n keys, [n, D] by strides, as [D, BLOCK], padded with zeros to whole vectors. */
 static void transpose_keys(const struct call *call, const void *from, int64_t n, float *to) {
     int64_t width = call->head_dim;
     for (int64_t j = 0; j < n; j += V) {
@@ -42,14 +42,14 @@ static void transpose_keys(const struct call *call, const void *from, int64_t n,
     }
 }
 
-/* n rows [n, width] by a stride, as [n, padded width]. Where they are that already, they stay where they are. */
+/* n rows [n, width] by a stride, as [n, padded width]: in place if they are that already, else copied to `to`. */
 static const float *rows_of(const void *from, int64_t dtype, int64_t stride, int64_t n, int64_t width, float *to) {
     if (dtype == FLOAT32 && stride == width && width % V == 0) return from;
     for (int64_t i = 0; i < n; i++) widen(element(from, dtype, i * stride), dtype, width, to + i * padded(width));
     return to;
 }
 
-/* Dot products of `rows` queries and of `vectors` * V keys of a transposed block, from column 0 of `keys` on. */
+/* Dot products of `rows` queries and `vectors` * V keys of a transposed block, from column 0 of `keys` on. */
 INLINE void tile_scores(int rows, int vectors, const float *queries, int64_t stride, int64_t width, const float *keys,
                         float *scores) {
     int64_t from = 0;
@@ -97,14 +97,14 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
         UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c]);
 }
 
-/* Keys or values that few rows meet next, NULL if none. They are asked for row by row while those before them are met:
-   few rows wait for memory, and a processor by itself looks ahead no further than its next page, and not at all while
-   there are scores to be weighed. Strides and widths are in bytes. */
+/* Keys or values that few rows need next, NULL if none. They are prefetched row by row while those before them are
+   processed: few rows are bound by memory, and a processor by itself prefetches no further than its next page, and not
+   at all while scores are being weighed. Strides and widths are in bytes. */
 struct ahead {
     const char *rows;
     int64_t stride, width;
 };
-#define NOTHING ((struct ahead){NULL, 0, 0}) /* for this, code of its own: to look whether there is any takes a tenth */
+#define NOTHING ((struct ahead){NULL, 0, 0}) /* gets code of its own: checking for NULL takes a tenth of the time */
 
 INLINE void ask_for(struct ahead ahead, int64_t row) {
     if (!ahead.rows) return;
@@ -112,8 +112,8 @@ INLINE void ask_for(struct ahead ahead, int64_t row) {
     for (int64_t at = 0; at < ahead.width; at += 64) __builtin_prefetch(from + at);
 }
 
-/* The same for few rows: every other key is added up apart, since one sum would wait for itself. Whether the first is
-   one of those follows from its place in its block: each stays in its sum, wherever begins what is reached. */
+/* tile_outputs for few rows: every other key goes to a second sum, since a single one would stall on itself; if
+   `first_apart`, the first key does. A key's sum follows from its place in its block, wherever the reach begins. */
 INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
                         const float *values, int64_t n, int64_t stride, float *outputs, struct ahead ahead) {
     vec sums[FEW_ROWS][TILE_VECTORS], others[FEW_ROWS][TILE_VECTORS];
@@ -227,7 +227,7 @@ static void many_scores(int rows, int64_t vectors, const float *queries, int64_t
                  scores + c * V)
 }
 
-/* Keys from `from` up to `to` of a block. */
+/* Adds the weighted values of keys `from` up to `to` of a block. */
 static void add_outputs(int few, int rows, const float *weights, const float *fades, const float *values, int64_t from,
                         int64_t to, int64_t stride, float *outputs, struct ahead ahead) {
     int64_t n = to - from;

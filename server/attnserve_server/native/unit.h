@@ -1,22 +1,22 @@
-/* A unit of work: some rows of one key head of a call, or all of those of a group of calls, which share pages, meet their
-   keys and come to results. */
+/* A unit of work: computes some rows of one key head of a call, or all of one key head of a group of calls that share
+   pages. */
 
 #include "rows.h"
 
 enum {
-    RANGE_KEYS = 2048,  /* of a unit of few rows: how many ranges there are follows from what its own call reaches */
-    RANGE_ROWS = 32,    /* of a call: more are as many units without that, and would need more memory for what is merged */
-    FAR_BYTES = 1 << 22, /* of all keys and values of a call of few rows: less is near the processor, mostly */
-    NARROW_BYTES = 256  /* of a key or value: of wider ones, a processor fetches what follows by itself */
+    RANGE_KEYS = 2048,  /* in a range, for few rows: which ranges a row has follows from its own call's reach */
+    RANGE_ROWS = 32,    /* of a call, at most: more are as many units without ranges, and merging needs more memory */
+    FAR_BYTES = 1 << 22, /* of all keys and values of a call of few rows: fewer are mostly in cache */
+    NARROW_BYTES = 256  /* of a key or value: for wider ones, the processor's own prefetching suffices */
 };
 
 struct memory {
     float *queries;             /* [rows, padded D] */
-    const float *asked;         /* the same, of the rows of a unit: there, or where they were received, at any address */
+    const float *asked;         /* the queries of a unit: those, or where they were received, at any address */
     float *outputs;             /* [rows, padded Dv] */
     float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
     float *values;              /* [BLOCK, padded Dv] */
-    float *merged;              /* [rows + 1, kept_floats]: what rows come to range by range, and the last of these */
+    float *merged;              /* [rows + 1, kept_floats]: the merged ranges of each row, and one more range */
     struct row *rows;
     float scores[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
 };
@@ -26,7 +26,7 @@ INLINE int64_t rows_of_call(const struct call *call) {
     return call->query_length * (call->query_heads / call->kv_heads);
 }
 
-/* Where a token's keys or values of a head are. */
+/* The address of a token's key or value in a head. */
 INLINE const void *token_of(const struct call *call, const void *base, int64_t stride, int64_t head, int64_t token) {
     if (call->page_tokens) {
         base = ((const void *const *)base)[token / call->page_tokens];
@@ -42,15 +42,16 @@ INLINE struct ahead rows_ahead(const struct call *call, const void *base, int64_
     return (struct ahead){token_of(call, base, stride, head, token), stride * bytes, width * bytes};
 }
 
-/* Whether few rows of a call had better ask for its keys and values before they need them. Where these are near, or
-   are widened as they are read, that took 5 to 50 % longer. */
+/* Whether to prefetch keys and values for few rows of a call. Where these are in cache, or are widened when read, that
+   took 5 to 50 % longer. */
 INLINE int asks_ahead(const struct call *call) {
     int64_t bytes = (call->head_dim + call->value_dim) * (int64_t)sizeof(float);
     return call->kv_dtype == FLOAT32 && call->head_dim <= NARROW_BYTES / 4 && call->value_dim <= NARROW_BYTES / 4 &&
            call->kv_length > FAR_BYTES / bytes / call->kv_heads;
 }
 
-/* Rows from `first_row` up to `last_row` meet the keys from token `begin` up to `end` that any of them reaches. */
+/* Processes rows from `first_row` up to `last_row` with the keys from token `begin` up to `end` that any of them
+   reaches. */
 static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int64_t kv_head, int64_t begin,
                  int64_t end, int few) {
     const struct call *call = memory->rows[first_row].call;
@@ -67,7 +68,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
     int asks = few && asks_ahead(call);
     int64_t page = call->page_tokens ? call->page_tokens : INT64_MAX;
     for (int64_t at = begin; at < end;) {
-        /* Blocks begin at multiples of BLOCK in a page, whatever is reached. */
+        /* Blocks begin at multiples of BLOCK in a page, whichever keys are reached. */
         int64_t page_begin = at / page * page, block = page_begin + (at - page_begin) / BLOCK * BLOCK;
         int64_t page_end = sum_of(page_begin, page);
         int64_t block_end = least(least(block + BLOCK, page_end), call->kv_length);
@@ -78,7 +79,7 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
         if (few) keys = rows_of(key, call->kv_dtype, call->key_token, n, call->head_dim, memory->keys);
         else transpose_keys(call, key, n, memory->keys);
         const float *values = rows_of(value, call->kv_dtype, call->value_token, n, call->value_dim, memory->values);
-        /* What is read next: these values where they lie, unless they were copied just now; then the next keys. */
+        /* To prefetch: this block's values if read in place (the next block's if just copied), then the next keys. */
         struct ahead next_values = NOTHING, next_keys = NOTHING;
         int64_t next = values == value ? block : block_end;
         if (asks && next < end)
@@ -114,14 +115,14 @@ static void meet(struct memory *memory, int64_t first_row, int64_t last_row, int
     }
 }
 
-/* Ranges of RANGE_KEYS keys that rows meet apart, unless there is but one. */
+/* Ranges of RANGE_KEYS keys that are computed separately; if there is only one, keys are not divided. */
 struct ranges {
     int64_t first, end;
 };
 
 INLINE int64_t count_of(struct ranges ranges) { return ranges.end - ranges.first; }
 
-/* Those that the rows of a call reach, but for its mask. */
+/* The ranges that the rows of a call reach, before masking. */
 static struct ranges ranges_of(const struct call *call) {
     struct ranges one = {0, 1};
     int64_t rows = rows_of_call(call);
@@ -134,17 +135,17 @@ static struct ranges ranges_of(const struct call *call) {
     return (struct ranges){first.begin / RANGE_KEYS, (end - 1) / RANGE_KEYS + 1};
 }
 
-/* Floats of what a row comes to. */
+/* The floats of a row's partial result. */
 INLINE int64_t kept_floats(const struct call *call) { return padded(call->value_dim) + V; }
 
-/* Writes what a row has come to. Returns whether it is finite. */
+/* Writes a row's result. Returns whether it is finite. */
 INLINE int ends_finite(const struct row *row, const float *output) {
     vec suspect = vzero();
     return end_row(row, output, &suspect) && vsum(suspect) == 0;
 }
 
-/* Computes again, by itself, a row that is not finite: it may have met a value that only other rows of its tile reach,
-   be they of another call. Returns whether it is finite. */
+/* Recomputes a non-finite row by itself: it may have met a value that only other rows of its tile reach, even those of
+   another call. Returns whether it is finite. */
 __attribute__((noinline, cold))
 static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head, int few) {
     struct row *row = memory->rows + place;
@@ -166,11 +167,11 @@ static int is_finite_alone(struct memory *memory, int64_t place, int64_t kv_head
     return ends_finite(row, output);
 }
 
-/* Writes what the rows of a unit have come to. */
+/* Writes the results of a unit's rows. */
 static void end_rows(struct memory *memory, struct call *calls, int64_t count, int64_t rows, int64_t kv_head, int few) {
     int64_t value_width = padded(calls->value_dim);
     for (int64_t i = 0; i < count; i++) {
-        vec suspect = vzero(); /* of all rows together: hardly ever is one not finite */
+        vec suspect = vzero(); /* of all rows together: non-finite rows are rare */
         int finite = 1;
         for (int64_t r = i * rows; r < (i + 1) * rows; r++)
             finite &= end_row(memory->rows + r, memory->outputs + r * value_width, &suspect);
@@ -183,8 +184,8 @@ static void end_rows(struct memory *memory, struct call *calls, int64_t count, i
     }
 }
 
-/* Takes the queries of the rows from `first` up to `last`, counted query by query, of one key head of a group. Those of
-   one call stay where they are, if there they lie as they should. */
+/* Gathers the queries of rows `first` up to `last`, counted query by query, of one key head of a group. Those of a
+   single call are used in place if their layout allows. */
 static void take_queries(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                          int64_t last) {
     int64_t group = calls->query_heads / calls->kv_heads, width = padded(calls->head_dim);
@@ -204,7 +205,7 @@ static void take_queries(struct memory *memory, const struct call *calls, int64_
     }
 }
 
-/* These rows meet the keys from `begin` up to `end`, which is INT64_MAX if they are all. */
+/* Processes these rows with the keys from `begin` up to `end`, which is INT64_MAX for all keys. */
 INLINE void meet_range(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                        int64_t last, int64_t begin, int64_t end, int few) {
     int64_t group = calls->query_heads / calls->kv_heads, rows = last - first;
@@ -218,7 +219,7 @@ INLINE void meet_range(struct memory *memory, const struct call *calls, int64_t 
     memset(memory->outputs, 0, count * rows * padded(calls->value_dim) * sizeof(float));
     int64_t together = 0;
     if (count > 1) {
-        together = calls->kv_length / calls->page_tokens; /* a page that is not full may be fuller in another call */
+        together = calls->kv_length / calls->page_tokens; /* whole pages: a partial one may hold more in another call */
         for (int64_t i = 1; i < count; i++)
             together = least(together, least(calls[i].shared, calls[i].kv_length / calls[i].page_tokens));
         together *= calls->page_tokens;
@@ -228,15 +229,15 @@ INLINE void meet_range(struct memory *memory, const struct call *calls, int64_t 
         meet(memory, i * rows, (i + 1) * rows, kv_head, together, calls[i].kv_length, few);
 }
 
-/* What the rows of a group and of one key head come to in each range of keys that any of its calls reaches. */
+/* The partial results of a group's rows of one key head, in each range of keys that any of its calls reaches. */
 struct apart {
     struct ranges ranges;
     float *kept;        /* [ranges, rows, kept_floats], if each range is a unit; otherwise NULL */
-    int64_t *left;      /* ranges that nobody has computed yet */
+    int64_t *left;      /* how many ranges are not computed yet */
 };
 
-/* Computes rows from `first` up to `last` of one key head of all calls of a group: over the keys of a range, where each
-   is a unit, of whom the last to be computed merges all; over those of one range after the other otherwise. */
+/* Computes rows from `first` up to `last` of one key head of all calls of a group: over the keys of one range where
+   ranges are units, the last of which to finish merges all; otherwise over one range after the other. */
 static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                      int64_t last, struct apart apart, int64_t range) {
     int64_t rows = last - first, all = count * rows, value_width = padded(calls->value_dim), each = kept_floats(calls);

@@ -1,1 +1,1 @@
-"""What those who run the server see of it: metrics, traces, log lines, health."""
+"""What operators see of the server: metrics, traces, log lines, health."""

@@ -1,7 +1,7 @@
-"""A counter that many values a request can afford: Prometheus' own format, an addition without a lock.
+"""A counter cheap enough for many values per request: Prometheus' own format, an addition without a lock.
 
-In: amounts, from one thread. Out: a metric family whenever the registry is scraped from that thread. What
-`prometheus_client.Counter` has beside that, a lock for other threads, takes several times as long as the addition.
+In: amounts, from one thread. Out: a metric family whenever the registry is scraped from that thread. The lock that
+`prometheus_client.Counter` takes, for other threads, costs several times as much as the addition.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily
 
 
 class Total:
-    """What has been counted by one counter, or for one combination of its labels."""
+    """The count of one counter, or of one combination of its labels."""
 
     __slots__ = ("value",)
 
@@ -36,11 +36,11 @@ class Counter:
         registry.register(self)
 
     def total(self, *label_values: str) -> Total:
-        """The total of a combination of labels, which shows from now on. To be looked up once and kept."""
+        """The total of a combination of labels, which is exported from now on. To be looked up once and kept."""
         return self._totals.setdefault(label_values, Total())
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """The family without values, for the registry to know the names."""
+        """The family without values, from which the registry learns the names."""
         return [CounterMetricFamily(self._name, self._documentation, labels=self._labels)]
 
     def collect(self) -> Iterable[CounterMetricFamily]:

@@ -1,9 +1,9 @@
-"""Whether the server lives and whether it is ready, and grpc.health.v1, which tells both to whoever asks over gRPC.
+"""Whether the server is live and whether it is ready, and grpc.health.v1, which reports both over gRPC.
 
 In: the server's state. Out: `live`, `ready` and `accepts`, and the answers of Check and Watch for the services `""` and
-`attnserve.v1.AttentionService` (readiness), `readiness`, `liveness` and `acceptance`. A draining server is alive: who
-restarts what does not live must not cut off the requests that it still answers. It is not ready, so that nobody new is
-sent to it; but it accepts requests for a time, and whoever is connected already (the SDK) goes on until it does not.
+`attnserve.v1.AttentionService` (readiness), `readiness`, `liveness` and `acceptance`. A draining server is live: a
+restart must not cut off the requests that it still answers. It is not ready, so that no new clients are sent to it; but
+it accepts requests for a time, and clients that are connected already (the SDK) go on until it does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failed"]
-"""What a server goes through, in this order, steps left out or not; `failed` is a device that cannot compute."""
+"""The states of a server, in this order, though it may skip some; `failed` is a device that cannot compute."""
 
 SERVICE_NAME: Final = "grpc.health.v1.Health"
 
@@ -39,12 +39,12 @@ class Health:
 
     @property
     def state(self) -> State:
-        """Where the server is in its life."""
+        """The present state of the server."""
         return self._state
 
     @property
     def live(self) -> bool:
-        """Whether the process is of use to anybody; if not, restart it."""
+        """Whether the process is still of use; if not, restart it."""
         return self._state != "failed"
 
     @property
@@ -54,22 +54,22 @@ class Health:
 
     @property
     def accepts(self) -> bool:
-        """Whether requests that come are taken."""
+        """Whether arriving requests are accepted."""
         return self._state in ("serving", "draining") and not self._refuses
 
     def refuse(self) -> None:
-        """Says that requests are no longer taken."""
+        """Says that requests are no longer accepted."""
         self._refuses = True
         self._wake()
 
     def set(self, state: State) -> None:
-        """Goes on to a state. A state that lies behind is ignored: who was told to drain while warming up drains."""
+        """Moves on to a state. An earlier one is ignored: a server told to drain while warming up goes on draining."""
         if _ORDER.index(state) > _ORDER.index(self._state):
             self._state = state
             self._wake()
 
     def close(self) -> None:
-        """Ends all watches, which would otherwise last until the grace of a stopping server is over."""
+        """Ends all watches, which would otherwise last until the grace period of a stopping server is over."""
         self._closed = True
         self._wake()
 
@@ -87,7 +87,7 @@ class Health:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     def status(self, service: str) -> Any:
-        """The ServingStatus of a service, SERVICE_UNKNOWN of one that is not here."""
+        """The ServingStatus of a service; SERVICE_UNKNOWN if there is no such service."""
         response = health_pb2.HealthCheckResponse
         if service == _LIVENESS:
             return response.SERVING if self.live else response.NOT_SERVING
@@ -98,7 +98,7 @@ class Health:
         return response.SERVICE_UNKNOWN
 
     async def changed(self, service: str, status: Any) -> bool:
-        """Waits until a service's status is another than this. False once the watches end."""
+        """Waits until a service's status differs from this one. False once the watches end."""
         while self.status(service) == status:
             if self._closed:
                 return False
@@ -117,14 +117,14 @@ class _HealthService:
         self._health = health
 
     async def check(self, data: bytes, context: Context) -> bytes:
-        """How a service is now."""
+        """The present status of a service."""
         status = self._health.status(await _service_of(data, context))
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return _encoded(status)
 
     async def watch(self, data: bytes, context: Context) -> NoReturn:
-        """How a service is now, and each time that it changes."""
+        """The present status of a service, and each later one when it changes."""
         service, last = await _service_of(data, context), None
         while await self._health.changed(service, last):
             last = self._health.status(service)
@@ -133,10 +133,10 @@ class _HealthService:
 
 
 async def _service_of(data: bytes, context: Context) -> str:
-    """Which service is asked for. Bytes that are no request end the RPC."""
+    """The service that is asked about. Bytes that are no request end the RPC."""
     try:
         service: str = health_pb2.HealthCheckRequest.FromString(data).service
-    except DecodeError:  # gRPC would say that it was the server's fault
+    except DecodeError:  # gRPC would report it as the server's fault
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HealthCheckRequest")
     return service
 

@@ -1,9 +1,9 @@
-"""A histogram that many values a request can afford: Prometheus' own format, sorted into buckets in bulk.
+"""A histogram cheap enough for many values per request: Prometheus' own format, sorted into buckets in bulk.
 
-In: values from one thread, one at a time, several times the same, or one for each of several series. Out: a metric
-family whenever the registry is scraped from that thread. Values gather in a list and NumPy sorts a few hundred at once.
-Per value, on a 2-core machine with Python 3.11 and prometheus_client 0.26: 0.07 us, the sorting included, against
-0.53 us for `prometheus_client.Histogram.observe`.
+In: values from one thread, one at a time, one repeated, or one for each of several series. Out: a metric family
+whenever the registry is scraped from that thread. Values gather in a list and NumPy sorts a few hundred at once. Per
+value, on a 2-core machine with Python 3.11 and prometheus_client 0.26: 0.07 us, sorting included, against 0.53 us for
+`prometheus_client.Histogram.observe`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Series:
         self._rows: Rows | None = None
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Takes one value in, so many times."""
+        """Records one value, so many times."""
         pending = self._pending
         if times == 1:
             pending.append(value)
@@ -45,17 +45,17 @@ class Series:
             self._sort_in()
 
     def fill_from(self, rows: Rows) -> None:
-        """Has the values of some rows, too."""
+        """Takes the values of some rows, too, when it is read."""
         self._rows = rows
 
     def exemplify(self, value: float, labels: dict[str, str]) -> None:
-        """Makes a value, which `observe` takes too, the example of its bucket. The labels say where to find it."""
+        """Makes a value, which `observe` is given too, the exemplar of its bucket. The labels say where to find it."""
         bucket = int(np.searchsorted(self._bounds, value, side="left"))
         self._exemplars[bucket] = Exemplar(labels, value, time.time())
 
     @property
     def exemplars(self) -> Mapping[int, Exemplar]:
-        """The last example of each bucket, by its place."""
+        """The last exemplar of each bucket, by the bucket's place."""
         return self._exemplars
 
     def _sort_in(self) -> None:
@@ -64,7 +64,7 @@ class Series:
         self.take(values)
 
     def take(self, values: NDArray[np.float64]) -> None:
-        """Takes many values in."""
+        """Records many values."""
         # A bucket's bound belongs to it ("le"), hence the left side.
         buckets = np.searchsorted(self._bounds, values, side="left")
         self._counts += np.bincount(buckets, minlength=len(self._counts))
@@ -79,7 +79,7 @@ class Series:
 
 
 class Rows:
-    """Values that come together, one for each of some series, which have them when they are looked at."""
+    """Values that come together, one for each of several series, which get them by the time they are read."""
 
     __slots__ = ("_pending", "_series")
 
@@ -90,7 +90,7 @@ class Rows:
             each.fill_from(self)
 
     def observe(self, values: tuple[float, ...], times: int = 1) -> None:
-        """Takes one value in for each series, so many times."""
+        """Records one value for each series, so many times."""
         if times == 1:
             self._pending.append(values)
         else:
@@ -108,7 +108,7 @@ class Rows:
 
 
 class Histogram:
-    """A histogram with at most one label, whose values are all known beforehand.
+    """A histogram with at most one label, all of whose values are known beforehand.
 
     `bounds` are the upper bounds of the buckets, rising, without infinity.
     """
@@ -134,7 +134,7 @@ class Histogram:
         return self._series[label_value]
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
-        """The family without values, for the registry to know the names."""
+        """The family without values, from which the registry learns the names."""
         return [HistogramMetricFamily(self._name, self._documentation, labels=self._labels)]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:

@@ -1,10 +1,10 @@
-"""The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for whom it concerns.
+"""The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for probes.
 
 In: a registry and the server's health. Out: answers to GET and HEAD of these three paths; where callers are known by
-tokens, the metrics to those only who may read them. It runs on the event loop of gRPC, of which it tells: a loop that
-hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
-prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would bring a web
-server along, for three paths. A scrape takes 2 to 4 ms of the loop.
+tokens, the metrics only to those who may read them. It runs on the event loop of gRPC, whose health it reports: a loop
+that hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
+prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would need a web
+server, for three paths. A scrape takes 2 to 4 ms of the loop.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HttpServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        """Begins to listen and returns the `host:port` that it is. ListenError if that is not possible."""
+        """Starts to listen and returns the actual `host:port`. Raises ListenError if that is not possible."""
         try:
             # asyncio does not set SO_REUSEPORT unless asked: a taken port is an error here.
             self._server = await asyncio.start_server(
@@ -93,23 +93,23 @@ class HttpServer:
         return str(Address(host, port))
 
     async def stop(self) -> None:
-        """Stops listening and ends what is open."""
+        """Stops listening and ends open connections."""
         if self._server is None:
             return
         server, self._server = self._server, None
-        # asyncio loses a connection that it has taken from a socket before its server closed, and made no transport for
-        # until after: nothing more is taken, and in one turn all that was has a transport.
+        # asyncio loses a connection that it accepted before its server closed if it makes the transport only after
+        # that: so nothing more is accepted, and after one turn of the loop every accepted one has its transport.
         for listening in server.sockets:
             asyncio.get_running_loop().remove_reader(listening)
         await asyncio.sleep(0)
         server.close()
         for connection in self._connections:
             connection.cancel()
-        # Not for `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, as long as they may take.
+        # Not `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, however long they take.
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Begins to serve a connection. What was accepted before `stop` and made after it is ended."""
+        """Starts to serve a connection. One that was accepted before `stop` and gets here after it is aborted."""
         if self._server is None:
             writer.transport.abort()
             return
@@ -118,7 +118,7 @@ class HttpServer:
 
         def end(task: asyncio.Task[None]) -> None:
             self._connections.discard(task)
-            writer.transport.abort()  # nothing is left to abort, unless it did not come to its end, or never began
+            writer.transport.abort()  # does nothing unless serving was cut short, or never began
 
         task.add_done_callback(end)
 
@@ -126,7 +126,7 @@ class HttpServer:
         try:
             async with asyncio.timeout(2 * self._patience_s):
                 await self._converse(reader, writer)
-        except OSError as error:  # of the network, of TLS, or the time being over
+        except OSError as error:  # of the network, of TLS, or a timeout
             logger.debug("an HTTP connection was given up: %s", error)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,7 +135,7 @@ class HttpServer:
             async with asyncio.timeout(self._patience_s):
                 head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
-            return  # it said nothing, or not all: a TCP probe, for one
+            return  # nothing came, or not a whole header: a TCP probe, for one
         except asyncio.LimitOverrunError:
             answer = _Answer(431, b"the header is too long\n")
         except TimeoutError:
@@ -150,8 +150,8 @@ class HttpServer:
             *answer.fields,
         ]
         writer.write("\r\n".join([*fields, "", ""]).encode("latin-1") + (b"" if method == "HEAD" else answer.body))
-        # Closing on bytes not read, such as the body of a POST, resets the connection, and the answer with it: say that
-        # this is all, and read until the peer has closed.
+        # Closing with unread bytes, such as the body of a POST, resets the connection and loses the answer: so send
+        # EOF, and read until the peer has closed.
         if writer.can_write_eof():  # which TLS cannot
             writer.write_eof()
             while await reader.read(_MAX_HEADER_BYTES):
@@ -189,6 +189,6 @@ class HttpServer:
         encode, content_type = choose_encoder(accept)
         try:
             return _Answer(200, encode(self._registry), content_type)
-        except Exception:  # a gauge's reading may fail in ways of its device's own
+        except Exception:  # reading a gauge may fail in ways particular to its device
             logger.exception("the metrics could not be read")
             return _Answer(500, b"the metrics could not be read\n")

@@ -2,8 +2,8 @@
 
 In: records of the standard `logging`, with fields in `extra`. Out: one line each, `time level logger message
 key=value` or a JSON object; a traceback follows as lines of its own, or as a field. What callers send never shows: of
-bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. Of a
-warning or an error that comes again and again few lines are written, which say how many were left out.
+bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. A
+recurring warning or error is rate-limited; the lines that are written say how many were left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from attnserve_server.observability.rate_limit import RateLimit
 
 LINES_PER_SECOND: Final = 1.0
-"""Of warnings and errors from one place, in the long run: their tracebacks are long."""
+"""The rate of warnings and errors from one place, in the long run: their tracebacks are long."""
 BURST: Final = 20.0
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -39,7 +39,7 @@ def configure(level: str, log_format: str, stream: TextIO | None = None) -> None
 
 
 def shown(value: object) -> Any:
-    """What a log line shows of a value: numbers, text and names as they are, of payloads only how long they are."""
+    """What a log line shows of a value: numbers, text and names as they are, and payloads only by their size."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):
@@ -55,8 +55,8 @@ def shown(value: object) -> Any:
 
 
 def soften(record: logging.LogRecord) -> bool:
-    """Makes a line of what gRPC tells as a fault of the server, with a traceback: that an RPC was over before it could
-    be ended. gRPC itself had ended it, because its caller sent a message that is too large, and has told the caller so.
+    """Reduces to one line what gRPC logs as a fault of the server, with a traceback: that an RPC was over before it
+    could be ended. gRPC itself had ended it because its caller's message was too large, and has told the caller so.
     """
     error = record.exc_info[1] if record.exc_info else None
     if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
@@ -67,8 +67,8 @@ def soften(record: logging.LogRecord) -> bool:
 
 
 class Throttle(logging.Filter):
-    """Lets pass, of what one place in the code warns of, a few lines a second. Lines of less weight all pass, and those
-    of `refusals`, which has a rule of its own.
+    """Limits the rate of warnings and errors from each place in the code. Lines of lower levels all pass, and those of
+    `rpc.refusals`, which has a rule of its own.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -77,7 +77,7 @@ class Throttle(logging.Filter):
         self._limits: dict[tuple[str, int], RateLimit] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written. One that is has `left_out`, if others were not."""
+        """Whether the record is written. If so, it gets `left_out`, how many before it were not, if any."""
         if record.levelno < logging.WARNING or record.name == "attnserve_server.rpc.refusals":
             return True
         now, place = self._clock(), (record.pathname, record.lineno)

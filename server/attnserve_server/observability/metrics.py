@@ -1,11 +1,11 @@
-"""Every metric of the server, declared here, and in `scraped` what is only read when somebody looks.
+"""Every metric of the server: declared here or, where it is only read when scraped, in `scraped`.
 
-In: what happens to requests and batches, told from the event loop's thread. Out: a registry for the HTTP server, to be
-scraped on the same thread. Label values are those written here, and the names of kernels, of loaded layers and of
-identified callers, a bounded number; nothing that a caller can invent becomes one. A request that is alone in its batch
-and its messages cost 1 to 1.5 us of metrics, where Prometheus' own would make it 6.5: nine histograms at 0.07 us (see
-`histogram`), six counters at 0.04 us (see `counter`), whose labels are resolved once, and its caller's at 0.13. Five of
-the histograms, those of the phases, have been filled together since.
+In: what happens to requests and batches, reported on the event loop's thread. Out: a registry for the HTTP server, to
+be scraped on the same thread. Label values are those written here, and the names of kernels, of loaded layers and of
+identified callers, a bounded number; nothing that a caller can invent becomes one. The metrics of a request alone in
+its batch, and of its messages, cost 1 to 1.5 us, where Prometheus' own would cost 6.5: nine histograms at 0.07 us (see
+`histogram`), six counters at 0.04 us (see `counter`), whose labels are resolved once, and its caller's at 0.13. Since
+these were measured, five of the histograms, those of the phases, are filled together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from attnserve_server.requests.work import Phases
 
 OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "get", "truncate")
-"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and what waits for its turn
-at a cache."""
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and the operations that wait
+for their turn on a cache."""
 
 CODES: Final = (
     "OK",
@@ -145,7 +145,7 @@ class Metrics:
             "attnserve_layer_bytes", "Bytes of a layer's parameters.", ("layer",), registry=registry
         )
 
-        # What is there right now, read when scraped
+        # The present state, read when scraped
         self._queue_requests = Gauge("attnserve_queue_requests", "Requests that wait to be run.", registry=registry)
         self._queue_bytes = Gauge("attnserve_queue_bytes", "Bytes of the requests that wait.", registry=registry)
         self._in_flight_requests = Gauge(
@@ -211,17 +211,17 @@ class Metrics:
         self._duration[operation](duration_s, requests)
 
     def refused(self, operation: str, reason: str, duration_s: float) -> None:
-        """A request was not admitted for want of room, for one of `REJECTIONS`, so many seconds after it came."""
+        """A request was not admitted for lack of room, for one of `REJECTIONS`, so many seconds after it came."""
         self._rejected[reason]()
         self._requests[operation, "RESOURCE_EXHAUSTED"]()
         self._duration[operation](duration_s)
 
     def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
-        """A request was computed, and its phases took so many seconds; or several, each of which they took that."""
+        """A request was computed, and its phases took so many seconds; or several, the phases of each taking that."""
         self._phases(seconds, requests)
 
     def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
-        """Has the buckets of a request's times lead to it, by the labels of its trace. It is counted elsewhere."""
+        """Makes a request's times the exemplars of their buckets, with the labels of its trace. Counts nothing."""
         self._examples.series(operation).exemplify(duration_s, labels)
         if phases is not None:
             for phase in PHASES:
@@ -239,7 +239,7 @@ class Metrics:
         self.kernels(kernel_calls)
 
     def kernels(self, calls: Mapping[str, int]) -> None:
-        """Kernels were called so often, by their names."""
+        """Kernels were called: how often, by name."""
         for kernel, count in calls.items():
             self._kernel_calls[kernel](count)
 
@@ -274,8 +274,8 @@ class Metrics:
         in_flight_seconds: Reading,
         limits: Mapping[str, float],
     ) -> None:
-        """Says where the gauges read from when they are scraped, and what bounds what is in flight: requests, bytes,
-        flops and seconds. 0 is no bound.
+        """Says where the gauges are read from when they are scraped, and the bounds of what is in flight: requests,
+        bytes, flops and seconds. 0 is no bound.
         """
         self._queue_requests.set_function(queue_requests)
         self._queue_bytes.set_function(queue_bytes)
@@ -296,23 +296,23 @@ class Metrics:
         self.registry.register(scraped.Device(busy_seconds, batch_seconds, memory))
 
     def watch_loop(self, busy_seconds: Reading) -> None:
-        """Says where the event loop's use is read: the seconds in which it did not wait for something to happen."""
+        """Says where the event loop's use is read: the seconds in which it did not wait for events."""
         self.registry.register(scraped.Loop(busy_seconds))
 
     def watch_state(self, health: Health) -> None:
-        """Has the server's state told."""
+        """Has the server's state exported."""
         self.registry.register(scraped.State(health))
 
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
 
-        Leases that have ended by then, by the clock that they were given, are ended first.
+        Caches whose lease has ended by then, by the clock of the leases, are evicted first.
         """
         self.registry.register(scraped.Caches(store, clock))
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):
-    """What counts for each value of a counter's one label, looked up when it first comes."""
+    """The `add` of each value of a counter's one label, looked up when the value first comes."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()

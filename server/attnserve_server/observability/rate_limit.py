@@ -1,10 +1,10 @@
-"""How many log lines of a kind may be written: so many at once, and so many a second in the long run. Pure."""
+"""Limits log lines of a kind: to so many at once, and so many a second in the long run. Pure."""
 
 from __future__ import annotations
 
 
 class RateLimit:
-    """A bucket that fills at a constant rate and runs over. Times are seconds of one clock."""
+    """A token bucket: it fills at a constant rate, up to its burst. Times are seconds of one clock."""
 
     __slots__ = ("_burst", "_filled", "_lines", "_rate", "left_out")
 
@@ -15,7 +15,7 @@ class RateLimit:
         self._lines = burst
         self._filled = now
         self.left_out = 0
-        """The lines that were not written; whoever says so sets it back."""
+        """The lines that were not written; the caller reports and resets it."""
 
     def take(self, now: float) -> bool:
         """Whether a line may be written now; if not, it is counted."""

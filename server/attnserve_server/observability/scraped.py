@@ -1,6 +1,6 @@
-"""Metrics that cost nothing until somebody looks: read, when they are scraped, from where the numbers are kept anyway.
+"""Metrics that cost nothing until they are scraped: they are read from where the numbers are kept anyway.
 
-In: what can be read. Out: collectors for the registry of `metrics`; what is said there of labels holds here.
+In: what can be read. Out: collectors for the registry of `metrics`; what is said there about labels holds here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Where the server is in its life: 1 for the state that it has, 0 for the others."""
+    """The state of the server: 1 for the present one, 0 for the others."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -70,7 +70,7 @@ class Device:
             yield memory
 
     def describe(self) -> Iterable[Metric]:
-        return []  # what there is to read may not be there yet
+        return []  # what it reads may not be there yet
 
 
 class Loop:
@@ -88,11 +88,11 @@ class Loop:
         )
 
     def describe(self) -> Iterable[Metric]:
-        return []  # outside of the loop there is nothing to read
+        return []  # outside the loop there is nothing to read
 
 
 class Callers:
-    """What each caller has had."""
+    """What each caller has used."""
 
     def __init__(self, usage: UsageByCaller) -> None:
         self._usage = usage
@@ -119,14 +119,14 @@ class Callers:
 
 
 class Caches:
-    """What a store of caches has and what has happened to it, in its own numbers."""
+    """The contents of a store of caches and what has happened in it, in its own numbers."""
 
     def __init__(self, store: CacheStore, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
 
     def collect(self) -> Iterable[Metric]:
         store, counts = self._store, self._store.counts
-        # Else a pool would look full that is at the disposal of the next append.
+        # Otherwise a pool would look full though the next append can have its pages.
         store.expire(self._clock())
         pool = GaugeMetricFamily(
             "attnserve_cache_pool_bytes",

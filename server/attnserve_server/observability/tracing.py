@@ -1,14 +1,14 @@
-"""What OpenTelemetry is told of requests and batches, where it is asked to be. Off unless an endpoint is configured.
+"""Traces of requests and batches, by OpenTelemetry. Off unless an endpoint is configured.
 
-In: W3C trace contexts of callers, and what comes of requests and batches. Out: spans, sent over OTLP by a thread of
+In: W3C trace contexts of callers, and the outcomes of requests and batches. Out: spans, sent over OTLP by a thread of
 OpenTelemetry's, and exemplars that lead from the latency histograms to traces.
 
     caller's span ─▶ attend ─┬─ decode, queue, staging, compute, encode
                              │              └────┬────┘ links
                              └◀── links ── batch ─┬─ staging, compute, fetch          a trace of its own
 
-A caller's decision to record or not is kept; of the other requests a share is recorded. One that is not has no `Trace`,
-and spans are made when their times are known: what is not recorded costs a look at its context.
+A caller's decision to record or not is honoured; of the other requests a share is recorded. One that is not has no
+`Trace`, and spans are made when their times are known: an unrecorded request costs only a look at its context.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 2.0
-"""How long a server that stops waits for its last spans to be taken."""
+"""How long a stopping server waits for its last spans to be taken."""
 
 MAX_STATE: Final = 1024
-"""A longer tracestate is left out: the caller chose its length, and the event loop would read it."""
+"""A longer tracestate is left out: the caller chooses its length, and the event loop would parse it."""
 
 _FAULTS: Final = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
 """The codes that make a server's span an error, by OpenTelemetry's conventions for RPCs."""
@@ -83,7 +83,7 @@ class Trace:
 
     @property
     def context(self) -> SpanContext:
-        """What names the request's span."""
+        """The identity of the request's span."""
         return self._span.get_span_context()
 
     def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
@@ -114,7 +114,7 @@ class Tracing:
         self._close = close
 
     def begin(self, operation: str, parent: TraceParent | None, arrival: float) -> Trace | None:
-        """A request that came at `arrival`; None if it is not to be recorded."""
+        """Starts the trace of a request that came at `arrival`; None if it is not to be recorded."""
         context = self._no_context
         if parent is not None:
             carrier: dict[str, str] = parent._asdict()
@@ -223,7 +223,7 @@ class Tracing:
 
 
 def _offset() -> int:
-    """What turns `time.perf_counter`, in nanoseconds, into nanoseconds since 1970, as of now."""
+    """What `time.perf_counter`, in nanoseconds, lacks to nanoseconds since 1970, as of now."""
     return time.time_ns() - time.perf_counter_ns()
 
 
@@ -239,18 +239,18 @@ def endpoint_of(config: Config, environ: Mapping[str, str]) -> str:
         return ""
     for infix in ("_TRACES", ""):
         if environ.get(f"OTEL_EXPORTER_OTLP{infix}_PROTOCOL", "grpc") != "grpc":
-            return ""  # it is meant for what speaks HTTP
+            return ""  # it is meant for exporters that speak HTTP
     return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or ""
 
 
 def shown(endpoint: str) -> str:
-    """An endpoint without what may be secret in it."""
+    """An endpoint without the parts that may be secret."""
     parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
     return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
 
 
 def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, device: str) -> Tracing | None:
-    """What records, or None where nothing is recorded. StartError if it is asked for and OpenTelemetry is not there."""
+    """The tracing; None if it is off. Raises StartError if it is configured and OpenTelemetry is not installed."""
     endpoint = endpoint_of(config, environ)
     if not endpoint:
         return None
@@ -264,7 +264,7 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
         missing = f"tracing needs OpenTelemetry: pip install 'attnserve[tracing]' ({error})"
         if config.tracing_endpoint:
             raise StartError(missing) from None
-        logger.warning("nothing is traced: %s", missing)  # the environment is often the same for many programs
+        logger.warning("tracing is off: %s", missing)  # the environment is often the same for many programs
         return None
     exporter = OTLPSpanExporter(endpoint)
     own: dict[str, Any] = {"service.name": "attnserve-server", "service.version": __version__}
@@ -277,12 +277,12 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
     provider.add_span_processor(BatchSpanProcessor(exporter))
 
     def close() -> None:
-        # It waits for the collector, should there be none, longer than a stopping server may.
+        # If there is no collector, it waits for one longer than a stopping server may.
         closing = threading.Thread(target=provider.shutdown, name="attnserve-tracing", daemon=True)
         closing.start()
         closing.join(FLUSH_S)
         if closing.is_alive():
-            logger.warning("the last spans were not taken within %g s", FLUSH_S)
+            logger.warning("the last spans were not exported within %g s", FLUSH_S)
             exporter.shutdown()
 
     tracer = provider.get_tracer("attnserve_server", __version__)

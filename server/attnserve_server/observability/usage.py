@@ -1,7 +1,7 @@
-"""Who uses the server: what each identified caller has had of it.
+"""Usage of the server by each identified caller.
 
-In: callers' names, once an RPC or stream, and what was computed for them or refused to them. Out: counts, of so many
-callers at most; all callers that are not identified are one, and so are all beyond the bound.
+In: callers' names, once an RPC or stream, and what was computed for them or refused to them. Out: counts, of at most
+MAX_CALLERS identified callers; all unidentified ones count as one more, and so do all beyond the bound.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Final
 ANONYMOUS: Final = "anonymous"
 OTHER: Final = "other"
 MAX_CALLERS: Final = 100
-"""Each caller is a few series to whoever keeps the metrics, for as long as the server runs."""
+"""Each caller adds a few time series to the metrics, for as long as the server runs."""
 
 
 class Usage:
-    """What one caller has had."""
+    """What one caller has used."""
 
     __slots__ = ("flops", "query_tokens", "rejected", "requests")
 
@@ -40,7 +40,7 @@ class UsageByCaller:
         self._by_name = {ANONYMOUS: Usage()}
 
     def of(self, name: str | None) -> Usage:
-        """The usage of a caller, to be kept while it is served; None is one that is not identified."""
+        """The usage of a caller, to be kept while it is served; None is an unidentified one."""
         name = ANONYMOUS if name is None else name
         usage = self._by_name.get(name)
         if usage is None:
@@ -50,5 +50,5 @@ class UsageByCaller:
         return usage
 
     def items(self) -> list[tuple[str, Usage]]:
-        """All callers that came."""
+        """All callers so far."""
         return list(self._by_name.items())

@@ -1,4 +1,4 @@
-"""How long the axes of queries, keys and values are, whatever their layout: checked against each other.
+"""The lengths of the axes of queries, keys and values in any layout, checked against each other.
 
 In: their dtypes and shapes, as a header states them. Out: `Axes`, or InvalidRequest with the path of what does not fit.
 """
@@ -14,7 +14,7 @@ from attnserve_server.requests.tensors import TensorSpec, check_rank, shown
 
 
 class KeyShape(NamedTuple):
-    """What resident keys and values have, whatever their number."""
+    """The shape of resident keys and values, apart from their number."""
 
     kv_heads: int
     key_dim: int
@@ -22,7 +22,7 @@ class KeyShape(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """How long the axes of queries, keys and values are, in whatever layout."""
+    """The lengths of the axes of queries, keys and values, in any layout."""
 
     batch: int
     query_heads: int
@@ -35,7 +35,7 @@ class Axes(NamedTuple):
 
 
 def nothing_appended(query: TensorSpec, resident: KeyShape, length_first: bool) -> tuple[TensorSpec, TensorSpec]:
-    """Keys and values without tokens, as a request states them that only reads resident ones."""
+    """Keys and values without tokens, for a request that only reads resident ones."""
     rank = len(query.shape)
     heads_and_length = (0, resident.kv_heads) if length_first else (resident.kv_heads, 0)
     outer = (*query.shape[: rank - 3], *heads_and_length) if rank > 2 else (0,)
@@ -46,7 +46,7 @@ def nothing_appended(query: TensorSpec, resident: KeyShape, length_first: bool) 
 def check_ranks(
     message: pb.AttendRequest, query: TensorSpec, key: TensorSpec, value: TensorSpec, resident: KeyShape | None
 ) -> None:
-    """Raises InvalidRequest if the layout is none, or dtypes or ranks do not go with it and each other."""
+    """Raises InvalidRequest if the layout is unknown, or dtypes or ranks do not fit it or each other."""
     rank, packed = len(query.shape), message.layout == pb.LAYOUT_PACKED
     if message.layout not in pb.Layout.values():
         raise InvalidRequest("layout", "one of the layouts", message.layout)
@@ -104,7 +104,7 @@ def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, in
 
 
 def batch_of_packed(message: pb.AttendRequest) -> int:
-    """How many sequences a packed request has. Raises InvalidRequest if it does not say how long they are."""
+    """The number of sequences in a packed request. Raises InvalidRequest if it does not give their lengths."""
     for name in ("query_lengths", "kv_lengths"):
         if not message.HasField(name):
             raise InvalidRequest(name, "the lengths of the packed sequences", "nothing")

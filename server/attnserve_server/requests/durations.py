@@ -9,11 +9,11 @@ from google.protobuf.duration_pb2 import Duration
 from attnserve_server.errors import InvalidRequest
 
 MAX_SECONDS: Final = 315_576_000_000
-"""Ten thousand years, beyond which `Duration` says that it has no meaning."""
+"""Ten thousand years: the range for which `Duration` is defined."""
 
 
 def seconds_of(field: str, duration: Duration) -> float:
-    """How long a duration is, in seconds. Raises InvalidRequest if it is none."""
+    """A duration in seconds. Raises InvalidRequest if it is not a valid one."""
     seconds, nanos = duration.seconds, duration.nanos
     if abs(seconds) > MAX_SECONDS:
         raise InvalidRequest(f"{field}.seconds", f"at most {MAX_SECONDS}", seconds)

@@ -1,7 +1,7 @@
-"""What one request may be, whatever the load: bounds of the server that readers hold requests to.
+"""How large one request may be, whatever the load: bounds of the server that readers check.
 
-In: what a header states. Out: nothing, or InvalidRequest with the limit, before anything is allocated. The bounds of
-all requests together are `admission`'s.
+In: what a header states. Out: nothing, or InvalidRequest with the limit, before anything is allocated. Bounds on all
+requests together are in `scheduling.admission`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 from attnserve_server.requests.tensors import MAX_LENGTH, MAX_RANK, TensorSpec, check_rank
 
 HEADER_BYTES = 1 << 16
-"""What a request may have beside the contents of its tensors and the caches that it names, and more than it needs."""
+"""Bytes allowed besides the contents of a request's tensors and the caches that it names; more than it needs."""
 REFERENCE_BYTES = 64
-"""What it may have beside that for each cache."""
+"""Further bytes allowed for each cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLimits:
     """The most axes and elements of a tensor, sequences with lengths or offsets of their own, and FLOPs of a request.
 
-    Compared by identity: a server has one, and it is part of the key of what is remembered of headers.
+    Compared by identity: a server has one, which is part of the key under which headers are remembered.
     """
 
     max_rank: int = MAX_RANK
@@ -34,12 +34,12 @@ class RequestLimits:
 
     @property
     def max_header_bytes(self) -> int:
-        """What a request may have beside the contents of its tensors."""
+        """Bytes allowed besides the contents of a request's tensors."""
         return HEADER_BYTES + REFERENCE_BYTES * self.max_sequences
 
     def check_header(self, header: bytes) -> None:
-        """Raises InvalidRequest if there is too much of a request beside the contents of its tensors: to parse it takes
-        the event loop, and 16 times the memory where it is all one shape.
+        """Raises InvalidRequest if a request has too many bytes besides the contents of its tensors: parsing them takes
+        time of the event loop, and 16 times the memory where they are all one shape.
         """
         if len(header) > self.max_header_bytes:
             expected = f"at most {self.max_header_bytes} bytes beside the contents of tensors"
@@ -67,11 +67,11 @@ class RequestLimits:
 DEFAULT_LIMITS = RequestLimits()
 
 CPU_REQUEST_FLOPS = 5 * 10**11
-"""What one request may cost on a CPU where nothing is configured, for each thread: some 10 s."""
+"""What one request may cost on a CPU if nothing is configured, for each thread: some 10 s."""
 
 
 def default_request_flops(threads: int, max_flops: int) -> int:
-    """The most FLOPs of one request where nothing is configured, on a CPU of so many threads, or (0) on a GPU: seconds
-    of a CPU, and all that may be admitted on a GPU.
+    """The most FLOPs of one request if nothing is configured: seconds of work on a CPU of that many threads, and all
+    that may be admitted on a GPU (`threads` 0).
     """
     return min(max_flops, CPU_REQUEST_FLOPS * threads) if threads else max_flops

@@ -1,4 +1,4 @@
-"""Options that attention and layers have in common, as their messages carry them: checked, in canonical form."""
+"""Options that attention and layers have in common, read from their messages: checked, in canonical form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
 
 MAX_POSITION = 1 << 40
-"""Offsets beyond this are an error. No axis of a tensor comes near it."""
+"""Offsets beyond this are an error. No axis of a tensor comes close."""
 
 MAX_PRIORITY = 8
 
@@ -27,19 +27,19 @@ Message: TypeAlias = pb.AttendRequest | pb.ApplyRequest
 
 
 def window_of(message: Message) -> tuple[int, int]:
-    """The window, (-1, -1) where there is none."""
+    """The window; (-1, -1) if there is none."""
     if not message.HasField("window"):
         return -1, -1
     for side in ("left", "right"):
         if getattr(message.window, side) < -1:
             raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
-    # Wider than the distance of any two positions is no bound.
+    # Wider than the distance between any two positions means no bound.
     left, right = (-1 if side > 2 * MAX_POSITION else side for side in (message.window.left, message.window.right))
     return left, right
 
 
 def is_bottom_right(message: Message) -> bool:
-    """Whether the last query stands at the last key."""
+    """Whether the last query is aligned with the last key."""
     if message.alignment not in pb.Alignment.values():
         raise InvalidRequest("alignment", "one of the alignments", message.alignment)
     return message.alignment == pb.ALIGNMENT_BOTTOM_RIGHT
@@ -60,7 +60,7 @@ def priority_of(message: Message) -> int:
 
 
 def check_offset(index: int, offset: int) -> int:
-    """An offset, if it can be one."""
+    """The offset, if it is in range. Raises InvalidRequest if not."""
     if not -MAX_POSITION <= offset <= MAX_POSITION:
         raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
     return offset

@@ -1,8 +1,8 @@
 """A request's header, checked and in canonical form. Serialised header in, `Problem` out.
 
 Everything about a request but the contents of its tensors is in its header, and callers send the same header over and
-over: `request` remembers what came of the last ones, so that a request costs a look-up. What depends on contents
-(lengths and offsets) is checked there.
+over: `request` caches the results for recent ones, so that a request costs a look-up. What depends on contents (lengths
+and offsets) is checked there.
 
 Notation as in the proto comments: B sequences, Hq query heads, Hk key/value heads, Lq queries, S keys, widths D, Dk,
 Dv.
@@ -33,27 +33,27 @@ from attnserve_server.requests.tensors import (
 )
 
 WRITTEN_OUT = 8
-"""How many times as long an operation takes where attention is written out, for softcaps, scores to return and learned
-scores, as in the kernels for plain attention: measured on a CPU, where it is 3 to 8. For the native kernel softcaps are
-nothing special, but nobody knows here whether there is one."""
+"""How many times as long an operation takes in written-out attention (for softcaps, returned scores and learned scores)
+as in the kernels for plain attention: 3 to 8, measured on a CPU. The native kernel is not slowed down by softcaps, but
+it is not known here whether there is one."""
 ADDITIVE = 80
-"""The same for additive scores, whose operations are tanh for the most part."""
+"""The same for additive scores, whose operations are mostly tanh."""
 
 ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
-"""What a query of a head, a key of a head, and a head of keys take in FLOPs at the least, however narrow they are and
-however few they meet: measured with the native kernel, at heads of one element.
+"""The least cost in FLOPs of a query of a head, a key of a head, and a head of keys, however narrow they are and
+however few they meet: measured with the native kernel, with heads of one element.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """What to compute, but for the contents of the tensors. Equal to itself alone: what follows from one is remembered
-    by it, and headers that are the same have the same one.
+    """What to compute, except the contents of the tensors. Compared by identity: it is the key of what is remembered
+    for it, and equal headers share one.
 
-    `query_length` and `kv_length` are the totals where `packed`. `tensors` has an entry for each tensor that is there:
+    `query_length` and `kv_length` are the totals if `packed`. `tensors` has an entry for each tensor that is given:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
-    the score by their paths. `group` is equal for problems that differ in lengths and layouts only: ragged kernels
-    compute those together. Of `one_by_one` problems, sequences are computed one after the other, by the kernel that can
+    the score by their paths. `group` is equal for problems that differ only in lengths and layouts: ragged kernels
+    compute those together. Sequences of `one_by_one` problems are computed one after the other, by the kernel that can
     do everything. `kind` is that of `Work`.
     """
 
@@ -85,29 +85,29 @@ class Problem:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether the positions of the queries make any difference."""
+        """Whether positions of queries make any difference."""
         return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors
 
     @property
     def stackable(self) -> bool:
-        """Whether requests can share a kernel call: only queries, keys, values, masks and biases are their own."""
+        """Whether requests can share a kernel call: they differ only in queries, keys, values, masks and biases."""
         return not self.packed and self.score is None and not self.tensors.keys() & {"alibi_slopes", "sinks"}
 
     @property
     def weight(self) -> int:
-        """What an operation costs, in those of plain attention."""
+        """What an operation costs, in operations of plain attention."""
         if self.score == "additive":
             return ADDITIVE
         return WRITTEN_OUT if self.one_by_one else 1
 
     def scratch_bytes(self, kv_length: int) -> int:
-        """What an additive score takes beside the scores, in float64: keys projected to hidden units, twice."""
+        """Bytes that an additive score takes besides the scores, in float64: keys projected to hidden units, twice."""
         if self.score != "additive":
             return 0
         return 16 * self.tensors["additive.query_weight"].shape[0] * self.kv_heads * kv_length
 
     def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
-        """Floating-point operations for so many pairs of query and key, counted as multiplications and additions."""
+        """Floating-point operations for that many query-key pairs, counted as multiplications and additions."""
         score_width = self.key_dim
         extra = 0
         if self.score == "general":
@@ -122,12 +122,12 @@ class Problem:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token's keys and values, if they are sent."""
+        """The bytes of one token's keys and values, if they are sent."""
         return self.kv_heads * (self.key_dim + self.value_dim) * _dtypes.NUMPY[self.dtype].itemsize
 
     def effort(self, flops: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
-        """What so many FLOPs come to: at the least, what reading tokens and writing rows takes. A million heads of one
-        element are next to no FLOPs, and a third of a second.
+        """The FLOPs, or what reading tokens and writing rows takes if that is more. A million heads of one element are
+        almost no FLOPs, but take a third of a second.
         """
         if not query_tokens:
             return flops
@@ -136,7 +136,7 @@ class Problem:
 
 
 def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
-    """The problem that a serialised header (of `AttendRequest`, with tickets for payloads and no caches) states.
+    """The problem that a serialised header states (`AttendRequest`, with tickets for payloads and no caches).
 
     Raises InvalidRequest with the path of the field that breaks the contract. `resident` as in `check`.
     """
@@ -150,8 +150,8 @@ def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
 def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Problem:
     """The problem that a message states. Raises InvalidRequest.
 
-    With resident keys, `key` and `value` are what is appended to them, if they are there; the problem's `kv_length` is
-    the length of these alone, and masks are not checked against it.
+    With resident keys, `key` and `value`, if given, are what is appended to those; the problem's `kv_length` is the
+    length of what is appended alone, and masks are not checked against it.
     """
     tensors = {"query": float_tensor(message, "query")}
     query = tensors["query"]
@@ -220,7 +220,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
 
 
 def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, TensorSpec]:
-    """The tensors of a learned score, if it is one. Raises InvalidRequest."""
+    """The tensors of a learned score, if there is one. Raises InvalidRequest."""
     tensors = {}
     if message.HasField("general"):
         tensors["general.weight"] = parameter(message, "general.weight", (axes.head_dim, axes.key_dim))
@@ -238,7 +238,7 @@ def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, Tensor
 
 
 def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: KeyShape | None) -> dict[str, TensorSpec]:
-    """The tensors that say which keys count, and how much more or less. Raises InvalidRequest."""
+    """The tensors that say which keys count, and with which weight. Raises InvalidRequest."""
     tensors = {}
     for name in ("alibi_slopes", "sinks"):
         if message.HasField(name):

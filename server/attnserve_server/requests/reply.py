@@ -1,6 +1,6 @@
-"""From results to bytes: the pieces of an encoded `AttendResponse`, payloads not copied.
+"""From results to bytes: the pieces of an encoded `AttendResponse`; payloads are not copied.
 
-A serialised message followed by another is their merger, so a reply is the message of its timings followed by the
+Concatenated serialised messages decode to their merger, so a reply is the message of its timings followed by the
 message of its tensors, whose header is the same for all requests with the same problem.
 """
 
@@ -36,7 +36,7 @@ def encode_attend_response(
     batch_size: int,
     cache_lengths: Sequence[int] = (),
 ) -> tuple[list[_fields.Buffer], int]:
-    """The pieces of the reply, and their length together."""
+    """The pieces of the reply, and their total length."""
     payloads = payloads_of(result)
     problem = request.problem
     scores_length = 0 if problem.return_scores is None else request.longest[1]
@@ -49,8 +49,8 @@ def encode_attend_response(
 
 
 def reply_template(problem: Problem, sizes: Sequence[int]) -> list[bytes]:
-    """What is before, between and behind the payloads of replies without scores, but for the timings before it all:
-    output and, if it was asked for, lse, of so many bytes.
+    """The bytes before, between and after the payloads of replies without scores, except the timings, which come first.
+    The payloads are output and, if asked for, lse, of these sizes in bytes.
     """
     payloads = [memoryview(bytes(size)) for size in sizes]
     pieces, _ = _wire.join(pb.AttendResponse, _tensors_header(problem, 0, tuple(sizes)), payloads)
@@ -69,8 +69,8 @@ def payloads_of(result: RequestResult) -> list[memoryview]:
 
 
 class Timed:
-    """What replies of a type say of how they were computed. One message is written again for each reply: to set its
-    fields takes half as long as to make another. On the event loop alone.
+    """What replies of a type say about how they were computed. One message is reused for all replies: setting its
+    fields takes half as long as making another. Only on the event loop.
     """
 
     def __init__(self, response_type: type[pb.AttendResponse] | type[pb.ApplyResponse]) -> None:
@@ -111,7 +111,7 @@ def _tensors_header(problem: Problem, scores_length: int, sizes: tuple[int, ...]
 
 
 def tensors_header(response_type: type[Message], tensors: Sequence[ReplyTensor], sizes: Sequence[int]) -> bytes:
-    """The header of a response that has nothing but tensors, whose payloads come in this order and have these sizes."""
+    """The header of a response with only tensors, whose payloads come in this order and have these sizes."""
     message = response_type()
     for index, ((field, dtype, shape), size) in enumerate(zip(tensors, sizes, strict=True)):
         tensor = tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(index, size))  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def tensors_header(response_type: type[Message], tensors: Sequence[ReplyTensor],
 
 
 def stream_reply(call_id: int, field: int, pieces: list[_fields.Buffer], size: int) -> tuple[list[_fields.Buffer], int]:
-    """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their length together."""
+    """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their total length."""
     envelope = b"\x08" + _fields.varint(call_id) if call_id else b""
     envelope += _fields.field_prefix(field, size)
     prefix = _fields.field_prefix(REPLIES_FIELD, len(envelope) + size) + envelope

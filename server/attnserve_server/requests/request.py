@@ -1,6 +1,6 @@
-"""One attention to compute: a problem, the contents of its tensors, and the sequences that they hold.
+"""One attention request: a problem, the contents of its tensors, and the sequences in them.
 
-What depends on contents is checked here: lengths, their sums, and offsets. Payloads stay where they were received.
+Whatever depends on contents is checked here: lengths, their sums, and offsets. Payloads stay where they were received.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ KERNELS, WRITTEN_OUT, NOT_FINITE = "attend, by kernels", "attend, written out", 
 """The groups of requests."""
 
 NOT_FINITE_COST: Final = 32
-"""How many times as long attention takes where NaN or infinities have it written out in float64, as by the native
-kernel, which comes upon them: about that for some hundred tokens on a CPU."""
+"""How many times as long attention takes where the native kernel finds NaN or infinities, so that it is written out in
+float64: about that for some hundred tokens on a CPU."""
 NOT_FINITE_CALL_COST: Final = 200_000_000
-"""What that costs beside, however little it is: about a millisecond."""
+"""What that costs in addition, however small it is: about a millisecond."""
 
 PER_SEQUENCE = ("query_lengths", "kv_lengths", "query_offset")
-"""The tensors that give sequences something of their own."""
+"""The tensors that give each sequence a value of its own."""
 
 MAX_KNOWN_HEADER = 1024
-"""A longer header (of fields that nobody knows) is not remembered: callers could fill the memory with such."""
+"""A longer header (with unknown fields) is not remembered: callers could fill the memory with such."""
 
 
 class Span(NamedTuple):
-    """Sequences `first` to `first + sequences` of a request, which all have these lengths and this offset.
+    """Sequences `first` to `first + sequences` (exclusive) of a request, which share these lengths and this offset.
 
-    Where packed, `sequences` is 1 and the sequence's queries and keys begin at `query_start` and `kv_start`; elsewhere
+    If packed, `sequences` is 1 and the sequence's queries and keys begin at `query_start` and `kv_start`; otherwise
     those are 0. Keys from `kv_length` on do not exist for these sequences.
     """
 
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a request comes to once its lengths are known. `longest` are the Lq and S of a reply's scores."""
+    """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores."""
 
     spans: tuple[Span, ...]
     longest: tuple[int, int]
@@ -74,8 +74,8 @@ class Extent:
 
 
 class Unfinished(NamedTuple):
-    """A result that is to be had but for some sequences, by their places in ascending order: NaN or infinities are in
-    them, and what may be seen of those is written out in float64.
+    """A result that lacks some sequences, given by their places in ascending order: they contain NaN or infinities,
+    whose visible effects are computed written out in float64.
     """
 
     sequences: Sequence[int]
@@ -84,7 +84,7 @@ class Unfinished(NamedTuple):
 
 @dataclass(slots=True)
 class Request(Independent):
-    """A problem with its payloads, and what it comes to."""
+    """A problem with its payloads and its size."""
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
 
@@ -93,7 +93,7 @@ class Request(Independent):
     extent: Extent
     received_bytes: int
     unfinished: Unfinished | None = None
-    """What has come of it, if it is to run once more."""
+    """Its result so far, if it is to run once more."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -117,17 +117,17 @@ class Request(Independent):
 
     @property
     def effort(self) -> int:
-        """What these take a kernel for which none of its options is slow, in FLOPs: see `Problem.effort`. If it reads
-        more bytes of keys and values than that, it is so many: a core reads 12 to 80 GB/s, more or less far from
-        memory, and computes about 50 GFLOP/s. It says how many threads are worth waking.
+        """What computing takes, in FLOPs, with a kernel that none of its options slows down: see `Problem.effort`. At
+        least the bytes of keys and values that it reads: a core reads 12 to 80 GB/s, depending on how far the data is,
+        and computes about 50 GFLOP/s. It decides how many threads are worth waking.
         """
         return self.extent.effort
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs of plain attention: these, as slow as its kernel makes them, and what its
-        kernel calls cost besides. What it reads is left out: a step of a decoder is worth handing over from the event
-        loop no sooner for that, while others help there.
+        """What it costs to compute, in FLOPs of plain attention: its own, weighted by how slow its kernel is, and those
+        of its kernel calls. Reading is left out: it makes handing a decoder step over from the event loop no more
+        worthwhile, since other threads help there.
         """
         if self.unfinished is not None:
             return not_finite_cost(self.extent.effort, len(self.unfinished.sequences), self.problem.batch)
@@ -140,7 +140,7 @@ class Request(Independent):
     @property
     def group(self) -> Hashable:
         """Equal for requests that one batch can hold: any, whatever they ask for, since devices find what can share a
-        kernel call; but nobody waits for what is written out who need not.
+        kernel call; but written-out requests do not hold up others.
         """
         if self.unfinished is not None:
             return NOT_FINITE
@@ -148,7 +148,7 @@ class Request(Independent):
 
     @property
     def kind(self) -> str:
-        """Requests of a dtype and a way to compute them are about equally fast."""
+        """The dtype and the way of computing: requests of one kind are about equally fast."""
         if self.unfinished is not None:
             return f"attend {_dtypes.name(self.problem.dtype)}, not finite"
         return self.problem.kind
@@ -165,7 +165,7 @@ class Request(Independent):
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that the projections of an additive score take."""
+        """The memory for the projections of an additive score."""
         return self.extent.scratch_bytes
 
     def run_batch(self, device: Device, batch: Sequence[Request]) -> BatchResult:
@@ -173,16 +173,16 @@ class Request(Independent):
         return device.run(batch)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The pieces of the encoded reply, and their length together."""
+        """The pieces of the encoded reply, and their total length."""
         return encode_attend_response(self, result, phases, batch_size)
 
     def but_for(self, sequences: Sequence[int], result: RequestResult | None) -> Request:
-        """The same request as it is to run once more, with a result that lacks some sequences."""
+        """The request as it is to run once more, with a result that lacks some sequences."""
         assert result is not None
         return replace(self, unfinished=Unfinished(sequences, result))
 
     def of_sequences(self, places: Sequence[int]) -> Request:
-        """The same request, of which only some sequences are to be computed, by their places in ascending order."""
+        """The request reduced to some of its sequences, given by their places in ascending order."""
         some: list[Span] = []
         last = -1
         remaining = iter(self.spans)
@@ -205,7 +205,7 @@ class Request(Independent):
 
 
 def request_of(header: bytes, payloads: Payloads, size: int, limits: RequestLimits) -> Request:
-    """The request of so many bytes that a header and its payloads are. Raises InvalidRequest."""
+    """The request that a header and its payloads state; `size` is its bytes. Raises InvalidRequest."""
     problem, extent = _known(header, limits) if len(header) <= MAX_KNOWN_HEADER else _follows(header, limits)
     if extent is None:
         extent = _extent(problem, payloads, limits)
@@ -213,7 +213,7 @@ def request_of(header: bytes, payloads: Payloads, size: int, limits: RequestLimi
 
 
 def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, Extent | None]:
-    """What follows from a header alone: the extent too, where no lengths or offsets are given."""
+    """What follows from a header alone: the extent, too, if no lengths or offsets are given."""
     problem = problem_of(header)
     limits.check_tensors(problem.tensors)
     for name in PER_SEQUENCE:
@@ -227,7 +227,7 @@ _known = lru_cache(maxsize=4096)(_follows)
 
 
 def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLimits) -> Extent:
-    """What a problem with these lengths and offsets comes to. Raises InvalidRequest."""
+    """The size of a problem with the lengths and offsets in its payloads. Raises InvalidRequest."""
     query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
     kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)
     offsets = read_integers(problem.tensors.get("query_offset"), payloads)
@@ -264,12 +264,12 @@ def _extent(problem: Problem, payloads: Sequence[memoryview], limits: RequestLim
 
 
 def not_finite_cost(effort: int, missing: int, sequences: int) -> int:
-    """What it costs, in FLOPs, to write out some of the sequences of a request of so much effort."""
+    """The cost, in FLOPs, of writing out `missing` of the sequences of a request of that effort."""
     return NOT_FINITE_CALL_COST + round(missing / sequences * NOT_FINITE_COST * effort)
 
 
 def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
-    """The bytes of the reply's tensors, for so many rows of queries."""
+    """The bytes of the reply's tensors, for `rows` rows of queries."""
     itemsize = _dtypes.NUMPY[problem.dtype].itemsize
     width = problem.value_dim * itemsize
     if problem.return_lse:
@@ -320,7 +320,7 @@ def _spans(
 
 
 def _offset(problem: Problem, offsets: tuple[int, ...] | None, index: int, query_length: int, kv_length: int) -> int:
-    """The position of a sequence's first query; 0 where positions make no difference."""
+    """The position of a sequence's first query; 0 if positions make no difference."""
     offset = kv_length - query_length if problem.bottom_right else 0
     if offsets:
         offset = offsets[index if len(offsets) > 1 else 0]

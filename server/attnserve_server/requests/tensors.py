@@ -18,14 +18,14 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 
 MAX_RANK = 4
-"""The most axes of a tensor, whatever a server is told."""
+"""The most axes of a tensor, however the server is configured."""
 MAX_LENGTH = (1 << 31) - 1
 """The longest axis of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where a tensor's elements are among the payloads (-1 where it has none), and what they are."""
+    """The place of a tensor's elements among the payloads (-1 if it has none), their dtype, and the shape."""
 
     payload: int
     dtype: int
@@ -33,12 +33,12 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * _dtypes.NUMPY[self.dtype].itemsize
 
 
 def tensor_at(message: Message, path: str) -> TensorSpec:
-    """The tensor at a path, its dtype known and its payload as long as its shape says."""
+    """The tensor at a path, after checking its dtype, and that its payload is as long as its shape says."""
     owner: Any = message
     *parents, name = path.split(".")
     for parent in parents:
@@ -61,8 +61,8 @@ def tensor_at(message: Message, path: str) -> TensorSpec:
 
 
 def check_rank(field: str, shape: Sequence[int], most: int = MAX_RANK) -> None:
-    """Raises InvalidRequest if there are too many axes, before any is looked at: the product of as many lengths as fit
-    into a message takes minutes.
+    """Raises InvalidRequest if there are too many axes, before looking at any: multiplying as many lengths as fit into
+    a message takes minutes.
     """
     if len(shape) > most:
         raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED)
@@ -85,7 +85,7 @@ def parameter(message: Message, path: str, shape: tuple[int, ...]) -> TensorSpec
 
 
 def int_tensor(message: Message, path: str, shapes: tuple[tuple[int, ...], ...]) -> TensorSpec:
-    """The tensor at a path, of int64 and one of some shapes."""
+    """The tensor at a path, of dtype int64 and one of the given shapes."""
     spec = tensor_at(message, path)
     if spec.dtype != tensor_pb2.DATA_TYPE_INT64:
         raise InvalidRequest(f"{path}.dtype", "int64", _dtypes.name(spec.dtype))
@@ -104,7 +104,7 @@ def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, i
 
 
 def read_integers(spec: TensorSpec | None, payloads: Sequence[memoryview]) -> tuple[int, ...] | None:
-    """The elements of a tensor of int64; None for no tensor."""
+    """The elements of an int64 tensor; None for no tensor."""
     if spec is None:
         return None
     if spec.payload < 0:

@@ -1,4 +1,4 @@
-"""What the engine must know of a request, whatever it asks for, and what comes of one."""
+"""What the engine must know of any request, and the result of one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class RequestResult:
 
 @dataclass(slots=True)
 class BatchResult:
-    """The results of a batch, one a request and in its order, and where the time went (seconds).
+    """The results of a batch, one per request in its order, and where the time went (seconds).
 
-    `padding` is the share of what was computed that no request asked for. `again` has, by their places, requests whose
-    result is not whole yet: as they are to run once more, in a batch of their own group.
+    `padding` is the share of what was computed that no request asked for. `again` has, by place, the requests whose
+    results are incomplete, in the form in which they run once more, in a batch of their own group.
     """
 
     results: list[RequestResult]
@@ -56,25 +56,25 @@ class Work(Protocol):
 
     @property
     def needs(self) -> Sequence[Hashable]:
-        """The things that it needs for itself while it runs, such as caches: what needs the same one runs in the order
-        in which it came. Only where there are any are those below called, all on the event loop.
+        """The things that it needs for itself while it runs, such as caches: requests that need the same one run in
+        order of arrival. The four methods below are called only if there are any, all on the event loop.
         """
 
     @property
     def shares(self) -> bool:
-        """Whether it leaves those things as they are, and can have them together with others who do."""
+        """Whether it leaves those things unchanged, and can have them together with others that do."""
 
     def enter(self) -> None:
-        """Is admitted, and may wait from now on. Raises RequestError if it may not."""
+        """Called once it is admitted and before it waits. Raises RequestError if it may not."""
 
     def begin(self) -> None:
-        """Is about to run: its turn has come, and what it costs is known for sure. Raises RequestError if it cannot."""
+        """Called before it runs: its turn has come, and its cost is now certain. Raises RequestError if it cannot."""
 
     def end(self, failed: bool) -> None:
-        """Has run, or failed to, after `begin`."""
+        """Called after `begin`, when it has run or failed to."""
 
     def leave(self) -> None:
-        """Is done with, whether it ran or not, after `enter`."""
+        """Called after `enter`, when it is done with, whether it ran or not."""
 
     @property
     def layer(self) -> str | None:
@@ -86,8 +86,8 @@ class Work(Protocol):
 
     @property
     def kind(self) -> str:
-        """Equal for requests that are computed about equally fast, FLOP for FLOP: by it is learnt how long they take.
-        There are few of them, whatever callers ask for.
+        """Equal for requests that are computed about equally fast, FLOP for FLOP: how long they take is learnt per
+        kind. There are few kinds, whatever callers ask for.
         """
 
     @property
@@ -100,7 +100,7 @@ class Work(Protocol):
 
     @property
     def cost(self) -> int:
-        """What it costs to compute, in FLOPs: those that it asks for, and what its kernel calls cost besides."""
+        """What it costs to compute, in FLOPs: those that it asks for, and the overhead of its kernel calls."""
 
     @property
     def query_tokens(self) -> int:
@@ -116,17 +116,17 @@ class Work(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that computing it takes beside that, where that is worth counting."""
+        """Further memory that computing it takes, if worth counting."""
 
     def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
         """Computes a batch of requests of this one's group. No result depends on the others."""
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
-        """The pieces of the encoded reply, and their length together."""
+        """The pieces of the encoded reply, and their total length."""
 
 
 class Independent:
-    """What needs nothing for itself: the part of `Work` that then has nothing to do."""
+    """A request that needs nothing for itself: the part of `Work` that then has nothing to do."""
 
     __slots__ = ()
 
@@ -137,7 +137,7 @@ class Independent:
 
     @property
     def shares(self) -> bool:
-        """Nothing is there to be shared."""
+        """There is nothing to share."""
         return True
 
     @property

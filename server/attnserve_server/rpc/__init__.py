@@ -1,1 +1,1 @@
-"""The services of gRPC: calls and streams in, replies and errors out."""
+"""The gRPC services: calls and streams in, replies and errors out."""

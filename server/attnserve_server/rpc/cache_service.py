@@ -1,4 +1,4 @@
-"""The RPCs of `CacheService`. What changes a cache, or looks at one, waits for its turn in the engine; the rest is
+"""The RPCs of `CacheService`. Those that change or look at a cache wait for their turn in the engine; the rest are
 answered at once.
 """
 
@@ -27,14 +27,14 @@ from attnserve_server.rpc.service import AttentionService, Read
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 MAX_REQUEST_ID: Final = 64
-"""Bytes by which a request is known if it is sent again."""
+"""The most bytes of an id by which a request is recognised if it is sent again."""
 
 
 class CacheService:
-    """The service on one host of caches; what waits for its turn goes through the attention service's engine.
+    """The service for one host of caches; what waits for its turn goes through the attention service's engine.
 
-    A cache belongs to who created it: for others there is none of that name. `default_ttl`, in seconds, is that of a
-    cache whose caller does not say; 0 for none. `limits` are those of what is appended.
+    A cache belongs to its creator: for others there is none of that name. `default_ttl`, in seconds, applies where the
+    caller gives none; 0 means no ttl. `limits` apply to what is appended.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CacheService:
             request.head_dim,
             request.value_dim or request.head_dim,
             request.layers or 1,
-            _dtypes.name(request.dtype),  # type: ignore[arg-type]  # it is checked there
+            _dtypes.name(request.dtype),  # type: ignore[arg-type]  # CacheShape checks it
         )
         ttl = _ttl(request.ttl) if request.HasField("ttl") else self._default_ttl
         cache = self._host.store.create(

@@ -1,4 +1,4 @@
-"""The calls that a message of a stream holds: bytes in, `Call`s out. Requests themselves are not looked into."""
+"""The calls in a message of a stream: bytes in, `Call`s out. The requests themselves are not looked into."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, R
 from attnserve_server.observability.tracing import TraceParent
 
 MAX_ID_BYTES: Final = 11
-"""The longest varint, and the tag before it."""
+"""The longest varint and its tag."""
 
 MAX_CALL_FIELDS: Final = 64
-"""The most fields of a call, which has 6; those of its request are not its own."""
+"""The most fields in a call, which defines 6; those of its request do not count."""
 
 OPERATIONS: Final = {
     pb.AttendStreamCall.ATTEND_FIELD_NUMBER: "attend",
@@ -25,18 +25,18 @@ OPERATIONS: Final = {
 }
 """The fields of a call that hold what it asks for."""
 
-# Of fields whose numbers fit a tag of one byte.
+# Tags of fields whose numbers fit into a tag of one byte.
 _CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
 _ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
 _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
 LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
-"""What the metrics call operations on a stream."""
+"""The metrics' names for operations on a stream."""
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
 
 
 class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), what it asks for and where that lies, or what is
-    wrong with it; and its caller's trace context.
+    """A call on a stream: its id, how long its caller waits (seconds), its operation and where in the message the
+    request lies, or what is wrong with it; and its caller's trace context.
     """
 
     id: int
@@ -48,12 +48,12 @@ class Call(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the metrics call it."""
+        """Its name in the metrics."""
         return LABELS[self.operation or "attend"]
 
 
 def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Call]]:
-    """The ids to cancel and the calls of an AttendStreamRequest, so many of each at most.
+    """The ids to cancel and the calls of an AttendStreamRequest, at most `max_calls` of each.
 
     Raises DecodeError, and InvalidRequest if there are more.
     """
@@ -93,7 +93,7 @@ def _too_many_ids(most: int) -> InvalidRequest:
 
 
 def _next_call(message: bytes, at: int) -> Call | None:
-    """The call whose length is at that place, if it is a plain one that ends within the message."""
+    """The call whose length prefix is at `at`, if it is a plain one that ends within the message."""
     try:
         length, at = _fields.read_varint(message, at)
     except (DecodeError, IndexError):
@@ -102,8 +102,8 @@ def _next_call(message: bytes, at: int) -> Call | None:
 
 
 def _plain_call(message: bytes, at: int, end: int) -> Call | None:
-    """The call that lies in a part of a message, if it is as clients write nearly all: an id, maybe a timeout, and an
-    operation, each once and in this order. None for all else, right or wrong.
+    """The call in a part of a message, if it has the form in which clients write nearly all: an id, maybe a timeout,
+    and an operation, each once and in this order. None for any other, valid or not.
     """
     try:
         if message[at] != _ID_TAG:
@@ -124,12 +124,12 @@ def _plain_call(message: bytes, at: int, end: int) -> Call | None:
 
 
 def _seconds(duration: Duration) -> float:
-    """However large or odd, it says when: what is no duration by the letter is no error."""
+    """The seconds of a timeout, however large or odd: one that breaks the rules for durations is no error."""
     return duration.seconds + duration.nanos * 1e-9
 
 
 def _read_call(message: bytes, at: int, end: int) -> Call:
-    """The call that lies in a part of a message. What is not its operation is left to protobuf."""
+    """The call in a part of a message. All but its operation is left to protobuf."""
     if (plain := _plain_call(message, at, end)) is not None:
         return plain
     found: dict[int, list[tuple[int, int]]] = {}
@@ -142,7 +142,7 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
                 error = InvalidRequest("calls", f"at most {MAX_CALL_FIELDS} fields in one", "more", LIMIT_EXCEEDED)
                 return Call(_id_of(rest), None, None, (b"", 0, 0), error)
             if number in OPERATIONS and wire_type == 2:
-                # Of different operations the last counts; one that is given again, with no other between, is merged.
+                # Of different operations the last counts; one that is repeated, with no other between, is merged.
                 parts = found.pop(number, [])
                 found = {number: [*parts, (content, behind)]}
             else:
@@ -159,13 +159,13 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
     ((number, places),) = found.items()
     if len(places) == 1:
         return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]), None, parent)
-    # A message field given several times is the merger of them all, which is what their bytes end to end mean.
+    # A repeated message field means all occurrences merged, which is what their concatenated bytes decode to.
     merged = b"".join(message[begin:stop] for begin, stop in places)
     return Call(envelope.id, timeout, OPERATIONS[number], (merged, 0, len(merged)), None, parent)
 
 
 def _id_of(fields: Sequence[bytes]) -> int:
-    """The id among the fields of a call that is malformed, as far as it goes; 0 if there is none."""
+    """The id among the readable fields of a malformed call; 0 if there is none."""
     for field in reversed(fields):
         try:
             if call_id := pb.AttendStreamCall.FromString(field).id:

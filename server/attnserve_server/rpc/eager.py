@@ -1,7 +1,7 @@
 """Coroutines that begin before anybody waits for them.
 
-In: a coroutine. Out: a call, when it has ended. A task would begin a turn of the event loop later, and who waits for
-one is told another turn later; here what the coroutine waits for has it go on, and its end is told, at once.
+In: a coroutine. Out: a call, when it has ended. A task would begin one turn of the event loop later, and whoever awaits
+it would resume another turn later; here the coroutine goes on, and its end is reported, at once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 
 class EagerCoroutine:
-    """A coroutine that has run to where it first waits, for a future or a turn of the loop, and goes on by itself.
+    """A coroutine that has run up to its first wait, for a future or a turn of the loop, and goes on by itself.
 
-    `ended` is called with this when there is nothing left of it to run: before the constructor returns, if it never
-    waits.
+    `ended` is called with this object when the coroutine has ended: before the constructor returns, if it never waits.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], ended: Callable[[EagerCoroutine], None]) -> None:
@@ -25,15 +24,15 @@ class EagerCoroutine:
         self._closed = False
         self.has_ended = False
         self.error: BaseException | None = None
-        """What it raised, if it has ended with that."""
+        """What it raised, if that ended it."""
         self._go_on()
 
     def close(self) -> None:
-        """Ends it where it is, if it has not ended, and what it waits for. Nobody is told."""
+        """Ends it where it is, if it has not ended, and cancels what it waits for. `ended` is not called."""
         self._closed = True
         self._coroutine.close()
         if self._waits_for is not None:
-            self._waits_for.cancel()  # otherwise asyncio would tell of an error there that nobody has met
+            self._waits_for.cancel()  # else asyncio would report its error as never retrieved
 
     def _go_on(self, _: asyncio.Future[Any] | None = None) -> None:
         if self._closed:
@@ -49,7 +48,7 @@ class EagerCoroutine:
             if waits_for is None:
                 asyncio.get_running_loop().call_soon(self._go_on)
                 return
-            waits_for._asyncio_future_blocking = False  # a task says so too: it has seen what it is to wait for
+            waits_for._asyncio_future_blocking = False  # as a task does: it acknowledges the future
             waits_for.add_done_callback(self._go_on)
             self._waits_for = waits_for
 

@@ -1,9 +1,8 @@
-"""The fast path: messages that are answered as soon as they are read, all requests of one as one batch.
+"""The fast path: answers messages as soon as they are read, all requests of a message as one batch.
 
-In: messages of callers. Out: the message that answers one, where nothing waits or runs before it, and it asks for
-little, of layouts that came before; or nothing: then it goes the way of all others, which ends in the same answers, or
-in what is wrong with it. It takes no turn of the event loop: nobody can leave meanwhile, and nothing has to be kept of
-a request.
+In: messages of callers. Out: the reply message, if nothing waits or runs before it, and it asks for little, in layouts
+that came before; otherwise nothing: then it goes the ordinary way, which gives the same answers, or says what is wrong
+with it. It never yields to the event loop: no caller can leave meanwhile, and nothing has to be kept of a request.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     from attnserve_server.scheduling.engine import Engine
 
 LARGEST_MESSAGE: Final = 4 << 20
-"""Bytes: larger ones are not looked at, and ask for too much mostly."""
+"""Bytes: larger messages are not looked at, since most ask for too much."""
 
 MOST_COME: Final = 1024
-"""Of so many problems it is remembered that they came."""
+"""How many problems that came are remembered."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """The answer to a message, and what the requests in it hold of the server until it has left."""
+    """The answer to a message, and what admission counts for the requests in it until it has been sent."""
 
     message: bytes
     caller: Hashable
@@ -66,17 +65,18 @@ class FastPath:
         self._caches = caches
         self._max_cost = engine.worker.inline_flops
         self._least_timeout = self._max_cost / SLOWEST_FLOPS
-        """Whether less than this is time enough is known elsewhere."""
+        """Seconds: whether a shorter timeout is enough is decided on the ordinary way."""
         self._came: dict[Hashable, bool] = {}
-        """Keys of requests whose layout is not known, by when they came last, and whether it may be one day."""
+        """Keys of requests whose layout is unknown, in the order in which they came last, and whether it may be learnt.
+        """
         self.lacks_layout = False
-        """Whether the last message had no answer because a layout is not known: see `came`."""
+        """Whether the last message got no answer because a layout is unknown: see `came`."""
 
     def answer_message(
         self, caller: Caller, message: bytes, arrival: float, in_flight: Collection[int]
     ) -> Answered | None:
-        """The answer to a message on a stream of a caller, of whose calls those with these ids are in flight. None: it
-        is to go the way of others, and nothing has happened yet.
+        """The answer to a message on a stream, of whose calls those with the ids `in_flight` are in flight. None: the
+        message is to go the ordinary way, and nothing has happened yet.
         """
         self.lacks_layout = False
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
@@ -87,7 +87,7 @@ class FastPath:
         return self._answer(caller, asked, message, arrival)
 
     def answer_request(self, caller: Caller, message: bytes, arrival: float, timeout: float | None) -> Answered | None:
-        """The same for a unary call, whose caller waits for so long."""
+        """The same for a unary call, whose caller waits for `timeout` seconds."""
         self.lacks_layout = False
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
             return None
@@ -108,7 +108,7 @@ class FastPath:
         ):
             return None
         begin = staged = perf_counter()
-        calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each, but for several caches
+        calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each; more for several caches
         if asked.cached:
             turn = self._turn(caller, asked, message)
             if turn is None:
@@ -122,7 +122,7 @@ class FastPath:
         try:
             compute_ns = messages.compute(effort, decode_ns, queue_ns, int(staging * 1e9))
             answer = messages.write()
-        except (MemoryError, ArithmeticError):  # of NaN and infinities there is more to be known
+        except (MemoryError, ArithmeticError):  # the ordinary way tells more of NaN and infinities
             return None
         finally:
             if turn is not None:
@@ -134,12 +134,12 @@ class FastPath:
         return Answered(answer, caller.share, requests, size, asked.tokens, flops)
 
     def _turn(self, caller: Caller, asked: Asked, message: bytes) -> Turn | None:
-        """The turn of the requests to caches in a message, if they can have it now."""
+        """The turn of a message's requests to caches, if they can have it now."""
         return None if self._caches is None else self._caches.begin(caller.name, asked, message, self._max_cost)
 
     def came(self, request: Work, message: bytes, begin: int) -> None:
-        """Takes notice of a request that went the way of others, and of where it begins in a message: when its like
-        comes again, the layout of such requests is known from then on.
+        """Takes note of a request that went the ordinary way; `begin` is where it begins in the message. When one like
+        it comes again, the layout of such requests is learnt.
         """
         if not isinstance(request, Request | CachedRequest):
             return
@@ -158,13 +158,13 @@ class FastPath:
         self._came[key] = suits
 
     def _key_of(self, request: Request | CachedRequest) -> Hashable:
-        """What requests of its layout have in common."""
+        """What requests of the same layout have in common."""
         if isinstance(request, Request):
             return request.problem
         return None if self._caches is None else self._caches.key_of(request)
 
     def _learn(self, key: Hashable, request: Request | CachedRequest, message: bytes, begin: int) -> bool:
-        """Knows the layout of requests like this one from now on, if they are for the library."""
+        """Learns the layout of requests like this one, if they suit the native library; returns whether they do."""
         if request.cost > self._max_cost or request.payloads.buffer is not message:
             return False
         layout: Layout | None = None
@@ -176,5 +176,5 @@ class FastPath:
 
 
 def _are_new(ids: list[int], in_flight: Collection[int]) -> bool:
-    """Whether no two calls have the same id, nor one that is in flight."""
+    """Whether all ids differ, and none is in flight."""
     return len(set(ids)) == len(ids) and not any(each in in_flight for each in ids)

@@ -1,4 +1,4 @@
-"""What a server tells of itself: versions, device, kernels, limits, and every setting with where it came from."""
+"""What a server tells about itself: versions, device, kernels, limits, and every setting with its source."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPES: Final = (
 
 
 def server_info(config: Config, device: Device, limits: RequestLimits, cache_pool_bytes: int) -> pb.ServerInfoResponse:
-    """The reply to the RPC `ServerInfo`. The last two are those in force, where the configuration leaves them open."""
+    """The reply to the RPC `ServerInfo`. The last two are those in force where the configuration leaves them open."""
     return pb.ServerInfoResponse(
         version=__version__,
         device=device.name,

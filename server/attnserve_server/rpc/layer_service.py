@@ -1,4 +1,4 @@
-"""The RPCs of `LayerService`: what is loaded, loading and unloading."""
+"""The RPCs of `LayerService`: listing, loading and unloading layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_
 
 
 class LayerService:
-    """The service on one registry. Without `administration` nobody loads and unloads."""
+    """The service for one registry. Without `administration`, no caller can load or unload layers."""
 
     def __init__(self, registry: Registry, rpcs: Rpcs, *, administration: bool = True) -> None:
         self._registry = registry
@@ -73,7 +73,7 @@ class LayerService:
             raise InvalidRequest("definitions", "layers that can be loaded", _summary(error)) from None
         except RequestError:
             raise
-        except Exception:  # no memory, most likely
+        except Exception:  # most likely out of memory
             logger.exception("layers were not loaded", extra={"definitions": file})
             raise ComputationFailed("the layers could not be brought to the device") from None
         logger.info("loaded %s", ", ".join(each.name for each in loaded))
@@ -98,7 +98,7 @@ class LayerService:
 
 
 def _summary(error: LayerError) -> str:
-    """The first defects, as many as a status has room for; the log has all."""
+    """The first defects, as many as a status has room for; the log has all of them."""
     lines: list[str] = []
     room = MAX_SHOWN - 100  # for the words around them
     for line in map(str, error.defects):

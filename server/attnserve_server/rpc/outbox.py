@@ -1,7 +1,7 @@
 """The replies of one stream on their way to its caller.
 
-In: replies, as they become ready. Out: messages, one at a time: each holds what has become ready while the last one was
-on its way, up to a size that every client accepts; nothing waits for company. On the event loop.
+In: replies, as they become ready. Out: messages, one at a time: each holds the replies that became ready while the last
+was being written, up to a size that every client accepts; none waits for others to join it. On the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_JOINED_BYTES: Final = 1 << 20
 
 
 class Unsent(NamedTuple):
-    """A reply that is ready, or several, and what is held of the server until it has been sent."""
+    """A reply that is ready, or several, and what admission counts until it has been sent."""
 
     pieces: list[_fields.Buffer]
     size: int
@@ -35,11 +35,11 @@ class Unsent(NamedTuple):
 
 _PLEASE_CLOSE: Final = pb.AttendStreamResponse(closing=True).SerializeToString()
 CLOSING: Final = Unsent([_PLEASE_CLOSE], len(_PLEASE_CLOSE), None, replies=0)
-"""What asks a caller to close a stream: a message by itself, or a part of one that brings replies."""
+"""Asks a caller to close a stream: a message by itself, or part of one with replies."""
 
 
 class Outbox:
-    """What is ready, and the writing of it."""
+    """The replies that are ready, and how they are written."""
 
     def __init__(self, context: aio.ServicerContext[bytes, bytes], engine: Engine, metrics: Metrics) -> None:
         self._context = context
@@ -51,13 +51,13 @@ class Outbox:
         self._holds = False
         self._closed = False
         self.replies = 0
-        """How many are ready and not being written."""
+        """How many replies are ready and not being written yet."""
         self.bytes = 0
-        """Of those that have not been sent."""
+        """The bytes of replies that have not been sent."""
         self.progress = asyncio.Event()
         """Set whenever something has been sent."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with what writing ends with, should it fail: Cancelled if the caller has left."""
+        """Gets the exception if writing fails: Cancelled if the caller has left."""
 
     def put(self, unsent: Unsent) -> None:
         """Takes a reply, to be written soon."""
@@ -68,11 +68,11 @@ class Outbox:
             self._write_soon()
 
     def hold(self) -> None:
-        """Writes nothing that comes from now on before `write` is called: there may be more."""
+        """Holds back what comes from now on until `write` is called: there may be more."""
         self._holds = True
 
     def write(self) -> None:
-        """Begins to write what is ready, unless something is being written: then it is written next."""
+        """Starts writing what is ready; if something is being written already, that comes first."""
         self._holds = False
         if self._write_due is not None:
             self._write_due.cancel()
@@ -83,13 +83,13 @@ class Outbox:
                 self._writing = writing
 
     def ask_to_close(self) -> None:
-        """Asks the caller to close the stream, before it is told anything else: there may be more to tell for ever."""
+        """Asks the caller to close the stream, ahead of all replies: there might always be another one."""
         self._unsent.appendleft(CLOSING)
         self.bytes += CLOSING.size
         self._write_soon()
 
     def close(self) -> None:
-        """Writes no more, and lets go of all that it has."""
+        """Writes no more, and releases all that is unsent."""
         self._closed = True
         self._engine.release(*[unsent.held for unsent in self._unsent if unsent.held is not None])
         self._unsent.clear()
@@ -98,7 +98,7 @@ class Outbox:
         self.broken.cancel()
 
     def _write_soon(self) -> None:
-        """Has what is ready written in the loop's next turn, with what becomes ready in this one."""
+        """Schedules writing for the loop's next turn, together with what becomes ready in this one."""
         if self._writing is None and self._write_due is None:
             self._write_due = asyncio.get_running_loop().call_soon(self.write)
 
@@ -124,7 +124,7 @@ class Outbox:
             self.broken.set_exception(writing.error)
 
     def _next(self) -> tuple[list[Unsent], int]:
-        """Takes what is ready, as much as one message takes, and its length."""
+        """Takes what is ready, as much as one message may hold; returns that and its length."""
         unsent = [self._unsent.popleft()]
         size = unsent[0].size
         while self._unsent and size + self._unsent[0].size <= MAX_JOINED_BYTES:

@@ -1,4 +1,4 @@
-"""The port that gRPC is served on: what its core is told of connections and messages, and how it is bound."""
+"""The port that gRPC is served on: gRPC's options for connections and messages, and how the port is bound."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
 
 _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
-"""gRPC's own bounds on the RPCs that have arrived and not begun."""
+"""gRPC's own bounds on RPCs that have arrived and not begun."""
 
 SETTINGS_TIMEOUT_MS: Final = 10_000
-"""How long a connection may take to say how it speaks HTTP/2. One that is reset right after it has begun, while the
-server is busy, keeps its descriptor for so long: by gRPC's default for a minute.
+"""How long a connection may take to send its HTTP/2 settings. One that is reset right after it has begun, while the
+server is busy, keeps its descriptor for that long: a minute by gRPC's default.
 """
 
 LOOPBACK: Final = ("127.0.0.1", "::1")
-"""What `localhost` is, whatever the machine's file of hosts says: it is served without TLS and callers."""
+"""What `localhost` means, whatever the hosts file says: it may be served without TLS and identified callers."""
 FREE_PORT_TRIES: Final = 100
-"""How many ports that are free on the first address of a name are tried on its others."""
+"""How many ports that are free on a name's first address are tried on its others."""
 
 
 def channel_options(config: Config) -> Iterator[tuple[str, int]]:
@@ -42,9 +42,9 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
 
 
 def _for_unbegun_calls(config: Config) -> Iterator[tuple[str, int]]:
-    """What gRPC's core does with RPCs that wait for the event loop to begin them. Beyond a number it cancels some,
-    beyond another all, and those that have waited for so many seconds. By default there may be fewer than the requests
-    that there is room for.
+    """The bounds on RPCs that wait for the event loop to begin them. gRPC's core cancels some beyond one number, all
+    beyond another, and those that have waited too long (seconds). Its default numbers may be lower than the number of
+    requests that there is room for.
     """
     for name, least in _UNBEGUN.items():
         yield name, min(max(least, config.max_requests), 2**31 - 1)
@@ -53,11 +53,12 @@ def _for_unbegun_calls(config: Config) -> Iterator[tuple[str, int]]:
 
 
 def bind(server: aio.Server, listen: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> str:
-    """Has a server listen on `host:port` or `unix:/path`, over TLS if there are credentials. Returns where it does, as
-    port 0 is a free one. Each address has credentials of its own: gRPC asks once for certificates that may change.
+    """Makes a server listen on `host:port` or `unix:/path`, over TLS if there are credentials. Returns the actual
+    address, since port 0 means a free one. Each address needs credentials of its own, because gRPC asks only once for
+    certificates that may change.
 
-    A name may have several addresses. It listens on all of them that this machine has, at one port, and each must be
-    free: at one that is not, callers of that name would come upon another server. Raises ListenError.
+    A name may have several addresses. The server listens on all that this machine has, at one port, which must be free
+    on each: otherwise callers of that name would reach another server. Raises ListenError.
     """
     if listen.startswith("unix:"):
         _make_way(listen)
@@ -72,7 +73,7 @@ def bind(server: aio.Server, listen: str, credentials: Callable[[], grpc.ServerC
 def _add(
     server: aio.Server, listen: str, address: str, credentials: Callable[[], grpc.ServerCredentials] | None
 ) -> int:
-    """Has a server listen on an address, which `listen` means; the port. Raises ListenError."""
+    """Makes a server listen on an address that `listen` stands for; returns the port. Raises ListenError."""
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -82,14 +83,14 @@ def _add(
 
 
 def _own_addresses(address: Address) -> Sequence[Address]:
-    """What a name means on this machine, as numbers; where that is several addresses, port 0 is one that is free on all
-    of them. gRPC would listen on those that it can have, if only on one, and not say which.
+    """The numeric addresses of a name that this machine has; if there are several, port 0 becomes a port that is free
+    on all of them. gRPC would listen on those that it can get, even if that is only one, and not say which.
 
     Raises ListenError if one is taken, or the name has none.
     """
     found = [Address(host, address.port) for host in _hosts(address) if _is_ours(host)]
     if not found:
-        return [address]  # gRPC says so; or listens on 0.0.0.0 where `[::]` is meant and there is no IPv6
+        return [address]  # gRPC reports that; or listens on 0.0.0.0 for `[::]` without IPv6
     if not address.port and len(found) > 1:
         return _at_a_free_port(address, found)
     for own in found:
@@ -102,12 +103,12 @@ def _own_addresses(address: Address) -> Sequence[Address]:
 
 
 def _hosts(address: Address) -> Sequence[str]:
-    """The addresses of a name, or that which is given, each once. Raises ListenError if there are none."""
+    """The addresses of a name, or the given address itself, each once. Raises ListenError if there are none."""
     if address.host.lower() == "localhost":
         return LOOPBACK
     try:
         resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for names that cannot be asked for
+    except (OSError, UnicodeError) as error:  # the latter for names that cannot be looked up
         raise ListenError("listen", str(address), getattr(error, "strerror", None) or str(error)) from None
     hosts = []
     for _, _, _, _, (host, _, *rest) in resolved:
@@ -117,7 +118,7 @@ def _hosts(address: Address) -> Sequence[str]:
 
 
 def _is_ours(host: str) -> bool:
-    """Whether this machine has an address: one without IPv6 has none of that kind."""
+    """Whether this machine has an address: one without IPv6 has no IPv6 address."""
     try:
         _probe(Address(host, 0))
     except OSError as error:
@@ -126,7 +127,7 @@ def _is_ours(host: str) -> bool:
 
 
 def _at_a_free_port(address: Address, hosts: Sequence[Address]) -> Sequence[Address]:
-    """The same at a port that is free on each. Raises ListenError if none was found."""
+    """The same addresses with a port that is free on each. Raises ListenError if none is found."""
     for _ in range(FREE_PORT_TRIES):
         try:
             port = _probe(hosts[0])
@@ -140,7 +141,7 @@ def _at_a_free_port(address: Address, hosts: Sequence[Address]) -> Sequence[Addr
 
 
 def _probe(address: Address) -> int:
-    """Takes an address as gRPC would, and lets go of it; its port. Raises OSError."""
+    """Binds an address as gRPC would, and releases it; returns its port. Raises OSError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,7 +153,7 @@ def _probe(address: Address) -> int:
 
 
 def _make_way(listen: str) -> None:
-    """Sees to it that a unix socket can be made: gRPC would take over one that another server listens on.
+    """Checks that a unix socket can be made: gRPC would take over one that another server listens on.
 
     Raises ListenError if something answers there, or if there is no such directory.
     """

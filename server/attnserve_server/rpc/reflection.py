@@ -1,7 +1,7 @@
 """gRPC reflection, which describes the services to tools.
 
-The servicer is the library's; only its registration is not: with that, bytes that are no request would end the stream
-as a fault of the server, in gRPC's own words.
+The servicer is the library's, but not its registration: with that, malformed requests would end the stream as a fault
+of the server, in gRPC's own words.
 """
 
 from __future__ import annotations

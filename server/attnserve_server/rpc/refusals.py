@@ -1,8 +1,8 @@
-"""Log lines of requests that were refused or failed: one for each, until there are too many of a kind.
+"""Log lines for requests that were refused or failed: one for each, until there are too many of a kind.
 
-In: the error that a request ends with, and whose request it was. Out: a line with the reason and the request's id; of
-each reason a few a second at most, and then a line that says how many there were besides. Nothing of what was sent is
-in them, and what a caller names (an id, a cache) is cut short.
+In: the error that a request ends with, and whose request it was. Out: a line with the reason and the request's id; for
+each reason at most a few per second, and then a line that says how many were left out. No contents of requests are in
+them, and what a caller names (an id, a cache) is cut short.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from attnserve_server.observability.rate_limit import RateLimit
 logger = logging.getLogger(__name__)
 
 LINES_PER_SECOND: Final = 5.0
-"""Of one reason, in the long run."""
+"""For one reason, in the long run."""
 BURST: Final = 20.0
 SUMMARY_AFTER: Final = 1.0
-"""Seconds from the first line that is left out to the line that says how many were."""
+"""Seconds from the first line left out to the line that says how many were."""
 REQUEST_ID: Final = "x-request-id"
 MAX_ID: Final = 128
 
@@ -39,13 +39,13 @@ _LEVELS: Final = {
     grpc.StatusCode.UNAVAILABLE: logging.WARNING,
     grpc.StatusCode.CANCELLED: logging.NOTSET,
 }
-"""Mistakes of callers are INFO. A caller that gives a request up is no refusal."""
+"""Mistakes of callers are INFO. A request that its caller gives up is no refusal."""
 
 _numbers = itertools.count(1)
 
 
 def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
-    """What an RPC is called: what its caller calls it in the metadata `x-request-id`, else a number of our own."""
+    """An RPC's id in the log: that in the caller's metadata `x-request-id`, else a number of our own."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID and isinstance(value, str) and value:
             return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
@@ -54,7 +54,7 @@ def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
 
 @cached(64)
 def _level_of(error: type[RequestError]) -> int:
-    """The level of a kind of errors: to look up a status code takes a call of Python, and a flood is refused here."""
+    """The log level of a kind of error. Cached: hashing a status code is a call into Python, and floods come here."""
     return _LEVELS.get(error.code, logging.INFO)
 
 
@@ -69,7 +69,7 @@ class Refusals:
     def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
         """Writes a line for a request that ends with an error, unless there have been too many for its reason.
 
-        `request_id` is asked only if a line is written.
+        `request_id` is called only if a line is written.
         """
         level = _level_of(type(error))
         if not level or not logger.isEnabledFor(level):
@@ -89,7 +89,7 @@ class Refusals:
         logger.log(level, "refused: %s", error.message, extra=fields)
 
     def close(self) -> None:
-        """Says what has not been said yet."""
+        """Writes the summaries that are still due."""
         for reason, timer in list(self._summaries.items()):
             timer.cancel()
             self._summarise(reason, logging.INFO)

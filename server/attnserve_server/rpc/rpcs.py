@@ -1,7 +1,7 @@
-"""How RPCs end: with a reply, or with the status of an error, of which the log has a line.
+"""How RPCs end: with a reply, or with the status of an error, which is logged.
 
-Messages are parsed here and not by gRPC, which would tell callers in its own words, and as a fault of the server, that
-bytes are no message.
+Messages are parsed here and not by gRPC, which would report malformed ones in its own words, and as a fault of the
+server.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 M = TypeVar("M", bound=Message)
 
 MAX_PLAIN_BYTES: Final = 4 << 20
-"""The longest message that holds no tensors: 160 000 names of caches. Names without letters take 16 times as much."""
+"""The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
 
 
 class Rpcs:
-    """What the services of one server have in common: who calls, and what becomes of errors."""
+    """What the services of one server have in common: identifying callers, and what becomes of errors."""
 
     def __init__(self, callers: Callers, metrics: Metrics, refusals: Refusals | None = None) -> None:
         self.callers = callers
@@ -48,7 +48,7 @@ class Rpcs:
         answer: Callable[[Caller, M], Message | Awaitable[Message]],
         *roles: Role,
     ) -> Handler:
-        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` raises RequestError.
+        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` may raise RequestError.
 
         It is for callers with one of the roles.
         """
@@ -68,7 +68,7 @@ class Rpcs:
         return grpc.unary_unary_rpc_method_handler(handle)
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
-        """Ends an RPC with an error, which is counted if there was no room."""
+        """Ends an RPC with an error; a rejection is counted."""
         if error.rejection is not None:
             self._metrics.rejected(error.rejection)
             if caller is not None:
@@ -78,7 +78,7 @@ class Rpcs:
 
 
 def parsed(message_type: type[M], data: bytes) -> M:
-    """The message without tensors that the bytes are. Raises Malformed, and InvalidRequest if it is too long."""
+    """Parses a message without tensors. Raises Malformed, and InvalidRequest if it is too long."""
     if len(data) > MAX_PLAIN_BYTES:
         raise InvalidRequest("", f"a message of at most {MAX_PLAIN_BYTES} bytes", f"{len(data)} bytes", LIMIT_EXCEEDED)
     try:

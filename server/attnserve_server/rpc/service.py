@@ -1,7 +1,7 @@
 """The RPCs of `AttentionService`: bytes in, bytes out.
 
-Messages are decoded and encoded here, inside the handlers, by the wire codec; gRPC sees bytes alone. An error of a
-unary call is the status of its RPC, an error of a call on a stream travels in its reply.
+The handlers decode and encode messages themselves, with the wire codec; gRPC sees only bytes. An error of a unary call
+is the status of its RPC; an error of a call on a stream travels in its reply.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from attnserve_server.scheduling.entry import Entry, Outcome
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
 Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
-"""Reads a caller's request out of a part of a message. Raises RequestError."""
+"""Reads a caller's request from a part of a message. Raises RequestError."""
 
 
 class AttentionService:
-    """The service on one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
-    them on a stream; `info` gives the answer of ServerInfo.
+    """The service for one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
+    them on a stream; `info` makes the reply to ServerInfo.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class AttentionService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     def check_open(self) -> None:
-        """Raises what a request would be refused with, whatever it asks for, because the server starts or ends."""
+        """Raises what any request would be refused with because the server is starting, ending or failed."""
         self._engine.check_open()
 
     def end_streams(self) -> None:
-        """Ends every stream when what is in flight on it has been answered."""
+        """Ends every stream once what is in flight on it has been answered."""
         for stream in self._streams:
             stream.end()
 
@@ -156,7 +156,7 @@ class AttentionService:
             outcome = await outcomes
         except asyncio.CancelledError:
             self._engine.cancel((entry,))
-            if outcomes.done() and not outcomes.cancelled():  # it was on its way when the caller went
+            if outcomes.done() and not outcomes.cancelled():  # the outcome came as the caller went
                 self._engine.release(entry)
             raise
         try:
@@ -212,7 +212,7 @@ class AttentionService:
             self._metrics.stream_closed()
 
     def _enter_stream(self, caller: Caller) -> None:
-        """Raises TooManyStreams if the caller has as many streams as one may have."""
+        """Raises TooManyStreams if the caller has as many streams as are allowed."""
         if self._streams_by_share[caller.share] >= self._max_caller_streams:
             raise TooManyStreams(self._max_caller_streams)
         self._streams_by_share[caller.share] += 1

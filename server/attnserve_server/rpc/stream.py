@@ -1,7 +1,7 @@
 """One stream of calls: requests in flight by their ids, replies as they finish.
 
-A message read may hold many calls. Replies leave by the outbox. A caller that does not read its replies is not read
-from, nor one that already has its share of the server in flight.
+A message may hold many calls. Replies leave through the outbox. Backpressure: nothing is read from a caller that does
+not read its replies, or that has too many calls unanswered.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 MAX_UNSENT_BYTES: Final = 16 << 20
-"""Nothing is read from a caller that has left so many bytes of replies unread."""
+"""Nothing is read from a caller that has left more than this of its replies unread."""
 
 MAX_TURN_SECONDS: Final = 0.005
-"""For about so long the calls of one message are read before the loop goes round, to others' messages and replies."""
+"""About how long the calls of one message are read before the loop turns to others' messages and replies."""
 
 ATTENDED: Final = LABELS["attend"]
-"""What the metrics call what the fast path answers."""
+"""The metrics' name for calls that the fast path answers."""
 
 
 class CallStream:
-    """One AttendStream RPC, of a caller who may use the service."""
+    """One AttendStream RPC of a caller that may use the service."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class CallStream:
         self._tracing = tracing
         self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
         self._refusals = Refusals() if refusals is None else refusals
-        self._fast_path = fast_path if tracing is None else None  # of which no trace is kept
+        self._fast_path = fast_path if tracing is None else None  # which keeps no traces
         self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
@@ -89,7 +89,7 @@ class CallStream:
         self._retiring: asyncio.TimerHandle | None = None
 
     async def serve(self) -> None:
-        """Serves the stream to its end. Raises RequestError if the caller sends what is no message."""
+        """Serves the stream to its end. Raises RequestError if the caller sends a malformed message."""
         self._reader = asyncio.create_task(self._read())
         if self._ended:
             self._reader.cancel()
@@ -104,7 +104,7 @@ class CallStream:
             if self._retiring is not None:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
-            self._in_flight.clear()  # they know their stream: messages would stay until garbage is collected
+            self._in_flight.clear()  # a reference cycle would keep messages until garbage collection
             self._outbox.close()
             tasks = (whole, self._reader)
             for task in tasks:
@@ -113,19 +113,19 @@ class CallStream:
 
     @property
     def _unanswered(self) -> int:
-        """The calls that have been read and not yet answered, as far as the caller knows."""
+        """How many calls have been read whose replies are not being written yet."""
         return len(self._in_flight) + self._outbox.replies
 
     def retire(self, grace: float) -> None:
-        """Asks the caller to make further calls on another stream and to close this one. What is not closed after so
-        many seconds ends as by `end`.
+        """Asks the caller to make further calls on another stream and to close this one. If it is still open after
+        `grace` seconds, it is ended as by `end`.
         """
         self._outbox.ask_to_close()
         if self._retiring is None:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
     def end(self) -> None:
-        """Stops reading, as if the caller had no more calls to make. Those of a message that is there are answered."""
+        """Stops reading, as if the caller had no more calls to make. Those of a message already read are answered."""
         self._ended = True
         if self._reader is not None and not self._receiving:
             self._reader.cancel()
@@ -157,10 +157,10 @@ class CallStream:
                         self._engine.hurry()
             finally:
                 self._receiving = False
-                self._outbox.write()  # what has its answer by now is on its way a turn of the loop sooner
+                self._outbox.write()  # replies that are ready leave a turn of the loop sooner
             if self._ended:
                 return
-            del message  # which may be large, and the next one long in coming
+            del message  # it may be large, and the next one long in coming
             while self._outbox.bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
                 await self._progress()
 
@@ -170,7 +170,7 @@ class CallStream:
         await self._outbox.progress.wait()
 
     def _look_again(self) -> None:
-        """Finds out whether the caller is who it was, and may still use the service. Raises CallerChanged if not."""
+        """Checks that the caller is still the same, and may still use the service. Raises CallerChanged if not."""
         self._edition = self._callers.edition
         try:
             caller = self._callers.identify(self._context)
@@ -194,8 +194,8 @@ class CallStream:
         return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
-        """Starts the calls of a message. The loop goes round between them, and what has been read begins to run:
-        thousands of tiny ones fit into one.
+        """Starts the calls of a message. Since thousands of tiny ones may be in it, the loop gets turns in between, and
+        what has been read begins to run.
         """
         try:
             cancelled, calls = read_message(message, self._max_message_calls)
@@ -217,14 +217,14 @@ class CallStream:
                     self._refuse(call, refusal, arrival, trace)
             begin = perf_counter()
             if begin - turn > MAX_TURN_SECONDS:
-                self._engine.hurry()  # the device would wait for the last of them
+                self._engine.hurry()  # else the device waits for the last of them
                 self._outbox.write()
                 await asyncio.sleep(0)
                 self._outbox.hold()
                 begin = turn = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> Overloaded | None:
-        """Submits a call whose decoding began at `begin`; or says why there is no room for it. Raises RequestError."""
+        """Submits a call whose decoding began at `begin`; returns an error if there is no room. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
         if call.error is not None:
@@ -249,8 +249,8 @@ class CallStream:
         return None
 
     def _refuse(self, call: Call, error: Overloaded, arrival: float, trace: Trace | None) -> None:
-        """Answers a call for which there is no room. Most of what a flood costs is here, so it is counted in the fewest
-        steps.
+        """Answers a call for which there is no room. Most of the cost of a flood is here, so it is counted in as few
+        steps as possible.
         """
         self._metrics.refused(call.label, error.rejection, perf_counter() - arrival)
         self._usage.rejected += 1
@@ -297,7 +297,7 @@ class CallStream:
         self._tell(call_id, label, error, entry, trace)
 
     def _tell(self, call_id: int, label: str, error: RequestError, entry: Entry | None, trace: Trace | None) -> None:
-        """Puts an error that has been counted into the outbox."""
+        """Puts an error into the outbox that has been counted already."""
         if trace is not None:
             trace.finish(error.code.name, perf_counter())
         self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
@@ -306,7 +306,7 @@ class CallStream:
         self._outbox.put(Unsent(pieces, size, entry))
 
     def _request_id(self, call_id: int) -> str:
-        """What a call is called in the log: by the stream's id and its own."""
+        """A call's id in the log: the stream's id and its own."""
         if self._id is None:
             self._id = request_id_of(self._context)
         return f"{self._id}/{call_id}"

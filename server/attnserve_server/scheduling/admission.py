@@ -1,8 +1,8 @@
-"""Who comes in: bounds what is in flight by count, bytes, cost and time, before anything is queued.
+"""Admission: bounds what is in flight by count, bytes, cost and time, before anything is queued.
 
-None of the callers can have all the room: each gets at most `SHARE` times as much as is left free, so that there always
-is some for another. What is refused is told how long the work before it will take at the rate that has been measured. A
-request larger than a whole bound can never come in; that is the caller's mistake, not load.
+No caller can take all the room: each gets at most `SHARE` times as much as is left free, so that there is always some
+for another. A refusal says how long the work ahead will take at the measured rate. A request larger than a whole bound
+can never be admitted; that is the caller's mistake, not load.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ MIN_RETRY_DELAY: Final = 0.005
 MAX_RETRY_DELAY: Final = 10.0
 
 SHARE: Final = 8
-"""A caller may have so many times what is left of a bound: eight ninths of it if there is no other, and eight
-seventeenths if another wants all it can get, too. (Dynamic thresholds: Choudhury and Hahne 1998.)"""
+"""A caller may have this many times what is left of a bound: eight ninths of the bound if it is alone, and eight
+seventeenths if another caller also takes all it can get. (Dynamic thresholds: Choudhury and Hahne 1998.)"""
 
 ALWAYS_WAIT: Final = 16
-"""So many requests may wait, be they as slow as they like: the bound on time is for queues."""
+"""This many requests may wait, however slow they are: the bound on time is for queues."""
 
 ALWAYS_BATCHES: Final = 2
-"""So many full batches may wait, and a device that is never without work needs no more."""
+"""This many full batches may wait; a device needs no more to stay busy."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What is in flight: requests and bytes until the reply has left; those not computed yet, and their FLOPs."""
+    """What is in flight: requests and bytes until the reply is sent; requests not computed yet, and their FLOPs."""
 
     requests: int = 0
     bytes: int = 0
     waiting: int = 0
     flops: int = 0
     work: Amount = field(default_factory=Amount)
-    """Those not computed yet, by their kinds."""
+    """The requests not computed yet, by kind."""
 
 
 NOTHING: Final = Usage()
 
 MOST_TOLD: Final = 1024
-"""Callers of whom it is remembered what they were told: more than there are connections of between two batches."""
+"""The number of callers whose refusals are remembered: more than have connections between two batches."""
 
 
 class Told(NamedTuple):
-    """Why a caller's last request was refused, from how many bytes on others would be, and after how many batches."""
+    """A caller's last refusal: the error, from which size on it holds for other requests, and `Pace.batches` then."""
 
     error: Overloaded
     size: int
@@ -56,8 +56,8 @@ class Told(NamedTuple):
 
 
 class Admission:
-    """Counts what is in flight, of everybody and of each caller. `max_queue_time` 0 is no bound; the last two say what
-    a full batch is.
+    """Counts what is in flight, in total and per caller. `max_queue_time` 0 means no bound; the last two parameters say
+    what a full batch is.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Admission:
         self._stands = False
         self._callers: dict[Hashable, Usage] = {}
         self._told: dict[Hashable, Told] = {}
-        """The callers that have been refused since anything was counted that could give them room: until then, nothing
-        else is decided.
+        """The callers refused since the counts last changed in a way that could make room: until the next such change,
+        the refusal stands.
         """
         self.pace = Pace()
-        """How fast requests are computed: whoever computes them tells it."""
+        """How fast requests are computed, as learnt from whoever computes them."""
 
     @property
     def requests(self) -> int:
@@ -99,23 +99,23 @@ class Admission:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of what is not computed yet."""
+        """The FLOPs of the requests not computed yet."""
         return self._everybody.flops
 
     @property
     def seconds(self) -> float:
-        """How long what is not computed yet should take."""
+        """How long the requests not computed yet should take."""
         return self.pace.seconds(self._everybody.work)
 
     def check(self, caller: Hashable, size: int) -> None:
-        """Raises Overloaded if there is no room for so many bytes of a caller's: before more is known of a request, and
-        before more work is put into it than refusing it takes.
+        """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
+        and before more work is put into it than refusing it takes.
         """
         if (refusal := self.refusal(caller, size)) is not None:
             raise refusal.again()
 
     def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
-        """What `check` would raise, not to be raised: what many are told is made once."""
+        """What `check` would raise. Not to be raised itself: many refusals share one error."""
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.batches == self.pace.batches:
             self._stands = True  # as with every refusal
@@ -126,7 +126,7 @@ class Admission:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
             refusal = error.again()
-            least = size if error.bound == "bytes" else 0  # of what else is full, no size counts
+            least = size if error.bound == "bytes" else 0  # other refusals do not depend on the size
             self._told[caller] = Told(refusal, least, self.pace.batches)
             return refusal
         return None
@@ -150,9 +150,9 @@ class Admission:
             self._stands = False
 
     def _check_queue(self, own: Usage) -> None:
-        """Raises Overloaded if the caller would wait too long: all that waits, or its own requests at the pace of one
-        of all callers, who have equal shares. A queue that comes and goes may take `max_queue_time`. One that stays
-        helps nobody, and is kept to what the device needs not to run out of work.
+        """Raises Overloaded if the caller would wait too long, both for all that waits and for its own requests alone
+        at one caller's equal share. A queue that comes and goes may take `max_queue_time`. A standing queue helps
+        nobody, and is kept to what the device needs so as not to run out of work.
         """
         seconds, request = self.seconds, self.pace.request_seconds
         batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
@@ -171,8 +171,8 @@ class Admission:
         raise self._full("queue_time", _rounded(longest))
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0, kind: str = "") -> None:
-        """Counts a request of so many bytes (its reply's included) and FLOPs, of a kind of work, in. Raises Overloaded,
-        with nothing counted, if there is no room now, and InvalidRequest if there never will be.
+        """Counts in a request of a kind of work: its bytes (its reply's included) and FLOPs. Raises Overloaded, with
+        nothing counted, if there is no room now, and InvalidRequest if there never will be.
         """
         self._check_whole(size, flops, reply_bytes)
         self.check(caller, size)
@@ -181,7 +181,7 @@ class Admission:
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = Usage()
-            self._told.clear()  # of shares: they are smaller now
+            self._told.clear()  # shares are smaller now
         elif self._told and self._is_above_average(flops, kind):
             self._told.clear()
         for usage in (self._everybody, own):
@@ -192,16 +192,16 @@ class Admission:
             usage.work.add(kind, flops)
 
     def _is_above_average(self, flops: int, kind: str) -> bool:
-        """Whether a request may take longer than those that wait do on average. Then the queue may take longer, too
-        (some may always wait, be they as slow as they like), and who was refused may have room.
+        """Whether a request may take longer than the average of those waiting. Then the queue may take longer, too
+        (`ALWAYS_WAIT` requests may wait, however slow), and a refused caller may have room.
         """
         everybody = self._everybody
         kinds = everybody.work.kinds
         return len(kinds) != 1 or kind not in kinds or flops * everybody.waiting > everybody.flops
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
-        """Whether so many requests of a caller's, of so many bytes together, would be admitted now, while nothing
-        waits, and leave it no more than its share. Refuses nothing: what `admit` says of them may be something else.
+        """Whether that many requests of a caller, of `size` bytes together, would be admitted now, while nothing waits,
+        and leave it with no more than its share. This is no refusal: `admit` may decide otherwise.
         """
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
@@ -215,7 +215,7 @@ class Admission:
         )
 
     def admit_computed(self, caller: Hashable, size: int, requests: int) -> None:
-        """Counts requests of a caller's in for which there is room, of so many bytes together: they are computed."""
+        """Counts in requests of a caller for which there is room, already computed, of `size` bytes together."""
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = Usage()
@@ -228,8 +228,8 @@ class Admission:
     def recount(
         self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str = ""
     ) -> None:
-        """Counts a request anew that has not been computed: its bytes and FLOPs are others than it was admitted with.
-        Raises, with nothing counted anew, what `admit` does.
+        """Recounts a request that has not been computed, whose bytes and FLOPs differ from those at admission. Raises
+        what `admit` does, with nothing recounted.
         """
         self._check_whole(*now, reply_bytes)
         size, flops = now[0] - before[0], now[1] - before[1]
@@ -245,7 +245,7 @@ class Admission:
             usage.work.add(kind, now[1])
 
     def computed(self, caller: Hashable, flops: int, kind: str = "") -> None:
-        """Counts the FLOPs of a request out, which has been computed, or will not be."""
+        """Counts out the FLOPs of a request that has been computed, or will not be."""
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting -= 1
@@ -253,7 +253,7 @@ class Admission:
             usage.work.remove(kind, flops)
 
     def again(self, caller: Hashable, flops: int, kind: str) -> None:
-        """Counts the FLOPs of a request in that has been computed, and is to be once more: it has been admitted."""
+        """Counts in the FLOPs of a request that is to be computed once more. It is still admitted."""
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting += 1
@@ -261,7 +261,7 @@ class Admission:
             usage.work.add(kind, flops)
 
     def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
-        """Counts requests of a caller's out, of so many bytes together, whose replies have left."""
+        """Counts out requests of a caller, of `size` bytes together, whose replies have been sent."""
         own = self._callers[caller]
         self._told.clear()
         for usage in (self._everybody, own):
@@ -271,7 +271,7 @@ class Admission:
             del self._callers[caller]
 
     def _check_whole(self, size: int, flops: int, reply_bytes: int) -> None:
-        """Raises InvalidRequest if a request is larger than all the room that there is."""
+        """Raises InvalidRequest if a request is larger than a whole bound."""
         if size > self._max_bytes:
             raise InvalidRequest(
                 "", f"a request of at most {self._max_bytes} bytes with its reply", f"{size} bytes", LIMIT_EXCEEDED
@@ -291,11 +291,11 @@ class Admission:
         return ShareExceeded(bound, limit, self._delay(own, len(self._callers)))
 
     def _delay(self, usage: Usage, callers: int = 1) -> float:
-        """Seconds until half of that should be computed, for one of so many callers."""
+        """Seconds until half of that should be computed, where that many callers share the device."""
         seconds = self.pace.seconds(usage.work) * callers
         return _rounded(min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY))
 
 
 def _rounded(seconds: float) -> float:
-    """Two digits of a time that is told: it is an estimate, and what is the same for many is put into words once."""
+    """A reported time, to two digits: it is an estimate, and errors that are alike are put into words once."""
     return float(f"{seconds:.2g}")

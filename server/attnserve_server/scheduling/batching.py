@@ -1,9 +1,9 @@
 """What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
 
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
-its group, wherever they stand in the queue, until the batch is full by cost or count. When an entry is due follows from
-what its caller has waiting before it (`fairness`), so that none waits for all that another has sent; each level of its
-priority makes it due as much earlier as the device works in `aging` seconds: a higher priority goes first, and
+its group, wherever they are in the queue, until the batch is full by cost or count. When an entry is due depends on
+what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each priority
+level makes it due earlier by the work that the device does in `aging` seconds: a higher priority goes first, and
 nothing waits forever. Entries that nobody waits for any more never reach a batch.
 """
 
@@ -20,7 +20,7 @@ from attnserve_server.scheduling.pace import Amount, Pace
 
 
 class Waiting(Protocol):
-    """What the queue must know of an entry: times in seconds of one clock, costs in FLOPs."""
+    """What the queue must know of an entry: times in seconds on one clock, costs in FLOPs."""
 
     @property
     def group(self) -> Hashable:
@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def kind(self) -> str:
-        """By what is learnt how long it takes."""
+        """The kind of work: how long work takes is learnt per kind."""
 
     @property
     def cost(self) -> int:
@@ -69,13 +69,13 @@ class Batch(Generic[E]):
     entries: list[E] = field(default_factory=list)
     cost: int = 0
     work: Amount = field(default_factory=Amount)
-    """What its entries are, by their kinds."""
+    """The work of its entries, by kind."""
     cancelled: list[E] = field(default_factory=list)
     expired: list[E] = field(default_factory=list)
 
 
 class BatchQueue(Generic[E]):
-    """Entries that wait, and the decision which of them run next."""
+    """The waiting entries, and the decision which of them run next."""
 
     def __init__(self, max_cost: int, max_requests: int, aging: float, pace: Pace | None = None) -> None:
         self._max_cost = max_cost
@@ -84,9 +84,9 @@ class BatchQueue(Generic[E]):
         self._pace = pace or Pace()
         self._fairness = FairClock()
         self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
-        """A heap for each group: when an entry is due, which of all it is, and the entry."""
+        """A heap for each group: when an entry is due, its number in the order of pushes, and the entry."""
         self._first: list[tuple[float, int, Hashable]] = []
-        """A heap of the groups by the entries that are, or were, first in them."""
+        """A heap of the groups by their first entries; those that are no longer first stay in it, and are skipped."""
         self._pushes = itertools.count()
         self._work = Amount()
         self.requests = 0
@@ -95,7 +95,7 @@ class BatchQueue(Generic[E]):
 
     @property
     def least_seconds(self) -> float:
-        """How long what waits takes to run at the least, as far as is known."""
+        """The least time that running what waits takes, as far as is known."""
         return self._pace.least_seconds(self._work)
 
     def push(self, entry: E) -> None:
@@ -114,16 +114,16 @@ class BatchQueue(Generic[E]):
 
     @property
     def is_full(self) -> bool:
-        """Whether a batch could be filled, were everything that waits of one group."""
+        """Whether what waits would fill a batch if it were all of one group."""
         return self.cost >= self._max_cost or self.requests >= self._max_requests
 
     def oldest_arrival(self) -> float | None:
-        """When the entry came that has waited longest; None if nothing waits. Looks at all that wait."""
+        """When the longest-waiting entry arrived; None if nothing waits. Looks at all waiting entries."""
         return min((item[2].arrival for group in self._groups.values() for item in group), default=None)
 
     def least_seconds_before(self, caller: Hashable, priority: int) -> float:
-        """How long what waits now takes to run at the least, as far as it is due before a next entry of this caller,
-        with this priority. Looks at all that wait.
+        """The least time that running takes for those waiting entries that are due before this caller's next one with
+        this priority. Looks at all waiting entries.
         """
         due = self._fairness.begin(caller, priority) - self._advantage(priority)
         before = Amount()
@@ -134,7 +134,7 @@ class BatchQueue(Generic[E]):
         return self._pace.least_seconds(before)
 
     def pop(self, now: float) -> Batch[E]:
-        """Takes the next batch out of the queue; without entries if nothing is left to run."""
+        """Takes the next batch out of the queue; it has no entries if nothing is left to run."""
         batch: Batch[E] = Batch()
         while self._groups and not batch.entries:
             _, number, group = heapq.heappop(self._first)
@@ -150,7 +150,7 @@ class BatchQueue(Generic[E]):
         return batch
 
     def drop_cancelled(self) -> list[E]:
-        """Takes everything out that has been cancelled. Looks at all that wait."""
+        """Takes out all entries that have been cancelled. Looks at all waiting entries."""
         dropped: list[E] = []
         for group, waiting in list(self._groups.items()):
             gone = [item[2] for item in waiting if item[2].cancelled]
@@ -170,11 +170,11 @@ class BatchQueue(Generic[E]):
         return dropped
 
     def _advantage(self, priority: int) -> float:
-        """How much earlier a priority makes an entry due: with so many callers, virtual time is so much slower."""
+        """How much earlier a priority makes an entry due: virtual time is slower by as many callers as there are."""
         return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers) if priority else 0.0
 
     def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
-        """Fills a batch from the group whose entry is due first; no further than to that, if nobody waits for it."""
+        """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it."""
         callers, work = self._fairness.callers, 0.0
         while waiting and len(batch.entries) < self._max_requests:
             entry = waiting[0][2]

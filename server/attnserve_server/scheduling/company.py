@@ -1,7 +1,7 @@
-"""Who computes on a device at the same time: batches beside each other, or one of them alone.
+"""Lets several threads compute batches on one device at the same time, or one of them alone.
 
-A device that has several batches has the memory of several, too. What there was no room for beside others is computed
-once more when they are done, and nothing else begins before: so nobody fails for the company that it was in.
+Concurrent batches share the device's memory. A request that found no room beside another batch is computed again by
+itself: the running batches finish first, and no other begins. So no request fails because of what ran beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from threading import Condition
 
 
 class Company:
-    """The threads that compute on one device. Nobody who is within may ask to be within again."""
+    """The threads that compute on one device. Not reentrant."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -21,7 +21,7 @@ class Company:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within, others compute too; nobody who wants to be alone."""
+        """Within, other threads may compute, too, but none that wants to be alone."""
         with self._changed:
             self._changed.wait_for(lambda: not self._want_to_be_alone)
             self._within += 1
@@ -32,7 +32,7 @@ class Company:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, nobody else computes."""
+        """Within, no other thread computes."""
         with self._changed:
             self._want_to_be_alone += 1
             self._changed.wait_for(lambda: not self._within)

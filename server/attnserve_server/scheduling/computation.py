@@ -1,9 +1,9 @@
-"""One batch on a device, and who is to blame where that fails: only the guilty get an error.
+"""Computes one batch on a device and, if that fails, finds the requests to blame: only they get an error.
 
-In: a device and entries of one group. Out: results, or the error, each with the entries that it is for. A batch that
-fails is computed once more, each request by itself, and what then finds no memory beside another batch (`company.py`)
-without that; what a request appends to caches has its place already, so that writing it twice is writing it once. A
-device that is lost fails the batch as a whole.
+In: a device and entries of one group. Out: results or errors, each with the entries that it is for. A batch that fails
+is computed again request by request; one that then finds no memory beside another batch is computed once more without
+that (`company.py`). What a request appends to caches has its place already, so writing it again changes nothing. If the
+device is lost, the whole batch fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Entry(Protocol):
-    """What is to be computed, with whatever the caller of `compute` needs to know of it."""
+    """A request to compute, with whatever the caller of `compute` needs to know of it."""
 
     @property
     def request(self) -> Work:
@@ -36,9 +36,9 @@ E = TypeVar("E", bound=Entry)
 def compute(
     device: Device, entries: list[E], company: Company | None = None
 ) -> list[tuple[list[E], BatchResult | RequestError]]:
-    """Computes a batch. All entries are in what is returned, in their order; a `DeviceFailed` is for all of them.
+    """Computes a batch. Returns all entries in their order, each with its outcome; `DeviceFailed` is for all of them.
 
-    `company` is there if the device may compute another batch meanwhile.
+    `company` is given if the device may compute another batch meanwhile.
     """
     if company is None:
         whole = _attempt(device, entries)
@@ -59,7 +59,7 @@ def compute(
 
 
 def _attempt_with_room(device: Device, entries: Sequence[Entry], company: Company) -> BatchResult | RequestError:
-    """Computes one request, beside another batch or, if there is no memory for both, without it."""
+    """Computes one request, beside another batch or, if there is no memory for both, alone."""
     with company.together():
         found = _attempt(device, entries)
     if not isinstance(found, OutOfMemory):

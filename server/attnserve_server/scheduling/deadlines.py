@@ -1,6 +1,6 @@
-"""Whether a request can be answered before its deadline, by the measured rate: what cannot is refused at once.
+"""Whether a request can be answered before its deadline at the measured rate: one that cannot is refused at once.
 
-In: a request, what waits before it, and until when the device is busy. Out: nothing, or the error. No clock.
+In: a request, what waits before it, and when the device will be free. Out: nothing, or the error. No clock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.pace import Pace
 
 TRIAL_PAUSE: Final = 9
-"""What should be too late by the measured rate is tried, on an idle device, so many times as long after the last trial
-as that took: a tenth of the device's time at most goes into what may be for nobody."""
+"""An idle device tries a request that should be too late by the measured rate, if the last trial ended this many times
+its own duration ago: at most a tenth of the device's time goes into replies that nobody may wait for."""
 
 
 class Deadlines:
@@ -27,11 +27,10 @@ class Deadlines:
         self._next_trial = 0.0
 
     def check(self, entry: Entry, free_at: float | None) -> None:
-        """Raises DeadlineUnreachable if what is due before an entry, and the entry itself, should take longer than its
-        caller waits, as far as is known. `free_at` is when the device should have computed what it computes now; None
-        if that is nothing.
+        """Raises DeadlineUnreachable if an entry, and what is due before it, should take longer than its caller waits,
+        as far as is known. `free_at` is when the device should be done with what it has; None if it has nothing.
 
-        What nothing is before is computed now and then all the same: nothing else would mend a rate that is wrong.
+        Such an entry with nothing before it is still computed now and then: nothing else would correct a wrong rate.
         """
         now = entry.arrival + entry.decode
         least = self._pace.least_seconds_of(entry.kind, entry.cost)
@@ -45,13 +44,13 @@ class Deadlines:
             raise DeadlineUnreachable(least, left)
         if free_at is not None:
             least += max(0.0, free_at - now)
-        if least + self._queue.least_seconds <= left:  # most often, and without looking at all that waits
+        if least + self._queue.least_seconds <= left:  # the usual case; does not look at all waiting entries
             return
         least += self._queue.least_seconds_before(entry.caller, entry.priority)
         if least > left:
             raise DeadlineUnreachable(least, left)
 
     def computed(self, now: float, seconds: float) -> None:
-        """Something has been computed, by now, in so many seconds: what was tried, if anything was."""
+        """Takes note that a batch was computed by `now`, in `seconds`: the trial, if there was one."""
         if self._trying:
             self._trying, self._next_trial = False, now + TRIAL_PAUSE * seconds

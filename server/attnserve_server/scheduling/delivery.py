@@ -1,7 +1,7 @@
-"""What came of requests, brought to their callers; metrics and traces are told of it on the way.
+"""Delivers the outcomes of requests to their callers, and reports them to metrics and traces.
 
-In: entries that were computed together, and their results or their error; or one entry and the error that it ends with.
-Out: calls of the entries' `reply`. A reply that fails is that caller's alone.
+In: entries that were computed together, and their results or error; or one entry and the error that it ends with. Out:
+calls of the entries' `reply`. If a reply fails, that concerns its caller alone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Delivery:
-    """The way back from one engine."""
+    """Delivers the outcomes of one engine."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
         self._tracing = tracing
 
     def deliver(self, entries: list[Entry], begin: float, outcome: BatchResult | RequestError) -> None:
-        """Answers entries that were computed together, or failed to be, from `begin` on: none if all run again."""
+        """Answers entries that were computed, or failed, together from `begin` on; there are none if all run again."""
         if not entries:
             if isinstance(outcome, BatchResult):
                 self._metrics.kernels(outcome.kernel_calls)

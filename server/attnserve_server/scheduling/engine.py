@@ -1,8 +1,8 @@
 """The life of a request between its decoding and its reply: admit, queue, batch, run, complete.
 
 The engine lives on the event loop. A batch forms while the device is busy, and an idle device starts at once: there is
-no timer. The device itself is the worker's (`worker.py`). One that takes several batches at a time has the next beside
-the first, once that is worth no less.
+no timer without `max_wait`. The worker (`worker.py`) runs the device. A device that takes several batches at a time
+gets the next beside the first, once the next is full or costs no less.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.worker = Worker(device, self._complete, lambda: self.fail("a thread that computes is dead"))
-        """What computes."""
+        """Runs the device."""
         self.failure: str | None = None
         """Why the device was given up, for good; None while it works."""
         self.failed = asyncio.Event()
         """Set when there is a failure."""
 
     def check_open(self) -> None:
-        """Raises Starting, Draining or DeviceFailed if nothing is taken at the moment."""
+        """Raises Starting, Draining or DeviceFailed if no requests are accepted at the moment."""
         if self._closed is None:
             return
         if self._closed is not Starting:
@@ -83,28 +83,28 @@ class Engine:
         raise self._closed
 
     def check(self, caller: Hashable, size: int) -> None:
-        """Raises what `check_open` does, or Overloaded, if a request of so many bytes would be refused, whatever it
-        asks for: refusing must cost less than reading.
+        """Raises what `check_open` does, or Overloaded, if a request of `size` bytes would be refused whatever it asks
+        for: refusing must cost less than reading.
         """
         self.check_open()
         self._admission.check(caller, size)
 
     def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
-        """The same, but the Overloaded is returned: to raise and catch one takes as long as to find it."""
+        """The same, but returns the Overloaded: raising and catching one takes as long as finding it."""
         self.check_open()
         return self._admission.refusal(caller, size)
 
     def submit(self, entry: Entry) -> None:
-        """Admits and queues a request, which runs when the loop has handed over what it has received. Raises what
+        """Admits and queues a request, which runs once the loop has handed over what it has received. Raises what
         `check_open` does, Overloaded, InvalidRequest (too large for the server), or DeadlineUnreachable.
 
-        The caller of `submit` calls `release` when the reply has left.
+        The caller of `submit` calls `release` when the reply has been sent.
         """
         self.take(entry)
         self._schedule()
 
     def take(self, entry: Entry) -> None:
-        """As `submit`, but for requests that come together: none runs before `hurry` is called."""
+        """As `submit`, for requests that arrive together: none runs before `hurry` is called."""
         self.check_open()
         if entry.deadline < inf:
             self._deadlines.check(entry, self.worker.free_at)
@@ -112,8 +112,8 @@ class Engine:
         self._idle.clear()
 
     def hurry(self) -> None:
-        """Has run what has been taken: without waiting for a turn of the loop, if it is little and all that is in
-        flight, for it would wait for company longer than it takes.
+        """Runs what has been taken. If that is little, and all that is in flight, it does not wait for the loop's next
+        turn: waiting for others to join the batch would take longer than computing it.
         """
         queued = self._queue.requests
         if (
@@ -129,31 +129,31 @@ class Engine:
             self._schedule()
 
     def cancel(self, entries: Iterable[Entry]) -> None:
-        """Says that nobody waits for some entries any longer. They are replied to, in the loop's next turn, unless they
-        run already: those go on.
+        """Cancels entries that nobody waits for any longer. They are replied to in the loop's next turn; those that are
+        already running go on.
         """
         if self._room.cancel(entries) and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
     @property
     def is_free(self) -> bool:
-        """Whether what comes now has nothing before it, and needs no company: it can be computed at once."""
+        """Whether a request that comes now can be computed at once: nothing is before it, and batches need not fill."""
         return not (self._closed or self._queue.requests or self.worker.runs or self._max_wait)
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
-        """Whether a free engine would take so many requests of a caller's, of so many bytes together."""
+        """Whether a free engine would take that many requests of a caller, of `size` bytes together."""
         return self._admission.has_room_for(caller, size, requests)
 
     def computed_at_once(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
-        """Takes such requests, which have been computed meanwhile, in so many seconds. Nothing is learnt of these: in a
-        queue each takes more time than that. The caller of this calls `release` when they have been replied to.
+        """Takes such requests, which have meanwhile been computed in `seconds`. No rate is learnt from that: in a
+        queue, each takes longer. The caller of this calls `release` when they have been replied to.
         """
         self._admission.admit_computed(caller, size, requests)
         self._idle.clear()
         self.worker.computed_at_once(seconds)
 
     def release(self, *held: Held) -> None:
-        """Says that the replies to admitted requests of one caller have left, or never will."""
+        """Releases admitted requests of one caller, whose replies have been sent or never will be."""
         if held:
             requests, size = sum([each.requests for each in held]), sum([each.size for each in held])
             self._admission.release(held[0].caller, size, requests)
@@ -161,7 +161,7 @@ class Engine:
             self._idle.set()
 
     async def drain(self, grace: float) -> bool:
-        """Refuses new requests and waits until all replies have left, at most `grace` seconds; whether they have."""
+        """Refuses new requests and waits up to `grace` seconds until all replies are sent; returns whether they are."""
         if self.failure is None:
             self._closed = Draining
         if self._idle.is_set():
@@ -174,12 +174,12 @@ class Engine:
 
     @property
     def waiting_for_turns(self) -> int:
-        """How many admitted requests wait for what others need before them."""
+        """How many admitted requests wait for something that others before them need."""
         return self._room.waiting_for_turns
 
     @property
     def stuck(self) -> bool:
-        """Whether something is being computed, which nothing can interrupt."""
+        """Whether something is being computed: nothing can interrupt that."""
         return bool(self.worker.runs)
 
     def open(self) -> None:
@@ -188,11 +188,11 @@ class Engine:
             self._closed = None
 
     def close(self) -> None:
-        """Ends the worker. What it computes is not waited for: see `stuck`."""
+        """Ends the worker, without waiting for what it computes: see `stuck`."""
         self.worker.close()
 
     def fail(self, why: str) -> None:
-        """Gives up the device, for good. Everybody who waits for it is told to go elsewhere, whatever else is wrong."""
+        """Gives up the device for good. All waiting callers are told to go elsewhere, whatever else is wrong."""
         if self.failure is not None:
             return
         self.failure, self._closed = why, DeviceFailed
@@ -201,7 +201,7 @@ class Engine:
         try:
             while self._queue.requests:
                 batches.append(self._queue.pop(perf_counter()))
-        except Exception:  # those whom it holds learn it by the end of the process
+        except Exception:  # callers of what it holds learn that when the process ends
             logger.exception("the queue is broken")
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
         for entry in dict.fromkeys([*waiting, *self._room.all_at_turns()]):
@@ -210,7 +210,7 @@ class Engine:
         self.failed.set()
 
     def _schedule(self) -> None:
-        """Has the next batch run, if there is one and the device takes it."""
+        """Schedules the next batch, if there is one and the device takes it."""
         if (
             not self._queue.requests
             or (self.worker.runs and not self._has_room())
@@ -223,16 +223,16 @@ class Engine:
                 return
             self._next_step.cancel()
         self._waits = wait > 0
-        # Not at once, but when the loop has handed over what it has already received: that is a batch.
+        # Not at once, but once the loop has handed over what it has already received: that makes a batch.
         self._next_step = self._loop.call_later(wait, self._step) if wait > 0 else self._loop.call_soon(self._step)
 
     def _has_room(self) -> bool:
-        """Whether a device that computes takes what waits."""
+        """Whether a busy device takes what waits."""
         worker = self.worker
         return worker.depth > 1 and worker.has_room_beside(self._queue.cost, self._queue.is_full)
 
     def _remaining_wait(self) -> float:
-        """How long the oldest entry still waits for company."""
+        """How long the oldest entry still waits for others to join its batch."""
         oldest = None if self._queue.is_full else self._queue.oldest_arrival()
         return 0.0 if oldest is None else oldest + self._max_wait - perf_counter()
 
@@ -245,7 +245,7 @@ class Engine:
             self._fail_by(bug)
 
     def _fail_by(self, bug: Exception) -> None:
-        """Gives up, so that a bug leaves nobody waiting whom it did not reach."""
+        """Gives up, so that a bug leaves no other caller waiting."""
         logger.error("the engine failed", exc_info=bug)
         self.fail("the engine failed")
 
@@ -266,7 +266,7 @@ class Engine:
             self._schedule()
 
     def _drop_cancelled(self) -> None:
-        """Replies to what has been cancelled and not run yet."""
+        """Replies to cancelled entries that have not run yet."""
         self._drop_due = None
         if self.failure is not None:  # everybody has been told
             return
@@ -277,13 +277,13 @@ class Engine:
         self._schedule()  # those whose turn has come
 
     def _complete(self, run: Run, parts: list[Part]) -> None:
-        """Hands results to their callers, and has the next batch run."""
+        """Hands results to their callers, and schedules the next batch."""
         if self.failure is not None:  # everybody has been told
             return
         try:
             self._hand_over(run, parts)
         except Exception as bug:
-            if run not in self.worker.runs:  # who is in it is among those to be told
+            if run not in self.worker.runs:  # so that its callers are told, too
                 self.worker.take(run.batch, run.begin)
             self._fail_by(bug)
 
@@ -295,18 +295,18 @@ class Engine:
         since = self.worker.free(run, now)
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.cost, entry.kind)
-        if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of what failed says nothing
-            # The next one has begun, or does not begin as soon as it can.
+        if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of a failure says nothing
+            # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
             self._laps.end(batch.work, since, now if apart else None)
             if apart:
-                self._loop.call_soon(self._laps.learn)  # when replies are on their way
+                self._loop.call_soon(self._laps.learn)  # once replies are on their way
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 failed = isinstance(outcome, RequestError)
                 again = () if isinstance(outcome, RequestError) else outcome.again
                 for place, entry in enumerate(entries):
-                    if place not in again:  # it has its turn until it is whole
+                    if place not in again:  # one to run again keeps its turn until it is complete
                         entry.request.end(failed)
                         self._room.leave(entry)
         whole = [self._whole(entries, outcome) for entries, outcome in parts]
@@ -315,7 +315,7 @@ class Engine:
             self._delivery.deliver(entries, begin, outcome)
 
     def _whole(self, entries: list[Entry], outcome: BatchResult | RequestError) -> Part:
-        """What may be delivered. Queues again what is to run once more, as what that costs."""
+        """What may be delivered. Requests that must run again are queued, at the cost of that."""
         if isinstance(outcome, RequestError) or not outcome.again:
             return entries, outcome
         for place, request in outcome.again.items():

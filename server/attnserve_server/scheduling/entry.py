@@ -1,4 +1,4 @@
-"""A request in flight, with all that anyone later needs to know of it, and the way back to its caller."""
+"""A request in flight, with all that is needed of it later, and the way back to its caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What came of a request that ran: its result, its phases (encode still holds only the fetching), its batch."""
+    """The outcome of a request that ran: its result, its phases (encode is only the fetch so far), its batch's size."""
 
     result: RequestResult
     phases: Phases
@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
 
 
 class Held(Protocol):
-    """What admission holds for a caller until a reply has left: so many requests, of so many bytes together."""
+    """What admission counts for a caller until a reply has been sent: a number of requests, and their bytes."""
 
     @property
     def caller(self) -> Hashable:
@@ -50,7 +50,7 @@ class Entry:
     """
 
     requests: ClassVar[int] = 1
-    """Where several are held together, it is one of them."""
+    """As `Held`: an entry is one request."""
 
     request: Work
     reply: Reply
@@ -62,11 +62,11 @@ class Entry:
     cancelled: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
     kind: str = field(init=False)
-    """By what is learnt how long it takes."""
+    """The kind of work: how long work takes is learnt per kind."""
     cost: int = field(init=False)
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
-    """The bytes that it may take until its reply has left."""
+    """The bytes that it may take until its reply has been sent."""
 
     def __post_init__(self) -> None:
         """Counts what the request takes."""

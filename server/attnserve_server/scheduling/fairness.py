@@ -1,10 +1,10 @@
-"""Whose work is next: shares the device's time equally among the callers that have work waiting.
+"""Fair queueing: shares the device's time equally among the callers that have work waiting.
 
-Each entry gets a virtual time at which it may begin: now, or when what its caller has sent before it is done, if that
-is later; what has a lower priority is not before it. The virtual clock advances as fast as a caller with its equal
-share is served, so that entries in the order of their times are served as if each caller had a slower device of its
-own. (Weighted fair queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in
-work, of whatever unit: how fast work is done may turn out differently from what was thought, and changes no order.
+Each entry gets a virtual start time: now or, if that is later, when all that its caller sent before it is done, except
+what has a lower priority. The virtual clock advances at the rate at which a caller is served its equal share, so
+serving entries in the order of their start times is as if each caller had a slower device of its own. (Weighted fair
+queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in work, in any unit:
+if work turns out to be done faster or slower than expected, the order stays the same.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Hashable, Mapping
 from typing import Final
 
 FORGOTTEN: Final = 256
-"""How many callers that have nothing waiting are remembered before those are forgotten that may be."""
+"""How many callers are remembered before those that the virtual clock has passed are forgotten."""
 
 _NOTHING: Final[Mapping[int, float]] = {}
 
 
 class FairClock:
-    """Virtual time, and until when each caller has had its share."""
+    """Virtual time, and up to when each caller has used its share."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._waiting: dict[Hashable, int] = {}
         self._until: dict[Hashable, dict[int, float]] = {}
-        """For each caller, when all is done that it has sent with one of its priorities or above."""
+        """For each caller and each of its priorities, when all that it sent with that priority or above is done."""
         self._prune_at = FORGOTTEN
 
     @property
     def callers(self) -> int:
-        """How many have work waiting."""
+        """How many callers have work waiting."""
         return len(self._waiting)
 
     def begin(self, caller: Hashable, priority: int) -> float:
@@ -42,7 +42,7 @@ class FairClock:
         return begin
 
     def enter(self, caller: Hashable, priority: int, work: float) -> float:
-        """Takes notice of work that waits. Returns its virtual time."""
+        """Counts in an entry that waits. Returns its virtual start time."""
         self._waiting[caller] = self._waiting.get(caller, 0) + 1
         begin = self.begin(caller, priority)
         until = self._until.setdefault(caller, {})
@@ -53,13 +53,13 @@ class FairClock:
         return begin
 
     def leave(self, caller: Hashable) -> None:
-        """Takes notice that one of a caller's entries waits no longer, whether it runs or not."""
+        """Counts out one of a caller's entries, which waits no longer, whether it runs or not."""
         left = self._waiting[caller] - 1
         if left:
             self._waiting[caller] = left
             return
         del self._waiting[caller]
-        if not self._waiting:  # nobody has to wait for anybody: all begin anew
+        if not self._waiting:  # nobody waits for anybody: all start afresh
             self._until.clear()
             self._now = 0.0
         elif len(self._until) > self._prune_at:
@@ -67,6 +67,6 @@ class FairClock:
             self._prune_at = max(FORGOTTEN, 2 * len(self._until))
 
     def served(self, work: float, callers: int) -> None:
-        """Takes notice that so much work runs, taken while so many callers had work waiting."""
+        """Advances the clock by `work` that now runs, taken while that many callers had work waiting."""
         if self._waiting:
             self._now += work / callers

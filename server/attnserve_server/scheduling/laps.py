@@ -1,7 +1,7 @@
-"""How long batches took, for those who foresee by it how long others will take.
+"""Measures how long batches took, from which it is estimated how long others will take.
 
-In: batches that have been computed, each with the time that the device was busy by it alone: since it began or, where
-it was given to the device while another computed, since that one ended. Out: what the measured rate learns. No clock.
+In: computed batches, each with the time for which it alone kept the device busy: from its begin or, if the device was
+computing another then, from the end of that one. Out: what the measured rate learns. No clock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Laps:
         self._open: tuple[Amount, float, float | None] | None = None
 
     def end(self, work: Amount, begin: float, end: float | None) -> None:
-        """A batch has been computed. `end` is None if another begins as soon as the loop can have it do so: what the
-        loop does before is then part of what a batch takes.
+        """A batch has been computed. `end` is None if another begins as soon as the loop gets to it: what the loop does
+        before that then counts as part of this batch's time.
         """
-        self.learn(begin)  # of one before, should nobody have come to it
+        self.learn(begin)  # the batch before, if that is still open
         self._open = work, begin, end
 
     def learn(self, now: float | None = None) -> None:
-        """Takes notice of how long the last batch took: if the next one begins now, with what the loop did before."""
+        """Learns how long the last batch took; if the next one begins `now`, including what the loop did in between."""
         if self._open is None:
             return
         work, begin, own_end = self._open

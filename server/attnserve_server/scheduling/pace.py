@@ -1,10 +1,11 @@
-"""How long work takes, learnt from batches that have run: for each kind of work so much a request, and so much a FLOP.
+"""How long work takes, learnt from batches that have run: for each kind of work, the time per request and per FLOP.
 
 Small requests are bounded by what every request costs, in the event loop and on the device, and large ones by their
-FLOPs; and a FLOP takes one kernel much longer than another. Both figures of a kind are learnt together, as logarithms,
-with how uncertain they are (an extended Kalman filter): a batch moves most what it says most of and what is known
-least. So a day of small requests, or of another kind, leaves alone what is known of large ones, and the first large
-one corrects what nothing was known of. A kind that has not run yet is taken to be like all others. No clock, no torch.
+FLOPs; and a FLOP takes much longer in some kernels than in others. Both figures of a kind are learnt together, as
+logarithms, with their uncertainty (an extended Kalman filter): a batch changes most the figure that it depends on most
+and that is known least. So a day of small requests, or of another kind, does not disturb what is known of large ones,
+and the first large one corrects what was unknown. A kind that has not run yet is taken to be like all others. No clock,
+no torch.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ FIRST_FLOP_SECONDS: Final = 2e-11
 """Before anything is known: a processor of 50 GFLOP/s."""
 FIRST_REQUEST_SECONDS: Final = 2e-4
 LEAST_SECONDS: Final = 1e-18
-"""Nothing takes less or more, whatever clocks say."""
+"""No figure is less than this or more than `MOST_SECONDS`, whatever clocks say."""
 MOST_SECONDS: Final = 1e3
 
 UNKNOWN_FLOP: Final = 1.0
-"""The variance of the logarithm of a FLOP's time, where nothing is known of it; below that of a request's, because a
-small request that is slow is slow by what is around its FLOPs."""
+"""The variance of the logarithm of the time per FLOP while it is unknown; below that of the time per request, because a
+slow small request is slow in what surrounds its FLOPs."""
 UNKNOWN_REQUEST: Final = 6.0
 NOISE: Final = 0.1
-"""The same of how long a batch takes, where everything is known."""
+"""The variance of the logarithm of a batch's time when both figures are known."""
 CHANGE: Final = NOISE / 20
-"""What a batch adds to the variance of what it was about: with `NOISE`, the last five batches decide."""
+"""What a batch adds to the variance of the figure that it depends on: with `NOISE`, the last five batches decide."""
 SURPRISE: Final = 3.0
-"""More standard deviations than these are a surprise: what follows counts more. Of a batch that took so much longer no
-more is believed, for anything may hold it up; nothing makes one faster than it can be.
+"""An error of more standard deviations than this is a surprise: the batches that follow count more. If the batch took
+longer, the error is capped here, since anything may hold a batch up; nothing makes one faster than it can be.
 """
 DOUBT: Final = 3.0
-"""By how many times its variance what was surprising becomes more uncertain."""
+"""By how many times its variance a figure becomes more uncertain after a surprise."""
 
 LEARNING: Final = 0.2
-"""The part of one batch in what requests are like at the moment; the first has all, the second half, and so on."""
+"""The weight of one batch in the current average request; of the first it is 1, of the second a half, and so on."""
 FORGETTING: Final = 0.999
-"""What each batch leaves of the largest cost that has been seen."""
+"""The factor by which each batch reduces the largest cost seen."""
 MAX_KINDS: Final = 256
-"""The kinds that are remembered; the one that ran longest ago is forgotten first."""
+"""How many kinds are remembered; the one that ran longest ago is forgotten first."""
 
 
 @dataclass(slots=True)
 class Part:
-    """So much work of one kind: how many requests, their FLOPs together, and those of the largest."""
+    """Work of one kind: the number of requests, their FLOPs together, and those of the largest."""
 
     requests: int
     flops: float
@@ -54,7 +55,7 @@ class Part:
 
 @dataclass(slots=True)
 class Amount:
-    """Work of several kinds, counted."""
+    """Work, counted by kind."""
 
     kinds: dict[str, Part] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ class Amount:
             part.largest = flops
 
     def remove(self, kind: str, flops: float) -> None:
-        """Counts a request out. The largest is that of all there have been since there was none of its kind."""
+        """Counts a request out. `largest` remains that of all requests since there last was none of this kind."""
         part = self.kinds[kind]
         if part.requests == 1:
             del self.kinds[kind]
@@ -79,7 +80,7 @@ class Amount:
         part.flops -= flops
 
     def together(self) -> Part:
-        """What it is, whatever the kinds."""
+        """The total, whatever the kinds."""
         parts = self.kinds.values()
         if len(parts) == 1:
             return next(iter(parts))
@@ -88,7 +89,7 @@ class Amount:
 
 
 class Rate:
-    """What a request and a FLOP take, and the covariance of the logarithms of the two."""
+    """The time per request and per FLOP, and the covariance of their logarithms."""
 
     __slots__ = ("_covariance", "_flop_variance", "_request_variance", "flop_seconds", "largest", "request_seconds")
 
@@ -96,25 +97,25 @@ class Rate:
         self.flop_seconds = flop_seconds
         self.request_seconds = request_seconds
         self.largest = 0.0
-        """The FLOPs of the largest request that has run, not too long ago."""
+        """The FLOPs of the largest request that has run recently (`FORGETTING`)."""
         self._flop_variance = UNKNOWN_FLOP
         self._request_variance = UNKNOWN_REQUEST
         self._covariance = 0.0
 
     def seconds(self, flops: float, requests: int) -> float:
-        """How long so many requests with so many FLOPs together should take."""
+        """How long that many requests, with that many FLOPs together, should take."""
         return flops * self.flop_seconds + requests * self.request_seconds
 
     def least_seconds(self, flops: float, requests: int) -> float:
-        """The same, as far as is known: what is larger than any that has run takes longer, but who knows how long."""
+        """A lower bound for that: a request larger than any that has run takes longer, but how long is unknown."""
         return self.seconds(min(flops, requests * self.largest), requests)
 
     def learn(self, part: Part, share: float, error: float) -> None:
-        """Takes notice of a part of a batch, which should have taken such a share of its time, and by how much the
-        logarithm of that was wrong.
+        """Learns from a part of a batch, which should have taken that share of its time; `error` is the logarithm of
+        the batch's time divided by what was expected.
         """
         by_flops, by_requests = part.flops * self.flop_seconds, part.requests * self.request_seconds
-        flops = by_flops / (by_flops + by_requests)  # how much the time follows a change of each
+        flops = by_flops / (by_flops + by_requests)  # how sensitive the time is to each figure
         requests = 1.0 - flops
         flop_gain = flops * self._flop_variance + requests * self._covariance
         request_gain = flops * self._covariance + requests * self._request_variance
@@ -130,14 +131,14 @@ class Rate:
             if self._request_variance < UNKNOWN_REQUEST:
                 self._request_variance *= 1 + DOUBT * requests
             return
-        # Of what had no part nothing was learnt, and nothing is forgotten.
+        # A figure that the time does not depend on learns nothing and forgets nothing.
         self._flop_variance += CHANGE * flops * flops - flop_gain * flop_gain / variance
         self._request_variance += CHANGE * requests * requests - request_gain * request_gain / variance
         self._covariance -= flop_gain * request_gain / variance
 
 
 class Pace:
-    """The measured rates, of each kind of work and of all together."""
+    """The measured rates, for each kind of work and for all together."""
 
     def __init__(
         self, flop_seconds: float = FIRST_FLOP_SECONDS, request_seconds: float = FIRST_REQUEST_SECONDS
@@ -145,21 +146,21 @@ class Pace:
         self._all = Rate(flop_seconds, request_seconds)
         self._rates: dict[str, Rate] = {}
         self.batches = 0
-        """Of how many batches something has been learnt."""
+        """How many batches have been learnt from."""
         self.request_flops = 0.0
-        """The FLOPs of a request, as requests are at the moment."""
+        """The FLOPs of a request, as a moving average."""
         self.request_seconds = request_seconds
-        """How long one should take, as they are at the moment."""
+        """How long a request should take, as a moving average."""
 
     def seconds(self, amount: Amount) -> float:
-        """How long so much work should take."""
+        """How long this work should take."""
         seconds = 0.0
         for kind, part in amount.kinds.items():
             seconds += self._rates.get(kind, self._all).seconds(part.flops, part.requests)
         return seconds
 
     def least_seconds(self, amount: Amount) -> float:
-        """How long it takes at the least, as far as is known."""
+        """The least time that this work takes, as far as is known."""
         seconds = 0.0
         for kind, part in amount.kinds.items():
             if (rate := self._rates.get(kind)) is not None:
@@ -167,22 +168,22 @@ class Pace:
         return seconds
 
     def least_seconds_of(self, kind: str, flops: float) -> float:
-        """How long one request takes at the least, as far as is known."""
+        """The least time that one request takes, as far as is known."""
         rate = self._rates.get(kind)
         return 0.0 if rate is None else rate.least_seconds(flops, 1)
 
     def work(self, flops: float) -> float:
-        """What a request costs with all that goes with it, in FLOPs: the same for every kind, so that what is learnt of
-        kinds changes nobody's share.
+        """A request's cost including its overhead, in FLOPs. It does not depend on the kind, so that what is learnt of
+        kinds changes no caller's share.
         """
         return flops + self._all.request_seconds / self._all.flop_seconds
 
     def work_of(self, seconds: float) -> float:
-        """The FLOPs that take so long."""
+        """The FLOPs that take that long."""
         return seconds / self._all.flop_seconds
 
     def learn(self, batch: Amount, seconds: float) -> None:
-        """Takes notice of how long a batch took."""
+        """Learns from how long a batch took."""
         whole = batch.together()
         if seconds <= 0 or not whole.requests:
             return
@@ -200,7 +201,7 @@ class Pace:
         self.request_seconds += gain * (self.seconds(batch) / whole.requests - self.request_seconds)
 
     def _new_rate(self) -> Rate:
-        """That of a kind which nothing is known of."""
+        """The rate of a kind of which nothing is known yet."""
         if len(self._rates) >= MAX_KINDS:
             del self._rates[next(iter(self._rates))]
         return Rate(self._all.flop_seconds, self._all.request_seconds)

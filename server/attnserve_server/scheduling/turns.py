@@ -1,8 +1,8 @@
-"""Whose turn it is: what needs the same thing runs in the order in which it came, whatever else runs meanwhile.
+"""Whose turn it is: requests that need the same thing run in order of arrival, whatever else runs meanwhile.
 
-Plain data in, plain data out. Who enters stands behind all who need one of the same things and entered before, unless
-all of those and itself only share it: who leaves a thing as it is can have it together with others who do. It stands in
-all its lines from the beginning, so that no two can wait for each other.
+Plain data in, plain data out. An entrant stands behind all that entered before and need one of the same things, unless
+all of those and itself only share it: those that leave a thing unchanged can have it at the same time. It joins all its
+lines on entering, so that no two can wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Entered(NamedTuple):
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """Who has a thing, and who waits for it. Those who have it together share it."""
+    """Those that have a thing (several share it), and those that wait for it."""
 
     having: set[T] = field(default_factory=set)
     shared: bool = False
@@ -30,25 +30,25 @@ class _Line(Generic[T]):
 
 
 class Turns(Generic[T]):
-    """Lines in front of things."""
+    """The lines, one for each thing."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line[T]] = {}
         self._entered: dict[T, _Entered] = {}
         self._ahead: dict[T, int] = {}
-        """In how many lines each waits who waits in any."""
+        """In how many lines each waits; those that wait in none are not in here."""
 
     @property
     def waiting(self) -> int:
-        """How many have not all that they need."""
+        """How many do not have all that they need yet."""
         return len(self._ahead)
 
     def everyone(self) -> list[T]:
-        """All who have entered and not left, whether it is their turn or not."""
+        """All that have entered and not left, whether it is their turn or not."""
         return list(self._entered)
 
     def enter(self, who: T, needs: Sequence[Hashable], shares: bool = False) -> bool:
-        """Lines up for some things, all different, which it shares or wants alone; whether it is its turn already."""
+        """Lines up for things, all different, to share or to have alone; returns whether its turn has come already."""
         self._entered[who] = _Entered(tuple(needs), shares)
         ahead = 0
         for need in needs:
@@ -69,7 +69,7 @@ class Turns(Generic[T]):
         return who in self._ahead
 
     def leave(self, who: T) -> list[T]:
-        """Is done, at its turn or before; those whose turn it is now."""
+        """Leaves all its lines, at its turn or before; returns those whose turn it is now."""
         next_ones = []
         self._ahead.pop(who, None)
         for need in self._entered.pop(who).needs:
@@ -88,7 +88,7 @@ class Turns(Generic[T]):
         return next_ones
 
     def _advance(self, line: _Line[T]) -> Iterator[T]:
-        """Those who wait in a line and have the thing now."""
+        """Gives the thing to the next in line; yields those that now have it."""
         while line.waiting:
             shares = self._entered[line.waiting[0]].shares
             if line.having and not (line.shared and shares):

@@ -1,7 +1,7 @@
-"""Requests that have been admitted and do not run yet: who waits for a turn, who stands in the queue, who leaves.
+"""Requests that are admitted but do not run yet: they wait for their turn, are queued, or leave.
 
-In: entries, as they come and as they are cancelled; batches out of the queue. Out: of a batch, the requests that can
-run; a reply to everyone who leaves without having run. On the event loop. When batches run is the engine's matter.
+In: entries, as they come and as they are cancelled; batches from the queue. Out: the requests of a batch that can run;
+a reply to each that leaves without having run. On the event loop. The engine decides when batches run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnserve_server.scheduling.turns import Turns
 
 
 class WaitingRoom:
-    """The requests of one engine that wait, in a queue that others may look at."""
+    """The waiting requests of one engine, in a queue that others may look at."""
 
     def __init__(self, queue: BatchQueue[Entry], admission: Admission, delivery: Delivery, metrics: Metrics) -> None:
         self._queue = queue
@@ -31,12 +31,12 @@ class WaitingRoom:
 
     @property
     def waiting_for_turns(self) -> int:
-        """How many wait for what others need before them."""
+        """How many wait for something that others before them need."""
         return self._turns.waiting
 
     def enter(self, entry: Entry) -> None:
         """Admits a request, which waits from now on. Raises Overloaded, InvalidRequest (too large for the server), and
-        what the request itself does.
+        what the request's own `enter` raises.
         """
         self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes, entry.kind)
         if entry.request.needs:
@@ -51,8 +51,8 @@ class WaitingRoom:
         self._queue.push(entry)
 
     def enter_again(self, entry: Entry, request: Work) -> None:
-        """Has a request wait that has run, and is to once more, as another that costs something else. It is admitted
-        with its bytes, which it keeps, and has its turn.
+        """Queues a request that has run and must run once more, as `request`, which has another cost. It keeps its
+        admitted bytes, and its turn.
         """
         entry.request = request
         entry.kind, entry.cost = request.kind, request.cost
@@ -60,7 +60,7 @@ class WaitingRoom:
         self._queue.push(entry)
 
     def cancel(self, entries: Iterable[Entry]) -> bool:
-        """Says that nobody waits for some entries any longer; whether there were any. See `drop_cancelled`."""
+        """Marks entries as cancelled; returns whether there were any. See `drop_cancelled`."""
         some = False
         for entry in entries:
             some = entry.cancelled = True
@@ -69,14 +69,14 @@ class WaitingRoom:
         return some
 
     def drop_cancelled(self) -> None:
-        """Replies to what has been cancelled and not run yet."""
+        """Replies to cancelled entries that have not run yet."""
         cancelled, self._cancelled = self._cancelled, []
         for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
             self._drop(entries, "cancelled", Cancelled)
 
     def begin(self, batch: Batch[Entry]) -> None:
-        """Has the requests of a batch do what they must at their turn, and replies to all that will not run: those that
-        nobody waits for, and those that cannot. They leave the batch.
+        """Calls `begin` of a batch's requests, whose turn it is, and replies to all that will not run, because nobody
+        waits for them or because they cannot. Those leave the batch.
         """
         self._drop(batch.cancelled, "cancelled", Cancelled)
         self._drop(batch.expired, "deadline", DeadlineExceeded)
@@ -98,7 +98,7 @@ class WaitingRoom:
         batch.entries = able
 
     def leave(self, entry: Entry) -> None:
-        """Gives up what a request needed, which has run or never will; who waited for it has its turn."""
+        """Gives up what a request needed that has run or never will; it is then the turn of those next in line."""
         if not entry.request.needs:
             return
         entry.request.leave()
@@ -106,11 +106,11 @@ class WaitingRoom:
             self._queue.push(ready)
 
     def all_at_turns(self) -> Iterable[Entry]:
-        """Everyone who waits for a turn or has one."""
+        """All entries that wait for a turn or have one."""
         return self._turns.everyone()
 
     def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
-        """Replies to what will not run, because nobody waits for it."""
+        """Replies to entries that will not run, because nobody waits for them."""
         for entry in entries:
             self._admission.computed(entry.caller, entry.cost, entry.kind)
             self._metrics.cancelled(reason)
@@ -118,7 +118,7 @@ class WaitingRoom:
             self._delivery.reply(entry, error())
 
     def _recount(self, batch: Batch[Entry], entry: Entry) -> None:
-        """Takes notice of what a request costs that has had its turn. Raises what `admit` does if there is no room."""
+        """Recounts a request's cost, now that its turn has come. Raises what `admit` does if there is no room."""
         cost, size = entry.cost, entry.size
         entry.count()
         if entry.cost == cost and entry.size == size:

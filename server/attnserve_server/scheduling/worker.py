@@ -1,8 +1,8 @@
-"""The device at work: on which batches, since when, until when by the measured rate, and for how much of all time.
+"""Runs batches on the device; knows which it has, since when, when each should be done, and the device's busy time.
 
-In: batches, as many at a time as the device takes (`Device.depth`): one computes, the next is staged meanwhile. Out:
-what came of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
-thread costs more than computing it; a larger one beside the loop, which meanwhile receives and decodes what comes next.
+In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
+outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
+thread costs more than computing it; a larger one in a thread, while the loop receives and decodes what comes next.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
-"""What came of some entries of a batch."""
+"""The outcome of some entries of a batch."""
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A batch that the device has, from `take` to `free`: since when, and when it should be computed."""
+    """A batch that the device has, from `take` to `free`: when it began, and when it should be done."""
 
     batch: Batch[Entry]
     begin: float
@@ -44,13 +44,13 @@ class Run:
 class Worker:
     """Computes batches on a device. Made on the event loop that it lives on.
 
-    `computed` is called with what the device had, and what came of it; `died` if a thread is dead that computes.
+    `computed` is called with a run and its outcomes; `died` if a computing thread is dead.
     """
 
     def __init__(self, device: Device, computed: Callable[[Run, list[Part]], None], died: Callable[[], None]) -> None:
         self._device = device
         self.inline_flops = device.inline_flops
-        """What a batch may cost to be computed on the loop, in FLOPs."""
+        """The most that a batch computed on the loop may cost, in FLOPs."""
         self.depth = device.depth
         """How many batches the device takes at a time."""
         self._computed = computed
@@ -61,40 +61,39 @@ class Worker:
         self._counted = 0.0
         self._busy_seconds = 0.0
         self.runs: list[Run] = []
-        """What the device has, in the order in which it was given that."""
+        """The batches that the device has, in the order in which it got them."""
 
     @property
     def cost(self) -> int:
-        """What all of that costs, in FLOPs."""
+        """What all batches that the device has cost, in FLOPs."""
         return sum(run.batch.cost for run in self.runs)
 
     @property
     def free_at(self) -> float | None:
-        """When the device should have computed it; None if it has nothing."""
+        """When the device should be done with all that it has; None if it has nothing."""
         return self.runs[-1].end if self.runs else None
 
     @property
     def batch_seconds(self) -> float:
-        """How long the device has had the oldest batch that it has now; 0 if it has none."""
+        """How long the device has had the oldest of its current batches; 0 if it has none."""
         return perf_counter() - self.runs[0].begin if self.runs else 0.0
 
     @property
     def busy_seconds(self) -> float:
-        """In how much time the device has had a batch, or several."""
+        """For how long in total the device has had at least one batch."""
         return self._busy_seconds + (perf_counter() - self._counted if self.runs else 0.0)
 
     def has_room_beside(self, waiting: int, is_full: bool) -> bool:
-        """Whether a device that computes should have one batch more, where so much waits (its cost, in FLOPs), and
-        whether that fills a batch.
+        """Whether a busy device should get one more batch, given the cost of what waits, in FLOPs, and whether that
+        fills a batch.
 
-        Not if it is less than what the device was given last: what is staged early is a batch that no longer grows, and
-        two halves of what could have been one take longer than it, where kernels take their time however little they
-        do.
+        Not if it costs less than the device's last batch: a batch that is staged early no longer grows, and two halves
+        take longer than one whole where kernels have a fixed cost however little they do.
         """
         return len(self.runs) < self.depth and (is_full or waiting >= self.runs[-1].batch.cost)
 
     def take(self, batch: Batch[Entry], begin: float) -> Run:
-        """Has one batch more, since `begin`, which may change until it runs."""
+        """Adds a batch, which the device has from `begin` on; the batch may still change until it runs."""
         run = Run(batch, begin, begin)
         if not self.runs:
             self._counted = begin
@@ -102,7 +101,7 @@ class Worker:
         return run
 
     def run(self, run: Run, seconds: float) -> None:
-        """Computes what it has been given last, which should take so long by itself."""
+        """Computes the batch that was taken last, which should take `seconds` by itself."""
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
         batch = run.batch
         if batch.cost <= self.inline_flops:
@@ -112,26 +111,26 @@ class Worker:
             future.add_done_callback(partial(self._hand_over, run))
 
     def free(self, run: Run, now: float) -> float:
-        """The device is done with a batch. Since when it was busy by that alone: no time counts for two batches."""
+        """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
         self.runs.remove(run)
         since, self._counted = self._counted, now
         self._busy_seconds += now - since
         return since
 
     def computed_at_once(self, seconds: float) -> None:
-        """The device, which had nothing, was busy for so long with what it was not given by `take`."""
+        """Adds busy time of the device, which had no batch, for work that did not come by `take`."""
         self._busy_seconds += seconds
 
     def give_back(self, run: Run) -> None:
-        """Nothing of a batch is left that was to be computed."""
+        """Removes a batch of which nothing is left to compute."""
         self.runs.remove(run)
 
     def close(self) -> None:
-        """Ends the threads. What they compute is not waited for, which nothing can interrupt."""
+        """Ends the threads, without waiting for what they compute, which nothing can interrupt."""
         self._threads.shutdown(wait=not self.runs)
 
     def _hand_over(self, run: Run, done: asyncio.Future[list[Part]]) -> None:
-        """Takes what a thread made of a batch, if it lives."""
+        """Passes on the outcomes of a batch from its thread, or reports that as dead."""
         if (error := done.exception()) is not None:
             logger.critical("a batch ended the thread that computed it", exc_info=error)
             self._died()

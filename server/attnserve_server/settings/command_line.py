@@ -1,4 +1,4 @@
-"""The settings as the command line and the environment give them.
+"""Reads the settings from the command line and the environment.
 
 In: flags and environment variables. Out: a `Config`. A field `http_listen` is the flag `--http-listen` and the variable
 `ATTNSERVE_HTTP_LISTEN`; a flag wins over the environment, which wins over the default.
@@ -20,9 +20,9 @@ ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The configuration that a command line (without the program) and an environment make.
+    """The configuration from a command line (without the program's name) and an environment.
 
-    Raises UsageError, of which ConfigError is one; `--help` and `--version` print and raise SystemExit.
+    Raises UsageError, and its subclass ConfigError; `--help` and `--version` print and raise SystemExit.
     """
     flags = vars(_parser().parse_args(list(argv)))
     values: dict[str, Any] = {}
@@ -57,9 +57,9 @@ def variable(name: str) -> str:
 
 
 def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Variables that seem to be meant for a setting and are not its name, each with the one that is.
+    """Variables that look like misspelled settings, each with the right name.
 
-    Only what is close to one: the SDK has variables of the same prefix, and Kubernetes makes some for each Service.
+    Only close matches: the SDK has variables with the same prefix, and Kubernetes makes some for each Service.
     """
     known = {item.name.upper() for item in settings()}
     for name in sorted(environment):
@@ -71,7 +71,7 @@ def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # One line, as for every other error of configuration, instead of the usage and a line.
+        # One line, as for every other configuration error, without the usage.
         raise UsageError(f"{message} (--help lists the flags)")
 
 

@@ -1,7 +1,7 @@
-"""What the server can be told, in one frozen dataclass.
+"""The server's settings, in one frozen dataclass.
 
-In: values (`command_line` reads them from flags and the environment). Out: a `Config`, validated, that knows where each
-of them came from.
+In: values (`command_line` reads them from flags and the environment). Out: a validated `Config` that knows where each
+value came from.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_CONNECTION_AGE: Final = 30 * 24 * 3600
 """Seconds. gRPC counts milliseconds in a signed 32-bit number."""
 
 Source: TypeAlias = Literal["flag", "environment", "default", "code"]
-"""Where a value came from; `code` is whoever built the `Config` directly."""
+"""Where a value came from; `code` means that the `Config` was built directly."""
 
 
 class Effective(NamedTuple):
-    """A setting, its value as it would be written, or None where that is not for callers, and where it came from."""
+    """A setting, its value as text (None if that is not for callers), and where it came from."""
 
     name: str
     value: str | None
@@ -36,13 +36,13 @@ def _setting(kind: kinds.Kind, default: object, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError when built wrongly."""
+    """Every setting of the server. Sizes are in bytes, durations in seconds. Raises ConfigError for invalid values."""
 
     listen: str = _setting(
         kinds.TCP_OR_UNIX,
         "127.0.0.1:8001",
-        "Where gRPC is served: host:port or unix:/path. Port 0 is a free one. Of a name with several addresses, all "
-        "that this machine has are served, and each must be free.",
+        "Where gRPC is served: host:port or unix:/path. Port 0 is a free one. If a name has several addresses, all "
+        "that this machine has are served, and the port must be free on each.",
     )
     http_listen: str = _setting(
         kinds.TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
@@ -50,19 +50,20 @@ class Config:
     tls_certificate: str = _setting(
         kinds.TEXT,
         "",
-        "The server's certificate chain, a PEM file, with which gRPC is served over TLS; read again when it changes.",
+        "The server's certificate chain, a PEM file: with it, gRPC is served over TLS. Read again when it changes.",
     )
     tls_key: str = _setting(kinds.TEXT, "", "The private key of that certificate, a PEM file.")
     tls_client_ca: str = _setting(
         kinds.TEXT,
         "",
-        "The authorities whose certificates callers must have (mutual TLS), a PEM file. Default: they need none.",
+        "The authorities that must have issued callers' certificates (mutual TLS), a PEM file. Default: callers need "
+        "none.",
     )
     callers: str = _setting(
         kinds.TEXT,
         "",
         "The file that says who may do what (docs/security.md): hashes of tokens, names of certificates, roles; read "
-        "again when it changes. Default: who reaches the server may use it.",
+        "again when it changes. Default: anybody who can reach the server may use it.",
     )
     insecure: bool = _setting(
         kinds.TRUTH,
@@ -75,13 +76,15 @@ class Config:
         "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS.",
     )
     device: str = _setting(
-        kinds.DEVICE, "auto", "What computes: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU."
+        kinds.DEVICE,
+        "auto",
+        "What to compute on: auto, cpu, cuda or cuda:N. auto is CUDA where there is one, else the CPU.",
     )
     threads: int = _setting(
         kinds.count(0, 1024),
         0,
-        "Threads that compute, on a CPU. 0 is as many as the process has processors, by its affinity and its control "
-        "groups' quota.",
+        "Computing threads, on a CPU. 0 is one for each processor that the process may use, by its affinity and its "
+        "control groups' quota.",
     )
     max_message_bytes: int = _setting(
         # gRPC takes this bound as a signed 32-bit number.
@@ -92,92 +95,94 @@ class Config:
     # The SDK puts at most 1024 calls into a message.
     max_message_calls: int = _setting(kinds.count(1024), 4096, "The most calls in one message of a stream.")
     max_requests: int = _setting(
-        kinds.count(), 4096, "The most requests admitted and not yet answered. What comes beyond is refused at once."
+        kinds.count(), 4096, "The most requests admitted and not yet answered. Any more are refused at once."
     )
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests, once they have arrived, and their replies. Memory in flight is up to three times "
+        "The most bytes of requests that have arrived, and of their replies. Memory in flight is up to three times "
         "that where requests are tens of megabytes each.",
     )
-    # Work admitted is waiting promised: this over the device's speed is the longest queue. 2e13 is 20 s of a large CPU
-    # at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some that fit
-    # into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach max_bytes
-    # long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so that this bounds long ones.
+    # Whatever is admitted adds to the wait: this divided by the device's speed is the longest queue. 2e13 is 20 s of a
+    # large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some
+    # that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach
+    # max_bytes long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so this bounds long ones.
     max_flops: int = _setting(
         kinds.flops(),
         2 * 10**13,
-        "The most floating-point operations admitted and not yet computed, and the most of one request. Over the "
-        "device's speed it is the longest wait: lower it where callers wait less. Here and in batches, requests that "
-        "take longer than their operations count for what they take: tiny ones, narrow heads, slow kernels.",
+        "The most floating-point operations admitted and not yet computed, and the most of one request. Divided by "
+        "the device's speed it is the longest wait: lower it if callers wait less. Here and in batches, requests that "
+        "take longer than their operations (tiny ones, narrow heads, slow kernels) count for the time that they take.",
     )
     max_request_flops: int = _setting(
         kinds.flops(0),
         0,
-        "The most floating-point operations of one request. Those of slow kernels count for more: for softcaps, scores "
-        "to return and learned scores 8 times, for additive ones 80 times. 0: on a CPU 5e11 for each thread, some "
-        "10 s, and on CUDA as many as max_flops.",
+        "The most floating-point operations of one request. Those of slow kernels count for more: 8 times for "
+        "softcaps, returned scores and learned scores, 80 times for additive ones. 0: 5e11 for each thread on a CPU, "
+        "some 10 s, and as many as max_flops on CUDA.",
     )
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
     max_sequences: int = _setting(
         kinds.count(),
         2**14,
-        "The most sequences of a request in which each has a length, an offset or a cache of its own: it costs "
-        "microseconds to look at one, in which nobody else is served.",
+        "The most sequences of a request in which each has a length, an offset or a cache of its own: reading one "
+        "takes microseconds, during which nobody else is served.",
     )
     max_caller_streams: int = _setting(
         kinds.count(),
         1024,
-        "The most streams that one caller may have open. Callers without a name count by their connection.",
+        "The most streams that one caller may have open. Callers without a name are counted by connection.",
     )
-    # Long enough for what a caller sends at once, and short enough for whoever waits for the reply.
+    # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(
         kinds.DURATION,
         1.0,
-        "How long what waits may take to compute, at the measured rate; what comes beyond is refused at once. While "
-        "requests must be refused, no caller adds to a queue of 16 requests and two batches. 0 is no bound.",
+        "How long the queue may take to compute, at the measured rate; what comes beyond is refused at once. While "
+        "requests are being refused, 16 requests or two batches are the bound, whichever take longer. 0 is no bound.",
     )
     max_batch_flops: int = _setting(
         kinds.flops(),
         4 * 10**9,
-        "The floating-point operations of one batch. One request may have more, and then runs alone.",
+        "The most floating-point operations of one batch. A single request may have more, and then runs alone.",
     )
     max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
         kinds.DURATION,
         0.0,
-        "How long an idle device waits for company before it runs a batch. 0 is best nearly always: batches form "
-        "while the device is busy.",
+        "How long an idle device waits for more requests before it runs a batch. 0 is nearly always best: batches "
+        "form while the device is busy.",
     )
     inline_flops: int = _setting(
         kinds.flops(0),
         10**7,
-        "On a CPU, batches below this many floating-point operations run on the event loop itself: handing them to a "
-        "thread costs more than they do. Messages of such requests are answered as they are read, unless this is 0.",
+        "On a CPU, batches of up to this many floating-point operations run on the event loop itself: handing them to "
+        "a thread would cost more than they do. Messages of such requests are answered as they are read, unless this "
+        "is 0.",
     )
     native_kernel: str = _setting(
         kinds.words("auto", "off", "avx512", "avx2"),
         "auto",
-        "On a CPU, which instructions the native kernel uses, if it was built: auto is the best that the processor "
-        "has. With off, torch's kernels compute alone.",
+        "The instructions that the native kernel uses on a CPU, if it was built: auto is the best that the processor "
+        "has. With off, only torch's kernels compute.",
     )
     priority_aging: float = _setting(
         kinds.DURATION,
         0.1,
         "One level of priority is worth this much of the device's time: a request that has waited for so much more "
-        "work runs first.",
+        "work goes before one of the next level.",
     )
     stuck_after: float = _setting(
         kinds.DURATION,
         60.0,
-        "How long a batch may be computed, beyond 10 s for each 1e9 operations of it, before the device counts as "
-        "stuck and the server ends, so that it is started again. 0: for ever.",
+        "How long a batch may take, beyond 10 s for each 1e9 of its operations, before the device counts as stuck and "
+        "the server ends, to be restarted. 0: for ever.",
     )
     drain_delay: float = _setting(
         kinds.DURATION,
         0.0,
-        "How long, when told to stop, the server is not ready yet accepts requests, so that load balancers see it.",
+        "How long, when told to stop, the server still accepts requests but reports that it is not ready, so that "
+        "load balancers notice.",
     )
     drain_grace: float = _setting(
         kinds.DURATION, 30.0, "How long, after that, requests in flight may take to finish before they are cut off."
@@ -185,37 +190,37 @@ class Config:
     max_connection_age: float = _setting(
         kinds.duration(MOST_CONNECTION_AGE),
         0.0,
-        "When a caller is asked to connect again, so that it finds servers that are new; its calls go on. 0: never; "
-        "some minutes are right for several replicas.",
+        "After how long a connection's caller is asked to reconnect, so that it finds new servers; its calls go on. "
+        "0: never; a few minutes are right for several replicas.",
     )
     advertise_address: str = _setting(
         kinds.ADVERTISED,
         "",
-        "Where callers reach this very server, past all balancers, as host:port. It comes with each cache, which is "
-        "nowhere else.",
+        "Where callers reach this very server, past all load balancers, as host:port. It is given with each cache, "
+        "which is on no other server.",
     )
     cache_bytes: int = _setting(
         kinds.size(0, 2**60),
         0,
-        "The pool of resident key/value caches, taken at the start: one page at least. 0: 512 MiB on a CPU, or a "
-        "quarter of the memory if that is less, and half the free memory on CUDA.",
+        "The size of the pool of resident key/value caches, allocated at the start: one page at least. 0: 512 MiB on "
+        "a CPU, or a quarter of the memory if that is less, and half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         kinds.size(4096, 2**30, CACHE_LINE),
         512 * 2**10,
-        "The pages of that pool: the least that a layer of a cache takes. Larger ones make long caches faster.",
+        "The size of that pool's pages: the least that a layer of a cache takes. Larger pages make long caches faster.",
     )
     cache_ttl: float = _setting(
         kinds.duration(durations.MAX_SECONDS),
         0.0,
-        "How long a cache lives after its last use, where its caller does not say. 0: until it is deleted, which a "
+        "How long a cache lives after its last use, if its caller does not say. 0: until it is deleted, which a "
         "caller that has died will not do.",
     )
-    max_caches: int = _setting(kinds.count(), 10_000, "The most caches open.")
+    max_caches: int = _setting(kinds.count(), 10_000, "The most open caches.")
     max_cache_layers: int = _setting(
-        kinds.count(), 256, "The most layers of a cache: each takes 250 bytes outside the pool, before it has a token."
+        kinds.count(), 256, "The most layers of a cache: each takes 250 bytes outside the pool, even when empty."
     )
-    max_layers: int = _setting(kinds.count(), 1024, "The most layers loaded.")
+    max_layers: int = _setting(kinds.count(), 1024, "The most loaded layers.")
     layers: str = _setting(
         kinds.TEXT,
         "",
@@ -224,32 +229,32 @@ class Config:
     model_directory: str = _setting(
         kinds.TEXT,
         "",
-        "The directory of definitions and weights, which nothing that is loaded leaves. Default: that of `layers`; "
-        "without either, no layers can be loaded.",
+        "The directory of definitions and weights: nothing outside it is loaded. Default: that of `layers`; without "
+        "either, no layers can be loaded.",
     )
     layer_administration: bool = _setting(
-        kinds.TRUTH, True, "Whether layers can be loaded and unloaded by callers, while the server runs."
+        kinds.TRUTH, True, "Whether callers can load and unload layers while the server runs."
     )
     reflection: bool = _setting(kinds.TRUTH, True, "Whether gRPC reflection describes the service to tools.")
     tracing_endpoint: str = _setting(
         kinds.ENDPOINT,
         "",
         "Where spans are sent, over OTLP with gRPC: http://host:port or https://host:port. Default: where "
-        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else nothing is traced.",
+        "OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT), else tracing is off.",
     )
     tracing_sample: float = _setting(
         kinds.RATIO,
         0.01,
-        "The share of requests that are traced, from 0 to 1. Of requests with a trace of their caller's, those are "
-        "whose caller's is recorded.",
+        "The share of requests that are traced, from 0 to 1. A request with a trace of its caller's is traced if that "
+        "one is recorded.",
     )
     log_level: str = _setting(
-        kinds.words("debug", "info", "warning", "error"), "info", "The least severe log line written."
+        kinds.words("debug", "info", "warning", "error"), "info", "The lowest severity of log lines that are written."
     )
     log_format: str = _setting(
         kinds.words("text", "json"),
         "text",
-        "Log lines, and what is said at the start, for people (text) or for machines (json).",
+        "The format of log lines, and of what is said at the start: for people (text) or for machines (json).",
     )
     _given: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
 
@@ -283,7 +288,7 @@ class Config:
 
     @property
     def is_local(self) -> bool:
-        """Whether gRPC is served to this machine alone."""
+        """Whether gRPC is served only to this machine."""
         return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
 
     def sources(self) -> dict[str, Source]:
@@ -294,11 +299,11 @@ class Config:
         return self._given.get(item.name, "default" if getattr(self, item.name) == item.default else "code")
 
     def show(self, name: str) -> str:
-        """A setting's value as it would be written: `256MiB`, `100ms`."""
+        """A setting's value as text: `256MiB`, `100ms`."""
         return next(kind_of(item).show(getattr(self, name)) for item in settings() if item.name == name)
 
     def effective(self) -> Iterator[Effective]:
-        """Every setting, as the server may tell it to any caller."""
+        """Every setting, in the form that any caller may see."""
         for item in settings():
             value = None if kind_of(item).private and getattr(self, item.name) else self.show(item.name)
             yield Effective(item.name, value, self._source(item))
@@ -309,12 +314,7 @@ def settings() -> Iterator[Field[Any]]:
     return (item for item in fields(Config) if "kind" in item.metadata)
 
 
-def _kind(item: Field[Any]) -> kinds.Kind:
-    kind: kinds.Kind = item.metadata["kind"]
-    return kind
-
-
 def kind_of(item: Field[Any]) -> kinds.Kind:
-    """What values a setting can have, and how they are written."""
+    """Which values a setting can have, and how they are written."""
     kind: kinds.Kind = item.metadata["kind"]
     return kind

@@ -1,7 +1,7 @@
 """The kinds of values that settings have.
 
-In: bounds, words, patterns. Out: a `Kind`, which says whether something can be such a value, makes one of the text of a
-flag or an environment variable, and writes it as text that says the same.
+In: bounds, words, patterns. Out: a `Kind`, which checks whether something is such a value, parses one from the text of
+a flag or an environment variable, and formats it as text that parses to the same value.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from attnserve_server.settings import units
 
 
 class Kind(NamedTuple):
-    """What values of a setting look like: in words, as a check, from text and as text.
+    """The values of a setting: a description in words, a check, a parser and a formatter.
 
-    Private ones are not for callers: paths and addresses of the server's own surroundings.
+    Private ones are not shown to callers: paths and addresses of the server's own surroundings.
     """
 
     expected: str
@@ -38,7 +38,7 @@ def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], 
 
 
 def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
-    """Bytes, which may have to be a multiple of some."""
+    """Bytes; they may have to be a multiple of a number."""
     kind = _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
     if multiple == 1:
         return kind
@@ -49,12 +49,12 @@ def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
 
 
 def count(least: int = 1, most: int | None = None) -> Kind:
-    """How many."""
+    """A count."""
     return _whole("a number", units.parse_count, str, least, most)
 
 
 def flops(least: int = 1) -> Kind:
-    """How many floating-point operations."""
+    """A number of floating-point operations."""
     return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
 
 
@@ -70,12 +70,12 @@ def duration(most: float | None = None) -> Kind:
 
 
 def words(*choices: str) -> Kind:
-    """One of some words."""
+    """One of the given words."""
     return Kind(" or ".join(choices), lambda value: value in choices, str, str)
 
 
 def matches(expected: str, valid: Callable[[str], object], *, private: bool = False) -> Kind:
-    """Text for which `valid` returns something, and raises no ValueError."""
+    """Text for which `valid` does not return None or raise ValueError."""
 
     def check(value: object) -> bool:
         try:

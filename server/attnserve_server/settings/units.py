@@ -1,7 +1,7 @@
 """Quantities as people write them: `256MiB`, `200ms`, `2e9`, `yes`, `127.0.0.1:8001`.
 
 In: text of a flag or an environment variable. Out: bytes, seconds, counts, truth values and addresses in base units,
-and back to text. What is printed parses to the same value. All parsers raise ValueError on text that is no such thing.
+and back to text. Formatted text parses to the same value. All parsers raise ValueError on invalid text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it. Of names, that is known of `localhost` alone."""
+        """Whether only this machine can reach it. `localhost` is the only name of which that is known."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
     @property
     def can_be_reached(self) -> bool:
-        """Whether it can be somewhere to connect to: on port 0 nobody is, and `0.0.0.0` is only listened on."""
+        """Whether it is possible to connect to it: nobody listens on port 0, and `0.0.0.0` is only for listening."""
         try:
             return self.port > 0 and not ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -71,7 +71,7 @@ def _number_and_unit(text: str) -> tuple[str, str]:
 
 
 def _whole(number: str, factor: int = 1) -> int:
-    """A number times a factor, exactly; text such as `2e9` and `1.5` counts where the product is whole."""
+    """A number times a factor, exactly; text such as `2e9` and `1.5` is accepted if the product is whole."""
     if number.isdigit():
         return int(number) * factor
     value = float(number) * factor
@@ -101,7 +101,7 @@ def parse_duration(text: str) -> float:
     number, unit = _number_and_unit(text)
     if unit not in _DURATIONS:
         raise ValueError(f"{unit!r} is not a unit of time")
-    # Dividing by 1000 rounds once, multiplying by an inexact 0.001 twice: 200ms is to be 0.2.
+    # Dividing by 1000 rounds once, multiplying by an inexact 0.001 twice: 200ms must be 0.2.
     scale = _DURATIONS[unit]
     seconds = float(number) / round(1 / scale) if scale < 1 else float(number) * scale
     if not math.isfinite(seconds):
@@ -110,7 +110,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the largest unit that writes them as a whole number, or as they are."""
+    """Seconds in the largest unit in which they are a whole number, or else as they are."""
     for unit in ("h", "m", "s", "ms", "us"):
         count = round(seconds / _DURATIONS[unit])
         if count and parse_duration(f"{count}{unit}") == seconds:
@@ -119,7 +119,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_count(text: str) -> int:
-    """How many, of things or of operations: `64`, `2e9`."""
+    """A count of things or operations: `64`, `2e9`."""
     number, unit = _number_and_unit(text)
     if unit:
         raise ValueError(f"{unit!r} is a unit, and a count has none")
@@ -127,7 +127,7 @@ def parse_count(text: str) -> int:
 
 
 def format_count(count: int) -> str:
-    """How many, in scientific notation where that is shorter and exact."""
+    """A count, in scientific notation where that is shorter and exact."""
     short = re.sub(r"\.?0*e\+0*", "e", f"{count:.15e}")
     return short if len(short) < len(str(count)) and parse_count(short) == count else str(count)
 

@@ -1,7 +1,7 @@
 """Files that are read again when they change.
 
-In: paths. Out: whether there is something new to read. A look at the files is all: one that is replaced, written over
-or, as Kubernetes does it, behind a link that now leads elsewhere, has another identity, size or time.
+In: paths. Out: whether there is something new to read. `stat` tells: a file that is replaced, overwritten or, as in
+Kubernetes, behind a link that now leads elsewhere, has another identity, size or time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import monotonic
 
 
 class WatchedFiles:
-    """Some files, looked at not more often than every `interval` seconds. Counts as changed until it is first asked."""
+    """Files, checked at most every `interval` seconds. The first call of `changed` returns True."""
 
     def __init__(self, paths: Sequence[Path], interval: float = 0.0) -> None:
         self._paths = paths
@@ -22,7 +22,7 @@ class WatchedFiles:
         self._seen: object = None
 
     def changed(self) -> bool:
-        """Whether the files are others than when this was last asked. To be read after asking, not before."""
+        """Whether the files have changed since the last call. Read them after calling this, not before."""
         now = monotonic()
         if now - self._looked < self._interval:
             return False
