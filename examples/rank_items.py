@@ -1,12 +1,12 @@
 """Ranks items for users as a recommender's backend does: target attention over long histories, without torch.
 
-    python examples/rank_items.py                           starts a service of its own, and ends it
-    python examples/rank_items.py --address 127.0.0.1:8001  uses one that is running; several where it is given again
+    python examples/rank_items.py                           starts a service of its own, and stops it
+    python examples/rank_items.py --address 127.0.0.1:8001  uses a running service; repeat it for several
 
-Each candidate attends to all that its user has looked at so far, and scores by what it finds there. Histories are of
-any length, and stay in the service as resident caches: a request sends its candidates, a click the one item. Many
-requests are in flight at a time, each with little time; what fails is ranked by popularity instead. Exit status 1 if
-the scores differ from NumPy's by more than 1e-4.
+Each candidate attends to all items that its user has looked at so far, and is scored by the result. Histories have any
+length, and stay in the service as resident caches: a request sends its candidates, a click sends one item. Many
+requests are in flight at a time, each with a short timeout; if one fails, its items are ranked by popularity instead.
+Exit status 1 if the scores differ from NumPy's by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ ITEMS = 10_000
 LIFE_S = 60.0
 """How long a history stays in the service after its last use."""
 CHUNK = 4096
-"""The items of a history that one message brings: another user's request gets a turn between two of them."""
+"""The most items of a history in one message: between two of them, other users' requests get a turn."""
 ATTEMPTS = 5
-"""How often a ranking is tried: what is lost is brought again, what is idle makes room."""
+"""How often a ranking is tried: lost caches are filled again, idle ones make room."""
 
 Floats = npt.NDArray[np.float32]
 
 
 class Ranking:
-    """The histories of users, here as a database would have them, and in the service as far as they have been needed.
+    """The histories of users: here, as a database would have them, and in the service as far as they have been needed.
 
-    Only this process writes to the caches that it makes, and a history only grows: so what a cache lacks is all behind
-    the length that it has.
+    Only this process writes to the caches that it makes, and a history only grows: so a cache lacks exactly what comes
+    after its length.
     """
 
     def __init__(self, client: AsyncClient, embeddings: Floats, *, timeout: float) -> None:
-        """`embeddings`: ``[items, HEADS, WIDTH]``. `timeout`: the seconds that a ranking may take."""
+        """`embeddings`: ``[items, HEADS, WIDTH]``. `timeout`: how many seconds a ranking may take."""
         self._client = client
         self._embeddings = embeddings
         self._timeout = timeout
@@ -62,7 +62,7 @@ class Ranking:
         self.histories: defaultdict[int, list[int]] = defaultdict(list)
         """The items that each user has looked at, the oldest first."""
         self.failures: Counter[str] = Counter()
-        """Why rankings were by popularity."""
+        """The errors because of which rankings were by popularity."""
 
     @property
     def resident(self) -> int:
@@ -70,12 +70,12 @@ class Ranking:
         return len(self._caches)
 
     def looked_at(self, user: int, items: Sequence[int]) -> None:
-        """Adds items to a history; the service learns of them with the next ranking."""
+        """Adds items to a history; the service gets them with the next ranking."""
         self.histories[user] += items
         self._clicks.update(items)
 
     async def rank(self, user: int, candidates: Sequence[int]) -> list[int]:
-        """The candidates, the best first. Never fails: what cannot be computed in time is ranked by popularity."""
+        """The candidates, best first. Never fails: if scores cannot be computed in time, ranks by popularity."""
         try:
             async with asyncio.timeout(self._timeout):
                 scores = await self.scores(user, candidates)
@@ -85,7 +85,7 @@ class Ranking:
         return [candidates[n] for n in np.argsort(-scores, kind="stable")]
 
     async def scores(self, user: int, candidates: Sequence[int]) -> Floats:
-        """What each candidate scores, ``[candidates]``: how alike it is to what it finds in the history."""
+        """The score of each candidate, ``[candidates]``: its similarity to the result of its attention."""
         query = self._embeddings[candidates]
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
@@ -99,12 +99,12 @@ class Ranking:
         return scores
 
     async def close(self) -> None:
-        """Deletes what is in the service."""
+        """Deletes the caches in the service."""
         deletions = (cache.delete() for cache in self._caches.values())
-        await asyncio.gather(*deletions, return_exceptions=True)  # where a server is away, leases end
+        await asyncio.gather(*deletions, return_exceptions=True)  # if a server is away, leases end by themselves
 
     async def _resident(self, user: int) -> AsyncCache:
-        """The user's cache, with all of the history. Requests of one user wait here for each other if it lacks any."""
+        """The user's cache, with the whole history. While it is being filled, requests of the same user wait here."""
         async with self._filling[user]:
             cache = self._caches.get(user)
             if cache is None:
@@ -116,11 +116,11 @@ class Ranking:
             return cache
 
     async def _recovered(self, user: int, cache: AsyncCache | None, error: AttnServeError) -> bool:
-        """Does what makes another attempt worth while. False if nothing would."""
+        """Does what makes another attempt worthwhile. False if nothing would."""
         match error:
-            case FailedPreconditionError() if cache is not None:  # something was appended when we had given it up
+            case FailedPreconditionError() if cache is not None:  # an append that we gave up was carried out
                 await cache.refresh()
-            case NotFoundError() | UnavailableError():  # its lease has ended, its server was started again, or is away
+            case NotFoundError() | UnavailableError():  # its lease has ended, or its server was restarted or is away
                 self._caches.pop(user, None)  # the history is here, for a new cache, perhaps on another server
             case OverloadedError() if error.free_bytes is not None and len(self._caches) > 1:
                 idle = next(other for other in self._caches if other != user)
@@ -132,7 +132,7 @@ class Ranking:
 
 def computed_here(embeddings: Floats, history: Sequence[int], candidates: Sequence[int]) -> Floats:
     """The scores by NumPy, ``[candidates]``."""
-    # What NumPy rounds in float32 depends on its version, by more than what is looked for.
+    # In float64: NumPy's rounding in float32 depends on its version, by more than the differences looked for.
     query, key = embeddings[candidates].astype(np.float64), embeddings[history].astype(np.float64)
     scores = np.einsum("chd,thd->hct", query, key) / np.sqrt(WIDTH)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -142,7 +142,7 @@ def computed_here(embeddings: Floats, history: Sequence[int], candidates: Sequen
 
 
 async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> bool:
-    """Ranks for many users at the same time and prints how that went; whether the scores are right."""
+    """Ranks for many users at the same time and prints the results; returns whether the scores are right."""
     rng = np.random.default_rng(0)
     embeddings = rng.standard_normal((ITEMS, HEADS, WIDTH), np.float32)
     async with AsyncClient(address) as client:
@@ -180,22 +180,22 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     median, slow = np.quantile(times, [0.5, 0.99]) * 1e3
     print(f"users            {options.users} at the same time, with {min(lengths)} to {max(lengths)} items each")
     print(f"rankings         {len(times)} of {options.candidates} candidates, {len(times) / seconds:.0f} a second")
-    print(f"                 p50 {median:.1f} ms, p99 {slow:.1f} ms; the first of each user brings the history along")
+    print(f"                 p50 {median:.1f} ms, p99 {slow:.1f} ms; the first of each user also sends the history")
     print(f"by popularity    {failures}")
     print(f"in the service   {resident} histories")
-    print(f"beside NumPy     largest difference of a score {max(differences):.1e}")
+    print(f"versus NumPy     largest difference of a score {max(differences):.1e}")
     return bool(max(differences) < 1e-4)
 
 
 def main() -> int:
     """Runs the example; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", action="append", help="a service that is running; again for each of several")
-    parser.add_argument("--users", type=int, default=200, help="how many, all at the same time (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=20, help="rankings of each user (default %(default)s)")
+    parser.add_argument("--address", action="append", help="a running service; repeat it for several")
+    parser.add_argument("--users", type=int, default=200, help="how many users at the same time (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=20, help="rankings per user (default %(default)s)")
     parser.add_argument("--candidates", type=int, default=50, help="items to rank in each (default %(default)s)")
     parser.add_argument(
-        "--timeout", type=float, default=2.0, help="seconds that a ranking may take (default %(default)s)"
+        "--timeout", type=float, default=2.0, help="how many seconds a ranking may take (default %(default)s)"
     )
     options = parser.parse_args()
     if options.address:

@@ -1,4 +1,4 @@
-"""What the demo prints.
+"""Prints the results of the demo.
 
 In: embeddings, timings, readings of metrics. Out: text on stdout, and whether embeddings agree.
 """
@@ -19,7 +19,7 @@ WIDTH = 88
 
 
 class Way(NamedTuple):
-    """A way to embed: what it is, what it gives, how long it takes (seconds) and what it had the service do."""
+    """A way to embed: its name, its results, how many seconds it takes, and the service's metrics of it."""
 
     name: str
     embeddings: torch.Tensor
@@ -38,12 +38,12 @@ def row(name: str, text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+    """Seconds as text, in a suitable unit."""
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def show_setting(info: ServerInfo, address: str, model: PreTrainedModel, work: str) -> None:
-    """Prints what computes what."""
+    """Prints which model, service and device compute what."""
     config = model.config
     weights = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     section("A real model, its attention computed by a service")
@@ -58,13 +58,13 @@ def show_setting(info: ServerInfo, address: str, model: PreTrainedModel, work: s
 
 
 def agreement(local: torch.Tensor, remote: torch.Tensor) -> tuple[float, bool]:
-    """The largest difference of embeddings `[1 + sentences, 384]`, and whether they rank the sentences the same."""
+    """The largest difference of embeddings `[1 + sentences, 384]`, and whether they rank the sentences equally."""
     rankings = [(each[1:] @ each[0]).argsort(descending=True) for each in (local, remote)]
     return (local - remote).abs().max().item(), torch.equal(*rankings)
 
 
 def show_comparison(query: str, sentences: list[str], local: torch.Tensor, remote: torch.Tensor) -> bool:
-    """Prints how the embeddings `[1 + sentences, 384]` of the two compare, the query first; whether they agree."""
+    """Prints how the embeddings `[1 + sentences, 384]`, the query first, compare; returns whether they agree."""
     difference, same = agreement(local, remote)
     cosines = local[1:] @ local[0], remote[1:] @ remote[0]
     rankings = [cosine.argsort(descending=True).tolist() for cosine in cosines]
@@ -82,13 +82,13 @@ def show_comparison(query: str, sentences: list[str], local: torch.Tensor, remot
 
 
 def show_calls(timings: list[Timings]) -> None:
-    """Prints how long the calls took that the SDK made."""
+    """Prints how long the SDK's calls took."""
     phases = {
         "decode": "the service reads and checks the request",
         "queue": "it waits while the device is busy",
-        "staging": "it is brought to the device",
+        "staging": "it is moved to the device",
         "compute": "the attention of its batch is computed",
-        "encode": "the result is made a reply",
+        "encode": "the result is made into a reply",
     }
     section(f"{len(timings)} attention calls over the wire, as the SDK timed them")
     for phase, meaning in phases.items():
@@ -96,16 +96,16 @@ def show_calls(timings: list[Timings]) -> None:
     outside = [t.total - sum(getattr(t, phase) for phase in phases) for t in timings]
     row(
         "outside",
-        f"{duration(statistics.median(outside)):>9}   SDK, gRPC and network, both ways, and turns at the processor",
+        f"{duration(statistics.median(outside)):>9}   SDK, gRPC and network, both ways, and waiting for a processor",
     )
     row(
         "total",
-        f"{duration(statistics.median(t.total for t in timings)):>9}   (all of these are medians, each by itself)",
+        f"{duration(statistics.median(t.total for t in timings)):>9}   (each of these is a median of its own)",
     )
 
 
 def show_metrics(metrics: Reading, http_address: str) -> None:
-    """Prints what the service's metrics say of the run."""
+    """Prints the service's metrics of the run."""
     codes = metrics.by("attnserve_requests_total", "code")
     latency = [metrics.quantile(q, "attnserve_request_duration_seconds") for q in (0.5, 0.99)]
     batches = metrics.total("attnserve_batch_requests_count")
@@ -132,7 +132,7 @@ def show_metrics(metrics: Reading, http_address: str) -> None:
 
 
 def show_ways(local: Way, *remote: Way) -> bool:
-    """Prints the ways to embed side by side; whether all agree with the first."""
+    """Prints the ways to embed side by side; returns whether all agree with the first."""
     section("Every attention a call, or the whole model resident in the service")
     print(f"  {'':<26}{'calls':>6}{'sent':>13}{'received':>13}{'time':>11}   difference")
     print(f"  {local.name:<26}{'':>32}{duration(local.seconds):>11}")
@@ -141,12 +141,12 @@ def show_ways(local: Way, *remote: Way) -> bool:
         assert way.metrics is not None
         difference, same = agreement(local.embeddings, way.embeddings)
         agree &= same and difference <= TOLERANCE
-        # What the service has received was sent from here.
+        # What the service received was sent from here.
         sent, received = (way.metrics.total(f"attnserve_{name}_bytes_total") for name in ("received", "sent"))
         calls = way.metrics.total("attnserve_requests_total")
         print(
             f"  {way.name:<26}{calls:>6.0f}{sent / 1024:>9,.1f} KiB{received / 1024:>9,.1f} KiB"
-            f"{duration(way.seconds):>11}   {difference:.1e}{'' if same else ', RANKED OTHERWISE'}"
+            f"{duration(way.seconds):>11}   {difference:.1e}{'' if same else ', RANKED DIFFERENTLY'}"
         )
     print()
     return agree

@@ -1,4 +1,4 @@
-"""A whole model that the service holds: token ids go there, hidden states come back.
+"""A whole model resident in the service: token ids go there, hidden states come back.
 
 In: a client of a service with the layer `minilm`, a tokenizer, sentences. Out: their embeddings. `DEFINITIONS` is the
 `layers.toml` that the service needs for it, with the model's own folder as its model directory.
@@ -22,9 +22,9 @@ file = "model.safetensors"
 
 
 def embed_resident(client: Client, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
-    """Unit vectors `[len(sentences), 384]`, as the model was trained to give them: the mean over a sentence's tokens.
+    """Unit vectors `[len(sentences), 384]`: the normalised mean over a sentence's tokens, as the model was trained.
 
-    One call for all sentences, whose tokens lie end to end: there is no padding, here or there.
+    One call for all sentences, with their tokens end to end: there is no padding, here or there.
     """
     ids: list[list[int]] = tokenizer(sentences, truncation=True)["input_ids"]
     lengths = [len(of_sentence) for of_sentence in ids]

@@ -1,6 +1,6 @@
 """The service as a process of its own, on free ports of this machine, for as long as it is needed.
 
-In: nothing but an interpreter that has `attnserve[server]`. Out: a `Service` that says where it listens.
+In: only an interpreter with `attnserve[server]`. Out: a `Service` that says where it listens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import Self
 
 STARTUP_S = 120.0
-"""How long the service may take until it serves: most of it is the import of torch."""
+"""How long the service may take to start: most of it is the import of torch."""
 SHUTDOWN_S = 30.0
 
 
 class ServiceError(Exception):
-    """The service did not become ready, or did not end well."""
+    """The service did not become ready, or did not exit with status 0."""
 
 
 class Service:
-    """`python -m attnserve_server` with these flags, started at once; `with` waits until it serves, and ends it.
+    """`python -m attnserve_server` with these flags, started at once; `with` waits until it is ready, and stops it.
 
         with Service("--device", "cpu") as service:
             Client(service.address)
@@ -39,7 +39,7 @@ class Service:
         )
 
     def __enter__(self) -> Self:
-        # A process that hangs is killed, which ends its output and so the loop.
+        # A process that hangs is killed, which ends its output and thus the loop.
         watchdog = threading.Timer(STARTUP_S, self._process.kill)
         watchdog.daemon = True
         watchdog.start()

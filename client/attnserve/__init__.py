@@ -10,8 +10,8 @@
         with client.create_cache(num_kv_heads=8, head_dim=64) as cache:   # keys and values that stay on the server
             cache.attend(query, key, value, causal=True)
 
-`AsyncClient` is the same for asyncio, `TLS` and `Token` are for servers that ask who calls, `merge_attention` puts
-together attentions over disjoint keys, and every error is an `AttnServeError`. Everything public is here.
+`AsyncClient` is the same for asyncio, `TLS` and `Token` are for servers with TLS or authentication, `merge_attention`
+combines attentions over disjoint keys, and every error is an `AttnServeError`. Everything public is here.
 """
 
 from attnserve._async_client import AsyncClient

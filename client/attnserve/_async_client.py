@@ -41,12 +41,12 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:8001") as client:
             result = await client.attend(query, key, value, causal=True)
 
-    It belongs to the loop in which it is first used, and raises RuntimeError in others; gRPC wants one event loop in a
-    process to be the only one that it meets. Otherwise everything is as with `Client`, but that it must be closed: it
-    does not notice being forgotten. Names are first looked up by `async with`, or else by the first call.
+    It belongs to the loop in which it is first used, and raises RuntimeError in others; gRPC supports only one event
+    loop per process. Otherwise everything is as with `Client`, except that it must be closed: it is not closed when it
+    is garbage-collected. Names are first looked up by `async with`, or else by the first call.
 
-    A process that has one, or had one that is not collected yet, is to spawn others, not to be forked: in the child of
-    a fork every call of an `AsyncClient`, a new one too, raises `ClientClosedError`, since gRPC has no asyncio there.
+    A process that has one, or had one that is not collected yet, should spawn processes, not fork: in the child of a
+    fork every call of an `AsyncClient`, even a new one, raises `ClientClosedError`, since gRPC has no asyncio there.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AsyncClient:
         refresh: float = 10.0,
         tracing: bool | TracerProvider = False,
     ) -> None:
-        """Sets up a client, as `Client` does. ValueError names an argument that is wrong."""
+        """Sets up a client, as `Client` does. Raises ValueError, which names the wrong argument."""
         self._settings = Settings(
             address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
         )
@@ -81,7 +81,7 @@ class AsyncClient:
     ) -> AttentionResult[ArrayT]:
         """Computes one attention. Arguments, result and errors are those of `Client.attend`.
 
-        Cancelling the task that awaits it has the server told.
+        Cancelling the task that awaits it also tells the server.
         """
         arguments.check_options("attend", options, AttendOptions)
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
@@ -98,7 +98,7 @@ class AsyncClient:
     ) -> asyncio.Future[AttentionResult[ArrayT]]:
         """Asks for one attention and returns a future of its result. Arguments are those of `Client.attend`.
 
-        What is wrong with the arguments themselves is raised here; everything else is raised by the future.
+        Errors in the arguments themselves are raised here, all others by the future.
         """
         arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
@@ -119,7 +119,7 @@ class AsyncClient:
     ) -> LayerResult[ArrayT]:
         """Applies a layer whose weights the server holds. Arguments, result and errors are those of `Client.apply`.
 
-        Cancelling the task that awaits it has the server told.
+        Cancelling the task that awaits it also tells the server.
         """
         arguments.check_options("apply", options, ApplyOptions)
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
@@ -135,7 +135,7 @@ class AsyncClient:
     ) -> asyncio.Future[LayerResult[ArrayT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
-        Arguments are those of `Client.apply`; the future is as that of `submit`.
+        Arguments are those of `Client.apply`; the future is like that of `submit`.
         """
         arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
@@ -146,7 +146,7 @@ class AsyncClient:
 
     @property
     def layers(self) -> AsyncLayers:
-        """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
+        """The layers on the server: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
         return AsyncLayers(self._calls.ask)
 
     async def create_cache(
@@ -162,7 +162,7 @@ class AsyncClient:
     ) -> AsyncCache:
         """Creates an empty cache on the server. Arguments are those of `Client.create_cache`.
 
-        As a context manager it deletes the cache when the body ends: ``async with await client.create_cache(8, 64)``.
+        As a context manager, the cache is deleted when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
@@ -181,7 +181,7 @@ class AsyncClient:
         raise failure
 
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
-        """A cache that was made elsewhere, by its name, as `Client.open_cache` finds it."""
+        """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it."""
         if address is not None:
             address = arguments.address("address", address)
             return AsyncCache(self, await self._calls.ask(cache_requests.get(name), timeout, address), address)
@@ -194,15 +194,15 @@ class AsyncClient:
         return AsyncCaches(self._calls.ask, self._calls.servers)
 
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Describes the server. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return await self._calls.ask(SERVER_INFO, timeout)
 
     async def is_ready(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server takes requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Whether the server accepts requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return await self._calls.ask(READINESS, timeout)
 
     async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server is of use: while it starts or drains too. Arguments and errors are those of `is_ready`."""
+        """Whether the server works, even if it is starting or draining. Arguments and errors as for `is_ready`."""
         return await self._calls.ask(LIVENESS, timeout)
 
     async def close(self) -> None:

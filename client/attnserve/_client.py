@@ -41,16 +41,16 @@ class Client:
         with Client("127.0.0.1:8001") as client:
             result = client.attend(query, key, value, causal=True)
 
-    It connects when it is first used, connects again by itself, and may be shared by any number of threads, but not by
-    processes: one that was used before a fork raises `ClientClosedError` in the child, and what was in flight has no
-    outcome there. Start processes by spawning, or make a client in each; gRPC itself may end a child of a process that
-    has calls in flight as it is forked.
+    It connects when it is first used, reconnects by itself, and may be shared by any number of threads, but not by
+    processes: after a fork, a client that was used before raises `ClientClosedError` in the child, and calls that were
+    in flight never complete there. Spawn processes instead, or make a client in each; gRPC itself may end the child of
+    a process that is forked with calls in flight.
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
-    So is a call that a full server refuses, as often, but not before the server says, and no more of them than were
-    answered in the last ten seconds (and ten): where few are answered, coming back makes it worse. Other errors are not
-    retried.
+    Calls that a full server refuses are retried as often, but no sooner than the server says. The number of those
+    retries is limited to ten more than the calls answered in the last ten seconds: if few are answered, retries make it
+    worse. Other errors are not retried.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Client:
         refresh: float = 10.0,
         tracing: bool | TracerProvider = False,
     ) -> None:
-        """Sets up a client; nothing is sent yet. ValueError names an argument that is wrong.
+        """Sets up a client; nothing is sent yet. Raises ValueError, which names the wrong argument.
 
-        - `address`: ``host:port`` or ``unix:/path``. For several servers that do the same: ``dns:///name:port``, which
-          names them all, a sequence of addresses, or a function that gives those that there are, in any thread. Each
-          then has streams of its own, and a call goes to the one with the fewest in flight.
+        - `address`: ``host:port`` or ``unix:/path``. For several equivalent servers: ``dns:///name:port``, which stands
+          for all of them, a sequence of addresses, or a function that returns the current ones, called in any thread.
+          Each then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
-        - `timeout`: seconds that a call waits for its reply unless it says otherwise; None for no limit.
+        - `timeout`: how many seconds a call waits for its reply, unless it has its own timeout; None for no limit.
         - `retries`: how often a call is sent again when the server goes away, or is full.
-        - `streams`: how many streams the calls to a server are spread over. One is enough.
-        - `options`: gRPC channel options, which win over the SDK's own.
-        - `tls`: a `TLS`, for a server that speaks it. Default: in the clear.
-        - `token`: the bearer token that says who calls, or a `Token` that names its file. Default: none.
-        - `refresh`: how often it is looked up which servers there are, in seconds; also when one goes away.
-        - `tracing`: whether each call is a span of OpenTelemetry's, which the server's spans are below: True for the
-          global tracer provider, or a provider. Needs ``attnserve[tracing]``.
+        - `streams`: over how many streams the calls to a server are spread. One is enough.
+        - `options`: gRPC channel options, which override the SDK's own.
+        - `tls`: a `TLS`, for a server that uses it. Default: plaintext.
+        - `token`: the bearer token that identifies the caller, or a `Token` that names its file. Default: none.
+        - `refresh`: how often the servers' addresses are looked up, in seconds; also done when a server goes away.
+        - `tracing`: whether each call is an OpenTelemetry span, the parent of the server's spans: True for the global
+          tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
         self._settings = Settings(
             address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
@@ -101,42 +101,43 @@ class Client:
         """Computes one attention and waits for it.
 
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
-        of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors of any device; the result is
-        of the query's kind, on its device. They must not change while the call is in flight. No gradient flows
-        through the service: tensors that require one are refused, unless torch computes none (``torch.no_grad``).
+        of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors on any device; the result is of
+        the query's kind, on its device. Do not change them while the call is in flight. The service computes no
+        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``).
 
         - `query`: ``[B, Hq, Lq, D]``, or ``[Hq, Lq, D]``, or ``[Lq, D]``; float32, float16, bfloat16 or float64.
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple
           of Hk: query head h reads key head ``h // (Hq // Hk)``.
         - `causal`: query i attends key j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
-          ``"bottom_right"``: it is ``S - Lq``, the last query standing at the last key. Default False.
-        - `query_offset`: the offset, an integer or ``[B]``; may be negative. Wins over what `causal` says of it.
+          ``"bottom_right"``: it is ``S - Lq``, so that the last query is aligned with the last key. Default False.
+        - `query_offset`: the offset, an integer or ``[B]``; may be negative. Overrides the one that `causal` implies.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
         - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
-          NumPy does: a mask of padding, ``[B, S]``, is ``mask[:, None, None]``.
+          in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
         - `bias`: floating, added to the scores, broadcast like `mask`.
         - `alibi_slopes`: ``[Hq]``: ``-slope * |offset + i - j|`` is added to the scores.
-        - `sinks`: ``[Hq]``: ``exp(sink)`` joins the denominator of the softmax.
-        - `kv_lengths`: ``[B]``: keys from that length on are excluded. Where packed: the lengths of the sequences.
-        - `query_lengths`: ``[B]``, where packed and only there.
+        - `sinks`: ``[Hq]``: ``exp(sink)`` is added to the denominator of the softmax.
+        - `kv_lengths`: ``[B]``: keys from that length on are excluded. If packed: the number of keys of each sequence.
+        - `query_lengths`: ``[B]``, only if packed: the number of queries of each sequence.
         - `scale`: the factor on the scores. Default ``1 / sqrt(D)`` for the dot product and 1 for other scores.
         - `softcap`: c in ``c * tanh(score / c)``, applied before bias and masks. Default none.
         - `score`: ``"dot"``, a `GeneralScore` or an `AdditiveScore`.
         - `layout`: ``"heads_first"`` as above; ``"length_first"``: ``[B, L, H, D]``; ``"packed"``: ``[total, H, D]``,
-          sequences end to end.
+          with the sequences end to end.
         - `return_lse`: whether to return the log-sum-exp of each row. Default False.
         - `return_scores`: ``"raw"``, ``"capped"``, ``"masked"`` (after bias and masks) or ``"weights"``. Default none.
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
-        - `caches`: resident caches of this client, one for each of the B sequences, or one for one. Their keys and
-          values are attended to, once `key` and `value`, if given, have been appended to them, to all or to none. S is
-          the length of the longest, and ``causal=True`` means ``"bottom_right"``. Not for the packed layout.
-        - `cache_layer`: their layer. Default 0.
+        - `caches`: resident caches of this client, one for each of the B sequences; a single one need not be in a list.
+          `key` and `value`, if given, are first appended to all of them or to none; then their keys and values are
+          attended to. S is the length of the longest, and ``causal=True`` means ``"bottom_right"``. Not for the packed
+          layout.
+        - `cache_layer`: the layer of the caches. Default 0.
 
-        A row whose every key is excluded gives output 0, weights 0 and lse -inf.
+        A row with all keys excluded gives output 0, weights 0 and lse -inf.
 
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
-        `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for a timeout that is none.
+        `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for an invalid timeout.
         """
         arguments.check_options("attend", options, AttendOptions)
         if caches is None:
@@ -158,10 +159,10 @@ class Client:
     ) -> Future[AttentionResult[ArrayT]]:
         """Asks for one attention and returns a future of its result, so that one thread can keep many in flight.
 
-        Arguments are those of `attend`. Cancelling the future has the server told; a finalizer (``__del__``) and a
-        signal's handler may do that, but nothing else with a client. What is wrong with the arguments themselves is
-        raised here; everything else is raised by the future. Callbacks of the future run in a thread of the client's,
-        one after the other: they must be quick, and must not wait for another call of this client, but may close it.
+        Arguments are those of `attend`. Cancelling the future also tells the server; finalizers (``__del__``) and
+        signal handlers may do that, but nothing else with a client. Errors in the arguments themselves are raised here,
+        all others by the future. Callbacks of the future run in a thread of the client, one after the other: they must
+        be quick, and must not wait for another call of this client, but may close it.
         """
         arguments.check_options("submit", options, AttendOptions)
         timeout = self._settings.timeout
@@ -183,38 +184,37 @@ class Client:
         """Applies a layer whose weights the server holds, and waits for it.
 
         B is the number of sequences, L and S the input and context length, d_in, d_context and d_out the layer's
-        widths, Hq its query heads. Arrays are NumPy arrays or torch tensors of any device; the result is of the input's
-        kind, on its device. They must not change while the call is in flight.
+        widths, Hq its query heads. Arrays are NumPy arrays or torch tensors on any device; the result is of the input's
+        kind, on its device. Do not change them while the call is in flight.
 
         - `layer`: the layer's name; `layers` lists them.
         - `input`: activations, ``[B, L, d_in]``, or ``[L, d_in]`` for one sequence; float32, float16, bfloat16 or
           float64, which is the dtype of the output. For a layer that begins with an embedding, token ids instead:
           integers, ``[B, L]`` or ``[L]``; the output then has the layer's dtype.
-        - `lengths`: ``[B]``, for sequences of different lengths. Either they are padded to L (what lies beyond a length
-          is not looked at, and 0 in the output), or packed, end to end: the input is then ``[total, d_in]`` or
-          ``[total]``.
+        - `lengths`: ``[B]``, for sequences of different lengths. Either they are padded to L (anything beyond a length
+          is ignored, and 0 in the output), or packed, end to end: the input is then ``[total, d_in]`` or ``[total]``.
         - `context`: what the input attends to, for cross-attention: ``[B, S, d_context]``, ``[S, d_context]`` or packed
           ``[total, d_context]``, padded or packed as the input is, of its dtype. Default: the input itself.
-        - `context_lengths`: ``[B]``, as `lengths`, of the context.
+        - `context_lengths`: ``[B]``, like `lengths`, for the context.
         - `mask`: bool or 0 and 1, true where a position attends another, broadcast to ``[B, Hq, L, S]``.
         - `bias`: floating, added to the scores, broadcast like `mask`.
         - `causal`: input i attends position j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
           ``"bottom_right"``: it is ``S - L``. Default None: as the layer is defined.
-        - `query_offset`: the offset, an integer or ``[B]``, which rotary and learned positions count from too.
+        - `query_offset`: the offset, an integer or ``[B]``; rotary and learned positions also start from it.
         - `window`: ``(left, right)``: position p attends ``p - left <= j <= p + right``; -1 is no bound. Default: as
           the layer is defined.
-        - `segments`: the segment (token type) of each token id, of the input's shape. Default 0.
+        - `segments`: the segment (token type) of each token id, in the input's shape. Default 0.
         - `return_lse`: whether to return the log-sum-exp of each row and head. Default False.
         - `return_scores`: ``"raw"``, ``"capped"``, ``"masked"`` (after bias and masks) or ``"weights"``. Default none.
         - `average_scores`: whether to average the scores over the heads. Default False.
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
-        - `caches`: resident caches of this client, one for each of the B sequences, of as many layers as the decoder
-          has blocks, which append their keys and values to them. Inputs attend to all that is there, and their
-          positions go on from it.
-        - `cache`: the only one.
+        - `caches`: resident caches of this client, one for each of the B sequences, each with as many layers as the
+          decoder has blocks; the blocks append their keys and values to them. Inputs attend to everything in the
+          caches, and their positions continue from the caches' lengths.
+        - `cache`: a single cache, instead of `caches`.
 
-        Transformers say `causal`, `window` and `bias` themselves, and give neither lse nor scores.
+        Transformers define `causal`, `window` and `bias` themselves, and return neither lse nor scores.
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
@@ -236,7 +236,7 @@ class Client:
     ) -> Future[LayerResult[ArrayT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
-        Arguments are those of `apply`; the future is as that of `submit`.
+        Arguments are those of `apply`; the future is like that of `submit`.
         """
         arguments.check_options("submit_apply", options, ApplyOptions)
         timeout = self._settings.timeout
@@ -247,7 +247,7 @@ class Client:
 
     @property
     def layers(self) -> Layers:
-        """The layers that the server holds: ``list``, ``get``, ``load`` and ``unload``."""
+        """The layers on the server: ``list``, ``get``, ``load`` and ``unload``."""
         return Layers(self._calls.ask)
 
     def create_cache(
@@ -261,19 +261,19 @@ class Client:
         ttl: float | None = None,
         timeout: float | None = 60.0,
     ) -> Cache:
-        """Creates an empty cache on the server. As a context manager, it deletes it when the body ends.
+        """Creates an empty cache on the server. As a context manager, the cache is deleted when the body ends.
 
         - `num_kv_heads`, `head_dim`: the heads of keys and values, and the width of each key head.
         - `value_dim`: the width of each value head. Default: `head_dim`.
         - `layers`: how many layers it has, each with a length of its own.
-        - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``: in what it is stored, whatever is appended.
-        - `ttl`: how long it lives after its last use, in seconds; then it is the first to go when room is needed.
-          Default: until it is deleted, or as the server is configured.
+        - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``: the dtype stored, whatever is appended.
+        - `ttl`: how long it lives after its last use, in seconds; then it is not found any more, and evicted when room
+          is needed. Default: as the server is configured, or else until it is deleted.
         - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        What is sent again makes one cache, and where a server is unavailable, another is asked. A cache whose making
-        was given up, or failed without an answer, is deleted as soon as its server hears of that; if it never does, the
-        cache is there until its `ttl` ends, and `caches` lists it.
+        Retries never make a second cache, and if a server is unavailable, another is asked. If the call is given up, or
+        fails without an answer, a cache that it made is deleted as soon as its server hears of that; if it never does,
+        the cache stays until its `ttl` ends, and `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         failure = UnavailableError("there is no server")
@@ -291,10 +291,9 @@ class Client:
         raise failure
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
-        """A cache that was made elsewhere, by its name. `NotFoundError` if none of the caller's has it.
+        """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.
 
-        `address`: where its server is, as `Cache.address` says; by default it is looked for among all that the client
-        knows of.
+        `address`: that of its server, from `Cache.address`; by default, all servers that the client knows are asked.
         """
         if address is not None:
             address = arguments.address("address", address)
@@ -308,20 +307,20 @@ class Client:
         return Caches(self._calls.ask, self._calls.servers)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """What the server is. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Describes the server. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return self._calls.ask(SERVER_INFO, timeout)
 
     def is_ready(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server takes requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Whether the server accepts requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
         return self._calls.ask(READINESS, timeout)
 
     def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server is of use: while it starts or drains too. Arguments and errors are those of `is_ready`."""
+        """Whether the server works, even if it is starting or draining. Arguments and errors as for `is_ready`."""
         return self._calls.ask(LIVENESS, timeout)
 
     def close(self) -> None:
-        """Ends the connection. Calls in flight fail with `ClientClosedError`. Not for a signal's handler, which may run
-        in the middle of a call: have it raise an exception, or set an event.
+        """Ends the connection. Calls in flight fail with `ClientClosedError`. Do not call it in a signal handler, which
+        may run in the middle of a call: have that raise an exception, or set an event.
         """
         self._calls.close()
 

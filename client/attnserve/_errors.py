@@ -5,11 +5,11 @@
     ├── NotFoundError            (LookupError)      no layer, no cache, or no file has that name
     ├── FailedPreconditionError                     the server is not in a state to do that
     ├── PermissionDeniedError    (PermissionError)  the server does not do that for this caller
-    ├── OverloadedError                             the server is full; `retry_delay` says when to come back
+    ├── OverloadedError                             the server is full; `retry_delay` says when to try again
     ├── DeadlineExceededError    (TimeoutError)     no reply within the timeout
-    ├── UnavailableError         (ConnectionError)  no server, or none that takes calls, after all retries
-    ├── RequestCancelledError                       the server gave the call up because somebody cancelled it
-    ├── ServerError                                 the server failed: a bug, memory, a method that it lacks
+    ├── UnavailableError         (ConnectionError)  no server, or none that accepts calls, after all retries
+    ├── RequestCancelledError                       the server gave up the call because it was cancelled
+    ├── ServerError                                 the server failed, or does not have the method
     ├── ProtocolError                               the server's answer makes no sense
     └── ClientClosedError                           the client was closed before the reply came
 
@@ -29,18 +29,18 @@ from grpc_status import rpc_status
 
 
 class AttnServeError(Exception):
-    """The root of the tree: everything that a call can fail with, beside a wrong use of Python."""
+    """The root of the tree: every error with which a call can fail, except wrong uses of Python."""
 
     default_code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, *, code: grpc.StatusCode | None = None, details: tuple[Message, ...] = ()) -> None:
         super().__init__(message)
         self.code: Final = code if code is not None else self.default_code
-        """The status code that the call ended with, or the one that fits where no server was asked."""
+        """The status code that the call ended with, or the one that fits if no server was asked."""
         self.details: Final = details
         """The `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo."""
         self.resent = False
-        """Whether an earlier attempt may have been carried out, whose reply was lost: the call was sent again."""
+        """Whether the call was sent again after an earlier attempt that may have been carried out, its reply lost."""
 
     @property
     def reason(self) -> str | None:
@@ -60,7 +60,7 @@ class AttnServeError(Exception):
 
 
 class InvalidRequestError(AttnServeError, ValueError):
-    """The request breaks the contract; nothing was computed and sending it again is pointless."""
+    """The request breaks the contract; nothing was computed, and sending it again is pointless."""
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -78,29 +78,29 @@ class InvalidRequestError(AttnServeError, ValueError):
 
 
 class NotFoundError(AttnServeError, LookupError):
-    """What the request names is not there: a layer, a cache, or a file of definitions."""
+    """What the request names does not exist: a layer, a cache, or a file of definitions."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 
 
 class FailedPreconditionError(AttnServeError):
-    """The request is in order, and the server is not in a state to do it; or a cache is not as long as expected."""
+    """The request is valid, but the server is not in a state to do it; or a cache does not have the expected length."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
     @property
     def actual_length(self) -> int | None:
-        """The tokens that the cache has, where the request expected another number; None if it is not about that."""
+        """How many tokens the cache has, if the request expected another number; None for other errors."""
         return self._number("length")
 
     @property
     def appended(self) -> bool:
-        """Whether that is because the request had been carried out already, and is what the cache got last."""
+        """Whether an earlier attempt of this very request was carried out, and was the last append to its layer."""
         return self._says("appended")
 
     @property
     def truncated(self) -> bool:
-        """Whether the request cut the cache off when it was sent before, whatever the cache got since."""
+        """Whether an earlier attempt of this very request cut the cache off, whatever was appended since."""
         return self._says("truncated")
 
     def _says(self, what: str) -> bool:
@@ -114,13 +114,13 @@ class PermissionDeniedError(AttnServeError, PermissionError):
 
 
 class OverloadedError(AttnServeError):
-    """The server is full, and was so at each of `retries` more attempts, made no sooner than it said."""
+    """The server is full, despite all retries that could help, made no sooner than it said."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     @property
     def retry_delay(self) -> float | None:
-        """When to come back, in seconds from now; None if the server does not say."""
+        """When to try again, in seconds from now; None if the server does not say."""
         for detail in self.details:
             if isinstance(detail, error_details_pb2.RetryInfo):
                 return float(detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9)
@@ -128,7 +128,7 @@ class OverloadedError(AttnServeError):
 
     @property
     def free_bytes(self) -> int | None:
-        """The bytes that are free for caches, where there is no room for one; None if it is not about that."""
+        """How many bytes are free for caches, if one lacks room; None for other errors."""
         return self._number("free_bytes")
 
 
@@ -139,32 +139,32 @@ class DeadlineExceededError(AttnServeError, TimeoutError):
 
 
 class UnavailableError(AttnServeError, ConnectionError):
-    """No server could be reached, or none that takes calls, although the call was retried."""
+    """No server could be reached, or none that accepts calls, although the call was retried."""
 
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
 class RequestCancelledError(AttnServeError):
-    """The server gave up the call because it was cancelled. Who cancels a future sees `CancelledError` instead."""
+    """The server gave up the call because it was cancelled. A cancelled future raises `CancelledError` instead."""
 
     default_code = grpc.StatusCode.CANCELLED
 
 
 class ServerError(AttnServeError):
-    """The server failed to compute, or has no such method."""
+    """The server failed to compute, or does not have the method."""
 
     default_code = grpc.StatusCode.INTERNAL
 
 
 class ProtocolError(AttnServeError):
-    """The server's answer makes no sense: not a message, or not a reply to what was asked."""
+    """The server's answer makes no sense: it is no valid message, or no reply to the request."""
 
     default_code = grpc.StatusCode.INTERNAL
 
 
 class ClientClosedError(AttnServeError):
-    """The client was closed before the reply came, or before the call was made; or it was used before a fork, of which
-    this process is the child; or it is an `AsyncClient`, and there was one before the fork.
+    """The client was closed before the reply came, or before the call was made; or this process is the child of a fork,
+    and the client was used before it, or is an `AsyncClient` and there was one before it.
     """
 
     default_code = grpc.StatusCode.CANCELLED

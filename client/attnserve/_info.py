@@ -24,35 +24,35 @@ class Limits:
     max_flops: int
     """The most floating-point operations admitted and not yet computed."""
     max_batch_flops: int
-    """The floating-point operations that one batch may have; one request may have more, and then runs alone."""
+    """The most floating-point operations of one batch; a single request may have more, and then runs alone."""
     max_batch_requests: int
     """The most requests in one batch."""
     max_message_calls: int
-    """The most calls, and the most cancelled ones, in one message of a stream."""
+    """The most calls, and also the most cancelled ids, in one message of a stream."""
     max_rank: int
-    """The most axes of a tensor. 0, here and below: a server of a version that does not say."""
+    """The most axes of a tensor. 0, here and below: the server's version does not say."""
     max_elements: int
     """The most elements of a tensor."""
     max_sequences: int
-    """The most sequences of a request in which each has a length, an offset or a cache of its own."""
+    """The most sequences of a request that gives each of them a length, an offset or a cache of its own."""
     max_request_flops: int
     """The most floating-point operations of one request, those of slow kernels counted several times."""
     max_caches: int
-    """The most caches open."""
+    """The most open caches."""
     max_cache_layers: int
     """The most layers of a cache."""
     max_layers: int
-    """The most layers loaded."""
+    """The most loaded layers."""
     max_caller_streams: int
     """The most streams that one caller may have open."""
     max_header_bytes: int
-    """What a request may have beside the contents of its tensors, in bytes. No setting, as those below."""
+    """The most bytes of a request other than the contents of its tensors. This and those below are no settings."""
     max_request_fields: int
-    """The most fields of a request, those of its tensors and the numbers of their shapes included."""
+    """The most fields of a request, including those of its tensors and the numbers in their shapes."""
     max_call_fields: int
-    """The most fields of a call on a stream, those of its request apart."""
+    """The most fields of a call on a stream, not counting those of its request."""
     max_plain_message_bytes: int
-    """The longest message without tensors, such as one of names, in bytes."""
+    """The longest message without tensors, such as one with names, in bytes."""
     max_axis_length: int
     """The longest axis of a tensor."""
 
@@ -62,7 +62,7 @@ class Kernel:
     """A way in which a server computes attention."""
 
     name: str
-    """Its name, as in the server's metrics."""
+    """Its name, the same as in the server's metrics."""
     description: str
     """What it is used for."""
 
@@ -74,21 +74,21 @@ class Setting:
     name: str
     """Its name, such as ``max_requests``; the flag is ``--max-requests``."""
     value: str | None
-    """Its value as it would be written, such as ``256MiB``; None where the server does not tell callers."""
+    """Its value as one would write it, such as ``256MiB``; None if the server hides it from callers."""
     source: str
     """Where the value came from: ``default``, ``environment``, ``flag`` or ``code``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is."""
+    """The description of a server."""
 
     version: str
     """The version of the server."""
     device: str
     """The device that computes, such as ``cpu`` or ``cuda:0``."""
     device_name: str
-    """What the device is, in its maker's words."""
+    """The device's name, as its maker gives it."""
     torch_version: str
     """The version of torch."""
     threads: int
@@ -100,7 +100,7 @@ class ServerInfo:
     kernels: tuple[Kernel, ...]
     """The kernels in use, in the order in which they are tried."""
     features: tuple[str, ...]
-    """What is enabled, such as ``reflection``."""
+    """The enabled features, such as ``reflection``."""
     python_version: str
     """The version of Python."""
     grpc_version: str
@@ -110,7 +110,7 @@ class ServerInfo:
     cache_pool_bytes: int
     """The bytes of the pool of resident caches."""
     settings: tuple[Setting, ...]
-    """Every setting, in the order of the documentation; none of a server that is older than they are."""
+    """Every setting, in the order of the documentation; empty if the server is too old to tell them."""
 
 
 _SOURCES: Final = {

@@ -28,7 +28,7 @@ class Layer:
     name: str
     """Its name."""
     kind: str
-    """What it is: ``multi_head``, ``single_head``, ``additive``, ``general`` or ``transformer``."""
+    """Its kind: ``multi_head``, ``single_head``, ``additive``, ``general`` or ``transformer``."""
     dtype: str
     """The dtype of its parameters on the device, such as ``float32``."""
     parameters: int
@@ -36,7 +36,7 @@ class Layer:
     bytes: int
     """The bytes that they take on the device."""
     version: int
-    """Grows with each load of a layer, across all names."""
+    """The layer's version: a number that grows with each load of a layer, across all names."""
     input_width: int
     """The width of its input; 0 if it takes token ids."""
     context_width: int
@@ -44,9 +44,9 @@ class Layer:
     output_width: int
     """The width of its output."""
     query_heads: int
-    """Its query heads; 1 where there are no heads."""
+    """Its query heads; 1 if it has no heads."""
     kv_heads: int
-    """Its key/value heads; 1 where there are no heads."""
+    """Its key/value heads; 1 if it has no heads."""
     head_dim: int
     """The width of each of its query heads (of the hidden units, for additive scores)."""
     blocks: int
@@ -60,16 +60,15 @@ class Layer:
 class Layers:
     """The layers of a server: `Client.layers`.
 
-    `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`: beside those of every call,
-    `FailedPreconditionError` where the server is not set up for it. What changes the server is sent once and not again:
-    after an `UnavailableError`, `list` says what came of it.
+    `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`. Loading and unloading are not
+    retried: after an `UnavailableError`, `list` shows the outcome.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
-        """All layers that are loaded, by name."""
+        """All loaded layers, by name."""
         return self._ask(_listing(), timeout)
 
     def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
@@ -77,17 +76,18 @@ class Layers:
         return self._ask(_getting(name), timeout)
 
     def load(self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
-        """Loads layers, all or none, and returns them by name. One that has the name of another replaces it at once.
+        """Loads layers, all or none, and returns them by name. One whose name is taken replaces the old one at once.
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
-        layers, and nothing stands for all. `InvalidRequestError` says what is wrong with a definition or its weights,
-        `NotFoundError` that there is no such file, `ServerError` that there is no memory for it, and
-        `FailedPreconditionError` that the server has no model directory.
+        layers to load, by default all. `InvalidRequestError` says what is wrong with a definition or its weights,
+        `NotFoundError` that there is no such file, `OverloadedError` that there is no memory for it,
+        `FailedPreconditionError` that the server has no model directory, or would have too many layers, and
+        `PermissionDeniedError` that callers may not load layers.
         """
         return self._ask(_loading(definitions, names), timeout)
 
     def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is not there."""
+        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
         self._ask(_unloading(names), timeout)
 
 
@@ -98,7 +98,7 @@ class AsyncLayers:
         self._ask = ask
 
     async def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
-        """All layers that are loaded, by name."""
+        """All loaded layers, by name."""
         return await self._ask(_listing(), timeout)
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
@@ -112,7 +112,7 @@ class AsyncLayers:
         return await self._ask(_loading(definitions, names), timeout)
 
     async def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is not there."""
+        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
         await self._ask(_unloading(names), timeout)
 
 

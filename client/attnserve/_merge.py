@@ -33,14 +33,14 @@ def merge_attention(
 ) -> MergedAttention[ArrayT]:
     """Merges attentions of the same queries over disjoint sets of keys, exactly.
 
-    - `results`: one or more results that were asked for with ``return_lse=True``, or ``(output, lse)`` pairs; outputs
-      ``[B, Hq, Lq, Dv]`` in the given layout, lse ``[B, Hq, Lq]`` (``[Hq, total]`` where packed), of lower rank too.
+    - `results`: one or more results of calls with ``return_lse=True``, or ``(output, lse)`` pairs; outputs
+      ``[B, Hq, Lq, Dv]`` in the given layout, lse ``[B, Hq, Lq]`` (``[Hq, total]`` if packed), or of lower rank.
     - `layout`: the layout of the outputs.
 
     With m the largest lse of a row and ``w_i = exp(lse_i - m)``: ``output = sum(w_i output_i) / sum(w_i)`` and
-    ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing anywhere gives 0 and -inf; one
-    with an lse of +inf or NaN anywhere gives NaN, as attention over all keys does.
-    The softmax of each must have been over its own keys only: give sinks to at most one of them.
+    ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing in any result gives 0 and
+    -inf; one with an lse of +inf or NaN in any gives NaN, as attention over all keys does.
+    Each softmax must have been over its own keys only: pass sinks to at most one of the calls.
 
     Raises ValueError if there is nothing to merge, an lse is missing, or shapes do not fit.
     """

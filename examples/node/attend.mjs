@@ -1,4 +1,4 @@
-// Attention, many at once and a decoder's steps, by the service: node attend.mjs [ADDRESS]
+// Uses the service for many attentions at once, and for the steps of a decoder: node attend.mjs [ADDRESS]
 
 import { array, CallError, Client, tensor } from "./attnserve.mjs";
 
@@ -11,7 +11,7 @@ function random(length) {
   return tensor(numbers, [HEADS, length, WIDTH]);
 }
 
-// softmax(q k / sqrt(d)) v of each head, each query attending to the keys up to its own, as the definition has it.
+// softmax(q k / sqrt(d)) v for each head, by its definition, with each query attending to the keys up to its own.
 function computedHere(query, key, value) {
   const [q, k, v] = [query, key, value].map(array);
   const [queries, keys] = [query.shape[1], key.shape[1]];
@@ -43,7 +43,7 @@ const { version, device } = await client.info().catch((error) => {
 });
 console.log(`attnserve ${version} on ${device}`);
 
-// A hundred calls on one stream: they travel together, and run together.
+// A hundred calls on one stream: they are sent together, and run together.
 const requests = Array.from({ length: 100 }, (_, n) => {
   const length = 1 + (n % 24);
   return { query: random(length), key: random(length), value: random(length), causal: true };
@@ -56,7 +56,7 @@ const worst = replies.map(({ output }, n) => {
 console.log(`100 on a stream, at most ${Math.max(...replies.map((reply) => reply.batch_size))} together`);
 console.log(`difference from the definition: ${Math.max(...worst).toExponential(1)}`);
 
-// Keys and values are sent once; a step of a decoder sends its own and attends to all.
+// Keys and values are sent once; each decoder step sends its own and attends to all.
 const cache = await client.createCache({ num_kv_heads: HEADS, head_dim: WIDTH, dtype: "DATA_TYPE_FLOAT32" });
 const [key, value] = [random(500), random(500)];
 let length = await client.append({ name: cache.name, expected_length: 0, key, value });
@@ -67,7 +67,7 @@ for (let step = 0; step < 10; step++) {
 }
 console.log(`a cache of ${length} tokens, after 10 steps`);
 
-// What is wrong says which field, and a second attempt at an append what the cache has.
+// An invalid request gets an error with the wrong field; a second attempt at an append, one with the cache's length.
 for (const wrong of [
   { query: random(3), key: random(4), value: random(5) },
   { query: random(1), key: random(1), value: random(1), caches: [{ name: cache.name, expected_length: 500 }] },

@@ -1,7 +1,7 @@
-// A client of the service by nothing but its protocol: many calls on one stream, resident caches, errors with details.
+// A client of the service from its protocol alone: many calls on one stream, resident caches, errors with details.
 //
-// In: the descriptor set that `make descriptors` writes, an address, requests as the protos have them. Out: promises.
-// What the SDK for Python does besides, several servers, calls that are sent again, traces, is not here.
+// In: the descriptor set that `make descriptors` writes, an address, requests as in the protos. Out: promises.
+// Not here, but in the SDK for Python: several servers, retries, traces.
 
 import { readFileSync } from "node:fs";
 import { credentials, loadPackageDefinition, Metadata, status } from "@grpc/grpc-js";
@@ -17,7 +17,7 @@ const { AttentionService, CacheService } = loadPackageDefinition(TYPES).attnserv
 
 const MAX_REPLY_BYTES = 256 * 1024 * 1024; // gRPC's own limit is 4 MiB
 const MAX_MESSAGE_BYTES = 1024 * 1024; // of calls that travel together
-const MAX_MESSAGE_CALLS = 64; // any server takes as many (Limits.max_message_calls)
+const MAX_MESSAGE_CALLS = 64; // every server accepts that many (Limits.max_message_calls)
 
 const ARRAYS = {
   DATA_TYPE_FLOAT32: Float32Array,
@@ -26,8 +26,8 @@ const ARRAYS = {
   DATA_TYPE_BOOL: Uint8Array,
 };
 
-// What a call ends with that has no result. `code` is gRPC's, `reason` is the server's and never changes; `field` is
-// the field that is wrong, and `retryDelay` how many seconds later there should be room.
+// The error of a call. `code` is gRPC's, `reason` is the server's and never changes; `field` is the field that is
+// wrong, and `retryDelay` is in how many seconds there should be room.
 export class CallError extends Error {
   constructor({ code, message, details }) {
     super(message);
@@ -53,18 +53,18 @@ export function tensor(array, shape) {
   return { dtype, shape, data: Buffer.from(array.buffer, array.byteOffset, array.byteLength) };
 }
 
-// The array of numbers of a tensor, copied: what has arrived is not aligned.
+// The array of numbers of a tensor, copied: received data may not be aligned.
 export function array({ dtype, data }) {
   return new ARRAYS[dtype](data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength));
 }
 
-// A server. A token needs a certificate: gRPC sends none where anybody can read it.
+// A server. Give a token only along with a certificate: without one, it is sent in plaintext.
 export class Client {
   #attention;
   #caches;
   #metadata;
   #stream = null;
-  #streams = new Set(); // those that were left, too, as long as they owe replies
+  #streams = new Set(); // including old ones with replies outstanding
 
   constructor(address, { token, rootCertificate } = {}) {
     const channelCredentials = rootCertificate ? credentials.createSsl(rootCertificate) : credentials.createInsecure();
@@ -84,7 +84,7 @@ export class Client {
     return this.#unary(this.#attention, "attend", request, timeout);
   }
 
-  // One attention among many, on the stream that all of them share. This is the fast way.
+  // One attention among many, on the stream that they all share. This is the fast way.
   async attend(request, timeout = 60) {
     if (!this.#stream?.open) {
       const stream = new Stream(this.#attention.attendStream(this.#metadata));
@@ -100,7 +100,7 @@ export class Client {
     return (await this.#unary(this.#caches, "create", request)).cache;
   }
 
-  // Appends to a cache, and says how many tokens it has then. With `expected_length` and an `append_id` of its own, a
+  // Appends to a cache, and returns how many tokens it has then. With `expected_length` and a unique `append_id`, a
   // second attempt is recognised.
   async append(request) {
     return (await this.#unary(this.#caches, "append", request)).length;
@@ -128,7 +128,7 @@ export class Client {
 // Calls on one stream, any number in flight: each has a number, replies come in any order.
 class Stream {
   open = true;
-  ended; // when nothing more comes
+  ended; // resolves when nothing more comes
   #rpc;
   #waiting = new Map();
   #unsent = [];
@@ -153,14 +153,14 @@ class Stream {
     });
   }
 
-  // Half-closes it, and waits until all that is due has come.
+  // Half-closes it, and waits for all outstanding replies.
   end() {
     this.open = false;
     this.#write();
     return this.ended;
   }
 
-  // What is there when the last message is on its way goes with the next; none waits to be filled.
+  // Calls that are ready when the last message has been written go into the next; no message waits to be filled.
   #write() {
     if (this.#writing) return;
     this.#writing = true;
@@ -178,7 +178,7 @@ class Stream {
       };
       if (!calls.length) more();
       else if (this.#rpc.write({ calls })) more();
-      else this.#rpc.once("drain", more); // the connection takes no more at the moment
+      else this.#rpc.once("drain", more); // the connection accepts no more at the moment
     });
   }
 
@@ -190,7 +190,7 @@ class Stream {
       if (result === "error") call.reject(new CallError(error));
       else call.resolve(attend);
     }
-    if (closing) this.end(); // the connection has become old: what comes now goes on another
+    if (closing) this.end(); // the connection has become old: further calls go on another
   }
 
   #end(error, resolve) {
@@ -201,7 +201,7 @@ class Stream {
   }
 }
 
-// The error of an RPC, with what the server says of it.
+// The error of an RPC, with the server's details.
 function callError(error) {
   const [details] = error.metadata?.get("grpc-status-details-bin") ?? [];
   if (!details) return new CallError({ code: error.code, message: error.details });

@@ -118,7 +118,7 @@ def test_the_view_fits(width: int) -> None:
     shown = text(figures(reading(0, 0), reading(1, 1234, 7, 0.25)), width, tuple(range(40)))
     assert max(map(len, shown.splitlines())) <= width
     assert len(shown.splitlines()) < 24, "with a line of its own for what is said, it fits the smallest terminals"
-    for words in ("1,241 requests/s", "25% in use", "75% of the bound on requests", "serving, up 0:01:01", "▁", "█"):
+    for words in ("1,241 requests/s", "25% in use", "75% of the limit on requests", "serving, up 0:01:01", "▁", "█"):
         assert words in shown
     assert "…" not in shown
 
@@ -321,7 +321,7 @@ def test_live(server: Any) -> None:
     terminal = Terminal(server.http_address, "--interval", "0.1")
     try:
         for _ in range(3):
-            terminal.until("until ctrl-c")
+            terminal.until("ctrl-c ends it")
             terminal.until("requests/s")
     finally:
         status = terminal.interrupt()

@@ -30,7 +30,7 @@ def test_items_are_ranked_for_users_whose_histories_stay_in_the_service(server: 
     command = [sys.executable, str(EXAMPLES / "rank_items.py"), "--address", server.address, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = dict(line.split(maxsplit=1) for line in done.stdout.replace("beside NumPy", "difference").splitlines())
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.replace("versus NumPy", "difference").splitlines())
     assert lines["rankings"].startswith("60 of 50 candidates")
     assert lines["by"].split() == ["popularity", "none"]
 

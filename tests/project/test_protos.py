@@ -81,7 +81,7 @@ def test_generated_files_of_no_proto_are_found(workshop: Path) -> None:
 
 
 def test_a_comment_that_is_missing_is_found(workshop: Path) -> None:
-    replace(workshop, "// Asks what this server is.\n", "")
+    replace(workshop, "// Asks for a description of this server.\n", "")
     with pytest.raises(protos.ProtoError, match=r"ServerInfoRequest.*comment"):
         protos.lint()
 

@@ -40,16 +40,16 @@ class Cache(CacheState):
             result = cache.attend(query, key, value, causal=True)       # a step of a decoder
 
     Leaving the `with` deletes it. It may be shared by any number of threads: operations take effect in the order in
-    which they are asked for, those that only read side by side.
+    which they are called; those that only read run side by side.
 
     Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError` or
-    `ServerError`, or is cancelled, may have been carried out all the same; the next one that appends or attends then
-    raises `FailedPreconditionError`, with the `actual_length`, and `refresh` takes notice of it. The same happens where
-    somebody else appends to the cache.
+    `ServerError`, or is cancelled, may still have been carried out; the next one that appends or attends then raises
+    `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if somebody
+    else appends to the cache.
 
-    `timeout` is in seconds and covers the wait for other operations on the cache; None for no limit. Each method raises
-    an `AttnServeError`; beside those of every call, `NotFoundError` where the cache is gone, and `OverloadedError`
-    where there is no room, with `free_bytes`.
+    `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit. Each method
+    raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the cache is gone, and
+    `OverloadedError` with `free_bytes` if there is no room.
     """
 
     def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
@@ -58,7 +58,7 @@ class Cache(CacheState):
 
     @property
     def bytes(self) -> int:
-        """The bytes that it holds, those that it shares with other caches included. Asks the server."""
+        """The bytes that it holds, including those that it shares with other caches. Asks the server."""
         return self.info().bytes
 
     def append(
@@ -72,8 +72,8 @@ class Cache(CacheState):
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length.
 
-        - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, or with a batch of one before that; with the layout
-          ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
+        - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, optionally with a leading batch axis of one; with the
+          layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
         """
         return self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
 
@@ -86,15 +86,15 @@ class Cache(CacheState):
         layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[ArrayT]:
-        """Attends to one layer, having appended a key and a value to it first if they are given, in one call.
+        """Attends to one layer, after appending key and value to it if they are given, in one call.
 
-        Arguments, result and errors are those of `Client.attend`; S is the length of the layer, after the append.
+        Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append.
         """
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
-        """Another cache with the same content, in constant time: what is there is shared, what either appends is its
-        own. `ttl` as in `Client.create_cache`, by default that of this cache.
+        """Makes another cache with the same content, in constant time: existing content is shared, and what either
+        appends is its own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
         calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
         with Making(rpc, calls.tell) as making:
@@ -104,21 +104,21 @@ class Cache(CacheState):
         return cache
 
     def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
-        """Cuts off what is behind a length, as if it had never been appended. Layers that are shorter stay as they are;
-        `InvalidRequestError` if all are.
+        """Cuts the cache off at a length, as if what came after had never been appended. Layers that are shorter stay
+        as they are; `InvalidRequestError` if all are.
         """
         self._client._calls.perform(plans.truncate(self, length, timeout))
 
     def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What the server says of the cache now."""
+        """The cache's current state, as the server reports it."""
         return self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
 
     def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What the server says of the cache; its lengths are taken to be true from now on."""
+        """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
         return self._client._calls.perform(plans.refresh(self, timeout))
 
     def delete(self, *, timeout: float | None = 60.0) -> None:
-        """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
+        """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
         self._client._calls.perform(plans.delete(self, timeout))
 
     def __enter__(self) -> Self:
@@ -158,11 +158,11 @@ class AsyncCache(CacheState):
         layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[ArrayT]:
-        """Attends to one layer, having appended a key and a value to it first if they are given, in one call."""
+        """Attends to one layer, after appending key and value to it if they are given, in one call."""
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
-        """Another cache with the same content, in constant time, as `Cache.fork` makes it."""
+        """Makes another cache with the same content, in constant time, as `Cache.fork` does."""
         calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
         with Making(rpc, calls.tell) as making:
             making.at(self.home)
@@ -171,19 +171,19 @@ class AsyncCache(CacheState):
         return cache
 
     async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
-        """Cuts off what is behind a length, as `Cache.truncate` does."""
+        """Cuts the cache off at a length, as `Cache.truncate` does."""
         await self._client._calls.perform(plans.truncate(self, length, timeout))
 
     async def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What the server says of the cache now."""
+        """The cache's current state, as the server reports it."""
         return await self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
 
     async def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What the server says of the cache; its lengths are taken to be true from now on."""
+        """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
         return await self._client._calls.perform(plans.refresh(self, timeout))
 
     async def delete(self, *, timeout: float | None = 60.0) -> None:
-        """Deletes the cache, after all that was asked of it before. One that is gone already is no error."""
+        """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
         await self._client._calls.perform(plans.delete(self, timeout))
 
     async def __aenter__(self) -> Self:
@@ -200,7 +200,7 @@ def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
 
 
 class Caches:
-    """The caller's caches, on all servers that the client knows of: `Client.caches`.
+    """The caller's caches, on all servers that the client knows: `Client.caches`.
 
     `timeout` is in seconds for each server, None for no limit. Each method raises an `AttnServeError`.
     """
@@ -210,22 +210,22 @@ class Caches:
         self._servers = servers
 
     def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
-        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
+        """All caches of the caller, by server and in order of creation. Renews no lease."""
         return self.pool(timeout=timeout).caches
 
     def pool(self, *, timeout: float | None = 60.0) -> CachePool:
-        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
         rpc, homes = cache_requests.list_all(), self._servers.homes(timeout)
         return CachePool.together([self._ask(rpc, timeout, home) for home in homes])
 
     def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
         return self.find(name, timeout)[0]
 
     def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
-        """What one cache is, and the address of its server, if the client knows several."""
+        """Describes one cache, and gives the address of its server if the client knows several."""
         failures: list[AttnServeError] = []
         for home in self._servers.homes(timeout):
             try:
@@ -235,8 +235,8 @@ class Caches:
         raise _in_vain(failures)
 
     def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
-        reach is an error, once all others have been asked.
+        """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
+        an error, raised once all others have been asked.
         """
         names = arguments.names("names", names)
         if not names:
@@ -260,22 +260,22 @@ class AsyncCaches:
         self._servers = servers
 
     async def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
-        """All caches of the caller, by server and by the time of their creation. Renews no lease."""
+        """All caches of the caller, by server and in order of creation. Renews no lease."""
         return (await self.pool(timeout=timeout)).caches
 
     async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
-        """All caches of the caller, and how full the pools are together. Renews no lease."""
+        """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
         rpc, homes = cache_requests.list_all(), await self._servers.homes_soon(timeout)
         return CachePool.together([await self._ask(rpc, timeout, home) for home in homes])
 
     async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
-        """What one cache is. Does not renew its lease. `NotFoundError` if none of the caller's has that name, and
+        """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
         return (await self.find(name, timeout))[0]
 
     async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
-        """What one cache is, and the address of its server, as `Caches.find` says."""
+        """Describes one cache, and gives the address of its server, as `Caches.find` does."""
         failures: list[AttnServeError] = []
         for home in await self._servers.homes_soon(timeout):
             try:
@@ -285,8 +285,8 @@ class AsyncCaches:
         raise _in_vain(failures)
 
     async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
-        """Deletes caches, by one name, several or none. Names that are not there are ignored; a server that is out of
-        reach is an error, once all others have been asked.
+        """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
+        an error, raised once all others have been asked.
         """
         names = arguments.names("names", names)
         if not names:

@@ -62,13 +62,13 @@ class CacheState:
         self.layers: Final = info.layers
         """How many layers it has."""
         self.dtype: Final = info.dtype
-        """The dtype in which it is stored, such as ``float32``."""
+        """The stored dtype, such as ``float32``."""
         self.ttl: Final = info.ttl
         """How long it lives after its last use, in seconds; None: until it is deleted."""
         self.home: Final = home
-        """The address of the server that it is asked for at; None for wherever the client's address leads."""
+        """The address of the server that is asked about it; None for wherever the client's address leads."""
         self.address: Final = info.address or home
-        """Where the server that holds it can be reached, by `Client.open_cache` too; None if nobody says."""
+        """Where the server that holds it can be reached, also for `Client.open_cache`; None if not known."""
         self.tokens: Final = list(info.lengths)
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
         self.ids: Final = itertools.count(secrets.randbits(63) + 1)
@@ -80,12 +80,12 @@ class CacheState:
 
     @property
     def length(self) -> int:
-        """The tokens of layer 0, as of the last operation that succeeded."""
+        """The number of tokens in layer 0, as of the last operation that succeeded."""
         return self.tokens[0]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of each layer, as of the last operation that succeeded."""
+        """The number of tokens in each layer, as of the last operation that succeeded."""
         return tuple(self.tokens)
 
     def __reduce__(self) -> NoReturn:

@@ -107,9 +107,12 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
 def add_flags(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
     """Adds the command's own flags."""
     parser.add_argument("--loads", type=_loads, default=["S", "M", "D"], metavar="NAMES", help=_described())
-    parser.add_argument("--seconds", type=seconds, default=2.0, help="of each measurement (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=2.0, help="duration of each measurement (%(default)s)")
     parser.add_argument(
-        "--open", action=argparse.BooleanOptionalAction, default=True, help="open loops at 50 %% and 90 %% too"
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure open loops, at 50 %% and 90 %% of the rate reached (on by default)",
     )
 
 
@@ -122,7 +125,7 @@ def _loads(text: str) -> list[str]:
 
 def _described() -> str:
     each = "; ".join(f"{name}: {load.description}" for name, load in LOADS.items())
-    return f"which, by name (S,M,D). {each}. All of {HEADS} heads of {HEAD_DIM}, float32"
+    return f"the loads to run (S,M,D). {each}. All with {HEADS} heads of {HEAD_DIM}, float32"
 
 
 def _say(what: str) -> None:
@@ -284,5 +287,5 @@ def _text(found: Sequence[Measured]) -> str:
         )
     loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
     return "\n".join(
-        [table(rows, words=2), "", *loads, "Times are in µs; an open loop's count from when a request was due."]
+        [table(rows, words=2), "", *loads, "Times are in µs; in open loops they count from when a request was due."]
     )

@@ -99,7 +99,7 @@ def _measure(parsed: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnserve", description="Talk to an attention service.")
+    parser = argparse.ArgumentParser(prog="attnserve", description="Query and measure an attention service.")
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
@@ -110,38 +110,40 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(common)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, ask, help_text in (
-        ("info", _info, "what a server is"),
-        ("layers", _layers, "the layers that a server holds"),
-        ("caches", _caches, "the caches that a server holds for the caller"),
+        ("info", _info, "show a server's version, device, limits and settings"),
+        ("layers", _layers, "list a server's loaded layers"),
+        ("caches", _caches, "list the caller's caches on a server"),
     ):
-        command = commands.add_parser(name, parents=[common], help=help_text, description=f"Say {help_text}.")
+        command = commands.add_parser(name, parents=[common], help=help_text, description=f"{help_text.capitalize()}.")
         command.set_defaults(run=_ask, ask=ask)
     bench = commands.add_parser(
-        "bench", parents=[common], help="how fast a server answers", description="Measure how fast a server answers."
+        "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
     _bench.add_flags(bench, _seconds)
     bench.set_defaults(run=_measure)
     top = commands.add_parser(
-        "top", help="what a server does, live", description="Show what a server does, read from its metrics."
+        "top",
+        help="show a server's load and latency, live",
+        description="Show a server's load and latency, live, from its metrics.",
     )
     top.add_argument(
-        "address", nargs="?", default=_METRICS_ADDRESS, help="host:port, or URL, of its HTTP port (%(default)s)"
+        "address", nargs="?", default=_METRICS_ADDRESS, help="host:port or URL of its HTTP port (%(default)s)"
     )
     top.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from one reading to the next (%(default)s)"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time between readings (%(default)s)"
     )
-    top.add_argument("--once", action="store_true", help="show it once, and end")
-    top.add_argument("--json", action="store_true", help="print JSON, once")
+    top.add_argument("--once", action="store_true", help="print once and exit")
+    top.add_argument("--json", action="store_true", help="print JSON once and exit")
     top.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)")
     add_flags(top)
     top.set_defaults(run=_top)
     health = commands.add_parser(
         "health",
-        help="whether a server is ready",
-        description="Ask for a server's health (grpc.health.v1). The exit status is 0 if it is well, and 1 if not.",
+        help="check whether a server is ready",
+        description="Check a server's health (grpc.health.v1). The exit status is 0 if it is healthy, and 1 if not.",
     )
     health.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
-    health.add_argument("--live", action="store_true", help="ask whether it lives, ready or not")
+    health.add_argument("--live", action="store_true", help="check whether it is alive, ready or not")
     health.add_argument(
         "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
     )

@@ -27,23 +27,23 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "--ca": {
         "variable": "ATTNSERVE_CA",
         "metavar": "FILE",
-        "help": "connect over TLS, to a server whom these authorities vouch for",
+        "help": "connect over TLS, to a server with a certificate from these authorities",
     },
     "--certificate": {
         "variable": "ATTNSERVE_CLIENT_CERTIFICATE",
         "metavar": "FILE",
-        "help": "the certificate to show (mutual TLS)",
+        "help": "the client certificate (mutual TLS)",
     },
     "--key": {"variable": "ATTNSERVE_CLIENT_KEY", "metavar": "FILE", "help": "its private key"},
     "--server-name": {
         "variable": "ATTNSERVE_SERVER_NAME",
         "metavar": "NAME",
-        "help": "the name in the server's certificate, if it is not that of the address",
+        "help": "the name in the server's certificate, if not that of the address",
     },
     "--token-file": {
         "variable": "ATTNSERVE_TOKEN_FILE",
         "metavar": "FILE",
-        "help": f"a file with the bearer token; the variable {TOKEN_VARIABLE} holds a token itself",
+        "help": f"a file with the bearer token; or put the token itself into the variable {TOKEN_VARIABLE}",
     },
 }
 
@@ -52,11 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the connection flags to a command."""
     group = parser.add_argument_group("connection")
     group.add_argument(
-        "--tls", action="store_true", help="connect over TLS, to a server whom public authorities vouch for"
+        "--tls", action="store_true", help="connect over TLS, to a server with a certificate from public authorities"
     )
     for name, flag in FLAGS.items():
         group.add_argument(name, metavar=flag["metavar"], help=f"{flag['help']} [{flag['variable']}]")
-    group.add_argument("--plaintext-token", action="store_true", help="send the token without TLS, whoever may listen")
+    group.add_argument("--plaintext-token", action="store_true", help="send the token even without TLS")
 
 
 def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None:

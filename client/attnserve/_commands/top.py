@@ -1,4 +1,4 @@
-"""`attnserve top`: what one server does, live in a terminal, read from its metrics.
+"""`attnserve top`: one server's load and latency, live in a terminal, from its metrics.
 
 In: the address of its HTTP port. Out: a view that is redrawn at each reading until interrupted; or, once, a view or
 JSON, for scripts. Needs the extra `top`.
@@ -64,14 +64,14 @@ def _once(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
 def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
-        print("attnserve: top: this is no terminal; --once and --json are for scripts", file=sys.stderr)
+        print("attnserve: top: not a terminal; in scripts, use --once or --json", file=sys.stderr)
         return 2
     before: Reading | None = None
     last: Figures | None = None
     history: deque[float] = deque(maxlen=_HISTORY)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            said = Text(f"every {parsed.interval:g} s, until ctrl-c", style="dim")
+            said = Text(f"every {parsed.interval:g} s; ctrl-c ends it", style="dim")
             try:
                 after = Reading.of(endpoint)
                 if before is not None:

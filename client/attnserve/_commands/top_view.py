@@ -53,15 +53,15 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
         ),
         (
             "queue",
-            f"{load.queue_requests:,.0f} wait ({_bytes(load.queue_bytes)}), "
+            f"{load.queue_requests:,.0f} waiting ({_bytes(load.queue_bytes)}), "
             f"{load.in_flight.get('requests', 0.0):,.0f} in flight"
             + (f", work of {_seconds(load.in_flight['seconds'])}" if load.in_flight.get("seconds") else ""),
         ),
-        ("", f"{_bar(fullest)} {_percent(fullest)} of the bound on {bound}" if bound else ""),
+        ("", f"{_bar(fullest)} {_percent(fullest)} of the limit on {bound}" if bound else ""),
         (
             "batches",
             f"{_rate(batches.batches)}/s of {_number(batches.mean_requests)} requests "
-            f"(99 of 100: {_number(batches.p99_requests)}), {_percent(batches.padding)} padding",
+            f"(p99: {_number(batches.p99_requests)}), {_percent(batches.padding)} padding",
         ),
         (
             "device",
@@ -76,7 +76,7 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
         ),
         ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items())),
         ("refused", _by_name(figures.rejected, "/s")),
-        ("given up", _by_name(figures.cancelled, "/s")),
+        ("cancelled", _by_name(figures.cancelled, "/s")),
         ("callers", _by_part(figures.callers)),
         (
             "caches",
@@ -105,7 +105,7 @@ def _operations(figures: Figures) -> Table:
         failed = Text(_rate(operation.failed), style="bold red" if operation.failed else "")
         table.add_row(Text(name), _rate(operation.requests), _seconds(operation.p50), _seconds(operation.p99), failed)
     if not figures.operations:
-        table.add_row("nothing was asked yet")
+        table.add_row("no requests yet")
     return table
 
 

@@ -54,7 +54,7 @@ _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What a server says of a cache."""
+    """The description of a cache by its server."""
 
     name: str
     """Its name, which nobody can guess."""
@@ -67,11 +67,11 @@ class CacheInfo:
     layers: int
     """How many layers it has."""
     dtype: str
-    """The dtype in which it is stored, such as ``float32``."""
+    """The stored dtype, such as ``float32``."""
     lengths: tuple[int, ...]
-    """The tokens of each layer."""
+    """The number of tokens in each layer."""
     bytes: int
-    """The bytes that it holds, those that it shares with other caches included."""
+    """The bytes that it holds, including those that it shares with other caches."""
     shared_bytes: int
     """Of these, the bytes that it shares."""
     ttl: float | None
@@ -87,11 +87,11 @@ class CachePool:
     """The caller's caches, and how full the server's pool is."""
 
     caches: tuple[CacheInfo, ...]
-    """The caches, by the time of their creation."""
+    """The caches, in order of creation."""
     bytes: int
     """The bytes of the pool."""
     free_bytes: int
-    """Of these, the bytes that nothing holds."""
+    """Of these, the bytes that are free."""
 
     @classmethod
     def together(cls, pools: Sequence[CachePool]) -> CachePool:

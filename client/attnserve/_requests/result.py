@@ -10,20 +10,20 @@ from attnserve._requests.arguments import ArrayT
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long each phase of a call took, in seconds: as the server measured them, and the whole as the SDK did."""
+    """How long each phase of a call took, in seconds: phases as measured by the server, the total by the SDK."""
 
     decode: float
     """Decoding and checking the request."""
     queue: float
     """Waiting to be run."""
     staging: float
-    """Bringing the batch to the device."""
+    """Moving the batch to the device."""
     compute: float
     """Computing the batch."""
     encode: float
-    """Bringing the results back and encoding them."""
+    """Moving the results back and encoding them."""
     total: float
-    """From the call of the client's method to the result, the network included."""
+    """From the call of the client's method to the result, including the network."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,17 +33,17 @@ class AttentionResult(Generic[ArrayT]):
     output: ArrayT
     """``[B, Hq, Lq, Dv]`` in the layout, rank and dtype of the query."""
     lse: ArrayT | None
-    """Log-sum-exp of each row: ``[B, Hq, Lq]`` whatever the layout (``[Hq, total]`` where packed), without the axes
+    """Log-sum-exp of each row: ``[B, Hq, Lq]`` whatever the layout (``[Hq, total]`` if packed), without the axes
     that the query's rank lacks; float32, or float64 for float64 queries. None unless asked for."""
     scores: ArrayT | None
-    """The scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` where packed), without
+    """The scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` if packed), without
     the axes that the query's rank lacks, in the dtype of the query. None unless asked for."""
     timings: Timings
     """How long each phase took."""
     batch_size: int
-    """How many requests ran together with this one, itself included."""
+    """How many requests were in its batch, itself included."""
     cache_lengths: tuple[int, ...] = ()
-    """The tokens that the layer has now in each of the resident caches; empty without them."""
+    """How many tokens the layer now has in each of the resident caches; empty without caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +51,19 @@ class LayerResult(Generic[ArrayT]):
     """The result of a layer. Arrays are of the input's kind, NumPy or torch, and on the input's device."""
 
     output: ArrayT
-    """``[B, L, d_out]``, ``[L, d_out]`` for one sequence, or packed ``[total, d_out]``, as the input; of the input's
-    dtype, or of the layer's where the input is token ids. Padding is 0."""
+    """``[B, L, d_out]``, ``[L, d_out]`` for one sequence, or packed ``[total, d_out]``, like the input; of the input's
+    dtype, or of the layer's if the input is token ids. Padding is 0."""
     lse: ArrayT | None
-    """Log-sum-exp of each row and head: ``[B, Hq, L]``, ``[Hq, L]`` for one sequence, or ``[Hq, total]`` where packed;
+    """Log-sum-exp of each row and head: ``[B, Hq, L]``, ``[Hq, L]`` for one sequence, or ``[Hq, total]`` if packed;
     float32, or float64 for float64 layers. None unless asked for."""
     scores: ArrayT | None
-    """The scores asked for: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or ``[Hq, total, longest S]`` where
+    """The scores asked for: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or ``[Hq, total, longest S]`` if
     packed; without the axis Hq if averaged. None unless asked for."""
     timings: Timings
     """How long each phase took."""
     batch_size: int
-    """How many requests ran together with this one, itself included."""
+    """How many requests were in its batch, itself included."""
     layer_version: int
     """The version of the layer that computed it, as in `Layer.version`."""
     cache_lengths: tuple[int, ...] = ()
-    """The tokens that each of the resident caches has now; empty without them."""
+    """How many tokens each of the resident caches now has; empty without caches."""

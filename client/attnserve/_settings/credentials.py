@@ -30,21 +30,21 @@ _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """An encrypted connection to a server that proves who it is.
+    """An encrypted connection to a server with a certificate.
 
-        TLS()                                                             authorities that gRPC knows
-        TLS(ca="ca.pem")                                                  authorities of one's own
+        TLS()                                                             gRPC's own list of authorities
+        TLS(ca="ca.pem")                                                  your own authorities
         TLS(ca="ca.pem", certificate="client.pem", key="client-key.pem")  mutual TLS
         TLS(ca="ca.pem", server_name="attnserve.example.org")             a server reached by another name
 
-    The files are read when a client is made, and again when they have changed: calls then travel on new connections,
-    and those in flight end on the old ones. Files that are not in order, in the midst of a rotation, are waited for.
+    The files are read when a client is made, and again when they have changed: new calls then use new connections, and
+    those in flight end on the old ones. While the files do not fit together, during a rotation, the old ones are used.
     """
 
     ca: PathLike | None = None
-    """The authorities that may vouch for the server, a PEM file. Default: gRPC's own list."""
+    """The authorities that may sign the server's certificate, a PEM file. Default: gRPC's own list."""
     certificate: PathLike | None = None
-    """The certificate that the client shows, with its chain, a PEM file."""
+    """The client's certificate, with its chain, a PEM file."""
     key: PathLike | None = None
     """The private key of that certificate, a PEM file."""
     server_name: str | None = None
@@ -55,11 +55,11 @@ class TLS:
             raise ValueError("tls: expected both a certificate and its key, or neither")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials of a channel. ValueError if a file cannot be read."""
+        """The credentials for a channel. ValueError if a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
     def check(self) -> None:
-        """ValueError if the files are not in order: a key that is not the certificate's, authorities that are none."""
+        """Raises ValueError if the files are not valid: a key that is not the certificate's, or invalid authorities."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.certificate is not None:
@@ -72,7 +72,7 @@ class TLS:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token, by which the server knows who calls.
+    """A bearer token, by which the server identifies the caller.
 
         Token("attnserve_...")
         Token(file="/run/secrets/attnserve-token")     read again when it changes
@@ -82,9 +82,9 @@ class Token:
     """
 
     value: str | None = field(default=None, repr=False)
-    """The token itself; or else `file`."""
+    """The token itself; or use `file`."""
     file: PathLike | None = None
-    """The file that holds it, and nothing else."""
+    """The file that holds the token and nothing else."""
     plaintext: bool = False
     """Whether to send it to other machines without TLS."""
 

@@ -1,10 +1,10 @@
-"""Boolean attention masks to the few numbers that say the same.
+"""Recognises boolean attention masks that a few numbers can describe.
 
 In: a mask `[B, 1, Lq, S]` (true means attend), the position of its first query, the width of its local attention.
-Out: a `MaskPattern`, or None if the mask is of no pattern that a request has an option for.
+Out: a `MaskPattern`, or None if no options of a request can express the mask.
 
 A causal mask of 1024 by 1024 tokens is a megabyte on the wire, once per layer; "causal" is two bytes, and lets the
-server choose a kernel that skips what is excluded. The pattern is proved against the mask's elements, never guessed
+server choose a kernel that skips what is excluded. The pattern is checked against the mask's elements, never guessed
 from where the mask came from, so that both always mean the same.
 """
 
@@ -20,21 +20,21 @@ _Window = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """What a mask excludes, said with the options of a request. All of them combine with AND."""
+    """What a mask excludes, as options of a request. They combine with AND."""
 
     causal: bool = False
     """Whether query i attends key j only if `j <= query_offset + i`."""
     window: _Window | None = None
     """How many keys a query sees to the left and to the right of its position; -1 for no bound."""
     query_offset: int = 0
-    """The position of the first query among the keys; says nothing unless `causal` or `window` does."""
+    """The position of the first query among the keys; without effect unless there is `causal` or `window`."""
     kv_lengths: torch.Tensor | None = None
     """Int64 `[B]`: keys from that length on are excluded."""
     keys: torch.Tensor | None = None
-    """Bool `[B, 1, 1, S]`: which keys any query may attend."""
+    """Bool `[B, 1, 1, S]`: which keys may be attended at all."""
 
     def options(self, query_length: int, kv_length: int) -> dict[str, Any]:
-        """The arguments of `Client.attend` that mean this pattern; none for what it does not restrict."""
+        """The arguments of `Client.attend` that express this pattern; none for what it does not restrict."""
         options: dict[str, Any] = {}
         if self.window is not None:
             options["window"] = self.window
@@ -58,12 +58,12 @@ def recognise(mask: torch.Tensor, query_offset: int, local_size: int | None) -> 
 
     `query_offset` is the position of the first query relative to the first key. `local_size` is the width of a
     sliding window, if there may be one: a causal query sees that many keys, itself included; a bidirectional one
-    that many to either side. Wrong values of the two cost a pattern that is not found, never a wrong pattern.
+    that many to either side. If they are wrong, a pattern may not be found, but none is found that is wrong.
     """
     if mask.shape[1] != 1:
         return None
     batch, _, query_length, kv_length = mask.shape
-    # An axis of stride 0 is one that broadcasting made: its first element says all.
+    # An axis of stride 0 comes from broadcasting: its first element stands for all.
     allowed = (mask[:1] if mask.stride(0) == 0 else mask)[:, 0]
     attended = allowed.any(dim=1)
 
@@ -75,7 +75,7 @@ def recognise(mask: torch.Tensor, query_offset: int, local_size: int | None) -> 
     found = None
     for causal, window in candidates:
         shape = _shape(distance, causal, window)
-        # If the mask is this shape and a choice of keys, the choice is what is attended at all.
+        # If the mask is this shape and a choice of keys, the chosen keys are those that are attended at all.
         if torch.equal(shape & attended[:, None], allowed):
             lengths, keys = _key_choice(attended, shape.any(dim=0))
             pattern = MaskPattern(
@@ -106,9 +106,9 @@ def _shape(distance: torch.Tensor, causal: bool, window: _Window | None) -> torc
 
 
 def _key_choice(attended: torch.Tensor, reached: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which keys are attended, bool `[B, S]`, as lengths `[B]` if that says it, else as itself; neither if it is all.
+    """Which keys are attended, bool `[B, S]`: as lengths `[B]` if these express it, else unchanged; neither if all are.
 
-    Keys that no query reaches, bool `[S]`, are attended by none either way: they may count as what suits.
+    Keys that no query reaches (`reached` is bool `[S]`) are never attended, so they may count as chosen or not.
     """
     keys = attended | ~reached
     if bool(keys.all()):

@@ -1,4 +1,4 @@
-"""transformers models whose attention is computed by the service.
+"""Runs transformers models whose attention is computed by the service.
 
     from attnserve import Client
     from attnserve.integrations.transformers import register
@@ -9,14 +9,14 @@
         with torch.no_grad():
             model(**inputs)
 
-In: the calls that a model makes of its attention and mask functions. Out: calls of `Client.attend`, one per layer.
+In: a model's calls of its attention and mask functions. Out: calls of `Client.attend`, one per layer.
 
-What is computed is what the model's own `eager` attention computes: the mask decides, and neither a module's
-`is_causal` nor a `sliding_window` argument is consulted beside it. Rows that attend nothing (the padding's own) give 0
-where eager gives a mean of all values. Models that do not go through `AttentionInterface` (transformers runs those
-on their own attention, whatever is asked for) do not reach the service either. One that goes there in part only, for
-which transformers has no `sdpa`, may add the bool mask to scores of its own, as BigBirdPegasus' encoder does with
-padded inputs: what `sdpa` refuses is to be compared with `eager` first.
+The results are those of the model's own `eager` attention: a mask, if there is one, decides alone, and neither a
+module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing (those of padding) give 0, where
+eager gives the mean of all values. Models that do not use `AttentionInterface` do not reach the service: transformers
+runs them on their own attention, whatever is asked for. A model that uses it only in part, and for which transformers
+has no `sdpa`, may add the bool mask to scores of its own, as BigBirdPegasus' encoder does with padded inputs: if `sdpa`
+refuses a model, compare its results with `eager` first.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _PATTERN = "_attnserve_pattern"
 
 
 class _Known(NamedTuple):
-    """A pattern, and the version of the mask that it was read from: writing to the mask makes it void."""
+    """A pattern, and the version of the mask that it was read from: writing to the mask invalidates it."""
 
     pattern: MaskPattern
     version: int
 
 
 def register(client: Client, name: str = "attnserve") -> None:
-    """Makes `attn_implementation=name` available to every transformers model; `client` computes its attention.
+    """Makes `attn_implementation=name` available to every transformers model; `client` computes the attention.
 
-    Registering a name again replaces its client. Give different clients different names to use several at once.
+    Registering a name again replaces its client. To use several clients at once, give them different names.
     The client must be open while a model runs.
 
-    A model under this name raises `RuntimeError` if it runs where gradients are recorded (the service infers: use
+    A model with this implementation raises `RuntimeError` if gradients are recorded (the service is for inference: use
     `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
-    `NotImplementedError` for continuous batching and for sinks that differ by query, and else the errors of
+    `NotImplementedError` for continuous batching and for sinks that differ by query, and otherwise the errors of
     `Client.attend`.
     """
 
@@ -69,7 +69,7 @@ def register(client: Client, name: str = "attnserve") -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _attend(client, module, query, key, value, attention_mask, **arguments)
 
-    # A compiled model leaves its graph here: a call over the network is nothing that can be traced.
+    # A compiled model breaks its graph here: a call over the network cannot be traced.
     AttentionInterface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(name, torch.compiler.disable(forward_mask))  # type: ignore[no-untyped-call]
 
@@ -77,16 +77,16 @@ def register(client: Client, name: str = "attnserve") -> None:
 def forward_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask of a forward pass: bool `[B, 1, Lq, S]`, true means attend; None if nothing is excluded.
 
-    Takes what transformers gives to any mask function and makes the mask that its `sdpa` would, but never leaves it
-    out where causality is all that it says: whether None means causal would be a guess. The pattern of the mask goes
-    with it, so that a request carries a mask only where no option says the same.
+    Takes what transformers passes to any mask function and makes the mask of its `sdpa`, but never omits a mask that is
+    merely causal: whether None means causal would be a guess. The mask carries its pattern along, so that requests
+    contain a mask only if no options express the same.
     """
-    # Outside inference mode, because inference tensors do not count the writes to them.
+    # Outside inference mode, because inference tensors do not count writes to them.
     with torch.inference_mode(False), torch.no_grad():
         mask: torch.Tensor | None = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
         if mask is None:
             return None
-        # transformers gave the positions of the queries as `cache_position` before it gave `q_offset`.
+        # Older versions of transformers pass the positions of the queries as `cache_position`, not as `q_offset`.
         positions = arguments.get("cache_position")
         first_query = arguments.get("q_offset", 0) if positions is None else positions[0]
         pattern = recognise(mask, int(first_query) - int(arguments.get("kv_offset", 0)), arguments.get("local_size"))
@@ -114,7 +114,7 @@ def _attend(
     """One call of a model's attention function.
 
     `query` is `[B, Hq, Lq, D]`, `key` and `value` are `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. `s_aux` are the sinks,
-    `[Hq]`; `position_bias` is added to the scores. Gives the output `[B, Lq, Hq, Dv]`, contiguous, and the weights
+    `[Hq]`; `position_bias` is added to the scores. Returns the output `[B, Lq, Hq, Dv]`, contiguous, and the weights
     `[B, Hq, Lq, S]` if the model was asked for its attentions.
     """
     if dropout and module.training:
@@ -134,8 +134,8 @@ def _attend(
     if position_bias is not None:
         options["bias"] = position_bias if "bias" not in options else position_bias + options["bias"]
 
-    # Keys and values are most of what is sent. Fresh from a projection they are laid out with the length first, out
-    # of a cache with the heads first; sent as they lie, they need not be copied.
+    # Keys and values are most of what is sent. From a projection they come with the length first, from a cache with
+    # the heads first; sent as they are, they need not be copied.
     length_first = not key.is_contiguous() and key.transpose(1, 2).is_contiguous()
     if length_first:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -157,7 +157,7 @@ def _attend(
 
 
 def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Query, key and value with the dtype that autocast computes attention in, and one batch size."""
+    """Query, key and value in the dtype in which autocast computes attention, with one batch size."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         tensors = tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
@@ -167,13 +167,13 @@ def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _mask_options(mask: torch.Tensor | None, query_length: int, kv_length: int) -> dict[str, Any]:
-    """The arguments of `Client.attend` that say what a model's mask says."""
+    """The arguments of `Client.attend` that express a model's mask."""
     if mask is None:
         return {}
     known: _Known | None = getattr(mask, _PATTERN, None)
     if known is not None and mask._version == known.version and mask.shape[2:] == (query_length, kv_length):
         return known.pattern.options(query_length, kv_length)
-    # A mask that is longer than the keys speaks of a cache with room to grow.
+    # A mask that is longer than the keys is for a cache with room to grow.
     mask = mask[..., :kv_length]
     for axis in range(mask.ndim):
         if mask.stride(axis) == 0:

@@ -26,18 +26,17 @@ if _version_not_supported:
 
 
 class AttentionServiceStub(object):
-    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
-    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
-    that, and appends nothing.
+    """Computes attention. A call that appends to no cache is pure: equal requests get equal replies, so a call that may or
+    may not have run can be sent again. So can one that appends, if its CacheReferences have an expected_length and an
+    append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
-    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
-    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
-    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+    The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
+    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
+    error model; those of a call on a stream are in its reply.
 
-    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
-    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
-    `traceparent` and `tracestate`, a W3C trace context.
+    The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
+    identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
+    `tracestate`, a W3C trace context.
     """
 
     def __init__(self, channel):
@@ -69,50 +68,49 @@ class AttentionServiceStub(object):
 
 
 class AttentionServiceServicer(object):
-    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
-    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
-    that, and appends nothing.
+    """Computes attention. A call that appends to no cache is pure: equal requests get equal replies, so a call that may or
+    may not have run can be sent again. So can one that appends, if its CacheReferences have an expected_length and an
+    append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
-    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
-    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
-    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+    The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
+    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
+    error model; those of a call on a stream are in its reply.
 
-    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
-    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
-    `traceparent` and `tracestate`, a W3C trace context.
+    The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
+    identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
+    `tracestate`, a W3C trace context.
     """
 
     def Attend(self, request, context):
         """Computes one attention. Errors: INVALID_ARGUMENT (google.rpc.BadRequest names the field),
-        RESOURCE_EXHAUSTED (the server is full; google.rpc.RetryInfo says when to come back), DEADLINE_EXCEEDED,
+        RESOURCE_EXHAUSTED (the server is full; google.rpc.RetryInfo says when to try again), DEADLINE_EXCEEDED,
         UNAVAILABLE (the server is draining), INTERNAL (the computation failed). With caches also NOT_FOUND and
-        FAILED_PRECONDITION. Like all RPCs: UNAUTHENTICATED and PERMISSION_DENIED, where callers are told apart.
+        FAILED_PRECONDITION. As for all RPCs, if the server identifies callers: UNAUTHENTICATED and PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Apply(self, request, context):
-        """Applies a resident layer. Errors: as for Attend, and NOT_FOUND where no layer has that name.
+        """Applies a resident layer. Errors: as for Attend, and NOT_FOUND if no layer has that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttendStream(self, request_iterator, context):
-        """Computes any number of calls over one stream, which is the fast way. Each message carries one or more
-        calls, or replies. Replies come as they finish, in any order, each with the id of its call. An error of a
-        call travels in its reply; the stream goes on. The server ends the stream when the caller has half-closed
-        it and every reply has been sent. A server that drains ends it, with status OK too, when all that it has read
-        is answered: a call that then has no reply was not run, and can be sent to another server.
+        """Computes any number of calls over one stream, which is the fast way. Each message carries one or more calls,
+        or replies. Replies come as calls finish, in any order, each with the id of its call. A call's error is in
+        its reply; the stream goes on. The server ends the stream when the caller has half-closed it and every reply
+        has been sent. A draining server ends it, with status OK too, once everything that it has read is answered: a
+        call that then has no reply was not run, and can be sent to another server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerInfo(self, request, context):
-        """Says what this server is: version, device, limits, kernels and what is enabled.
+        """Describes this server: version, device, limits, kernels and enabled features.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,18 +148,17 @@ def add_AttentionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AttentionService(object):
-    """Computes attention. A call that appends to no cache is pure: the same request has the same reply, so that one
-    that may or may not have run can be sent again. So can one that appends, if its CacheReferences have their
-    expected_length and an append_id: if the first has run, the second fails with FAILED_PRECONDITION, says that it was
-    that, and appends nothing.
+    """Computes attention. A call that appends to no cache is pure: equal requests get equal replies, so a call that may or
+    may not have run can be sent again. So can one that appends, if its CacheReferences have an expected_length and an
+    append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
-    The server's errors have a google.rpc.ErrorInfo, whose domain is `attnserve` and whose reason is a word that
-    programs can compare; docs/errors.md lists them. The details of a unary call's error are in the trailing
-    metadata, as gRPC's richer error model has them; those of a call on a stream are in its reply.
+    The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
+    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
+    error model; those of a call on a stream are in its reply.
 
-    What the metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`,
-    where the server knows its callers by tokens; `x-request-id`, the caller's name for the RPC in the server's log;
-    `traceparent` and `tracestate`, a W3C trace context.
+    The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
+    identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
+    `tracestate`, a W3C trace context.
     """
 
     @staticmethod

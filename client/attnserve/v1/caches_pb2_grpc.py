@@ -28,9 +28,9 @@ if _version_not_supported:
 class CacheServiceStub(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in the order in which they arrive; different caches never wait for each other. A
-    cache that is not there, or is somebody else's, is NOT_FOUND. Where there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo and the bytes that are free in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
+    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
+    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
     """
 
     def __init__(self, channel):
@@ -79,60 +79,60 @@ class CacheServiceStub(object):
 class CacheServiceServicer(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in the order in which they arrive; different caches never wait for each other. A
-    cache that is not there, or is somebody else's, is NOT_FOUND. Where there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo and the bytes that are free in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
+    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
+    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
     """
 
     def Create(self, request, context):
-        """Creates an empty cache. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (as many caches as there may be).
+        """Creates an empty cache. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are as many caches as there may be).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Append(self, request, context):
-        """Appends keys and values to one layer of a cache. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has
-        another length than expected; `length` in the ErrorInfo's metadata, and `appended`), RESOURCE_EXHAUSTED.
+        """Appends keys and values to one layer of a cache. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it does
+        not have the expected length; `length` in the ErrorInfo's metadata, and `appended`), RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Makes another cache with the same content, in constant time: what is there is shared, what either appends is its
-        own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+        """Makes another cache with the same content, in constant time: existing content is shared, and what either appends is
+        its own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Truncate(self, request, context):
-        """Cuts a cache off: what is behind a length is as if it had never been appended. Errors: NOT_FOUND, INVALID_ARGUMENT
-        (no layer has so many tokens), FAILED_PRECONDITION (it has another length than expected, or this truncation was
-        carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
+        """Cuts a cache off at a length: it is as if what came after had never been appended. Errors: NOT_FOUND,
+        INVALID_ARGUMENT (no layer has that many tokens), FAILED_PRECONDITION (it does not have the expected length, or
+        this truncation was carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Says what a cache is, in the order in which it arrives: whatever came before, cancelled or not, has been done or never
-        will be. Does not renew its lease. Errors: NOT_FOUND.
+        """Describes a cache, in its turn among the operations on it: whatever arrived before, cancelled or not, has been done
+        or never will be. Does not renew its lease. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Lists the caller's caches, by the time of their creation, and says how full the pool is. Does not renew leases.
+        """Lists the caller's caches in order of creation, and says how full the pool is. Does not renew leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes caches; what no other cache shares is free at once. Names that are not there are ignored.
+        """Deletes caches; memory that no other cache shares is freed at once. Names of no cache are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,9 +187,9 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in the order in which they arrive; different caches never wait for each other. A
-    cache that is not there, or is somebody else's, is NOT_FOUND. Where there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo and the bytes that are free in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
+    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
+    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
     """
 
     @staticmethod

@@ -64,23 +64,24 @@ class LayerServiceServicer(object):
     """
 
     def List(self, request, context):
-        """Lists the layers that are loaded, by name.
+        """Lists the loaded layers, by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """One layer. Errors: NOT_FOUND.
+        """Describes one layer. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads layers, all or none. A layer whose name is taken replaces the one that has it, at once: requests in flight
-        finish on the old one. Errors: INVALID_ARGUMENT (a definition, a file or a parameter is not as it should be),
-        NOT_FOUND (no such file), FAILED_PRECONDITION (the server has no model directory), INTERNAL (no memory).
+        """Loads layers, all or none. A layer whose name is taken replaces the old one at once: requests in flight finish on
+        the old one. Errors: INVALID_ARGUMENT (a definition, a file or a parameter is not as it should be), NOT_FOUND (no
+        such file), FAILED_PRECONDITION (the server has no model directory, or would have too many layers),
+        RESOURCE_EXHAUSTED (no memory), INTERNAL (another fault), PERMISSION_DENIED (this server's layers are fixed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +89,7 @@ class LayerServiceServicer(object):
 
     def Unload(self, request, context):
         """Unloads layers, all or none. Their memory is freed when the last request in flight on them is done. Errors:
-        NOT_FOUND.
+        NOT_FOUND, and PERMISSION_DENIED as for Load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -78,7 +78,8 @@ def _write_secret(path: str, token: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnserve-server token",
-        description="Make a bearer token: its entry for callers.toml goes to standard output, the token elsewhere.",
+        description="Make a bearer token. Its entry for callers.toml goes to standard output, the token itself to "
+        "--out or standard error.",
         allow_abbrev=False,
     )
     parser.add_argument("name", type=_name, help="the caller's name")
@@ -87,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_roles,
         default=["use"],
         metavar="ROLE,...",
-        help=f"what the caller may do, of {', '.join(get_args(Role))}. Default: use",
+        help=f"what the caller may do: any of {', '.join(get_args(Role))}. Default: use",
     )
-    parser.add_argument("--out", metavar="FILE", help="a new file for the token. Default: standard error")
+    parser.add_argument("--out", metavar="FILE", help="write the token to this new file. Default: standard error")
     return parser
 
 

@@ -50,12 +50,14 @@ def _print(examination: Examination, *, as_json: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnserve-server layers", description="Resident layers.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="attnserve-server layers", description="Check resident layers.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
-        help="say what would be loaded, without loading it",
-        description="Says which layers a file of definitions would load, how large they are, and what is missing.",
+        help="show what would be loaded, without loading it",
+        description="Show which layers a file of definitions would load, how large they are, and what is wrong.",
         allow_abbrev=False,
     )
     check.add_argument("definitions", type=Path, metavar="layers.toml", help="the file of definitions")
@@ -63,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model-directory",
         type=Path,
         metavar="DIRECTORY",
-        help="the directory that the checkpoints' paths are relative to. Default: that of the definitions",
+        help="the directory to which the checkpoints' paths are relative. Default: that of the definitions",
     )
-    check.add_argument("--json", action="store_true", help="write JSON")
+    check.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -79,9 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="attnserve-server",
         usage="%(prog)s [--FLAG VALUE ...] | token NAME | layers check FILE",
-        description="Serves attention over gRPC. The commands start nothing: `token` makes a caller's bearer token, "
-        "`layers check` says what a file of layers would load.",
-        epilog=f"A flag --name is also the environment variable {ENVIRONMENT_PREFIX}NAME; the flag wins.",
+        description="Serves attention over gRPC. Two commands start no server: `token` makes a bearer token for a "
+        "caller, `layers check` shows what a file of layers would load.",
+        epilog=f"Each flag --name can also be set as the environment variable {ENVIRONMENT_PREFIX}NAME; the flag "
+        "takes precedence.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
