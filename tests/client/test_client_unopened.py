@@ -112,7 +112,7 @@ def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
 
 
 def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], transport: Transport) -> None:
-    """From then on another channel is used."""
+    """From then on gRPC reads from another channel."""
     with peer(good, good_unary) as address:
         client = Client(address, timeout=None, transport=transport)
         scarcity[0] = 1
