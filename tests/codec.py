@@ -83,6 +83,6 @@ def assert_same_meaning(message_type: type[Message], data: bytes) -> None:
         found = codec_parse(message_type, buffer, at, at + len(data))
         assert (found is None) == (expected is None)
         if found is not None and expected is not None and canonical(found) != canonical(expected):
-            assert may_have_many_fields(len(data))  # of such a message, unknown fields are left out
+            assert may_have_many_fields(len(data))  # the codec drops unknown fields of such a message
             expected.DiscardUnknownFields()  # type: ignore[attr-defined]
             assert canonical(found) == canonical(expected)

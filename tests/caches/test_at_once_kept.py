@@ -1,4 +1,4 @@
-"""Requests to caches on the fast path: which layouts are learnt, and what is kept of learnt requests."""
+"""Requests to caches on the fast path: which layouts are learnt, and what is kept of past requests."""
 
 from __future__ import annotations
 

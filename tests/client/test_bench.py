@@ -1,4 +1,4 @@
-"""`attnserve bench` against the real server: it measures, checks the answers, and says what is wrong in one line."""
+"""`attnserve bench` against the real server: it measures, checks the answers, and reports errors in one line."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_cache_that_was_made_in_vain_is_not_left_behind(client: Any, keeper: K
 
 @pytest.mark.parametrize("method", ["Create", "Fork"])
 def test_a_cache_that_was_made_before_a_refusal_is_not_left_behind(client: Any, keeper: Keeper, method: str) -> None:
-    """The reply is lost, and the server, full by now, refuses the next attempt before it looks at its id."""
+    """The reply is lost, and the server, full by now, refuses the next attempt before it looks at the request id."""
     first = client.create_cache(H, D)
     given_up = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A process that forks: its child has none of the client's threads, and says so instead of waiting for ever."""
+"""A process that forks: its child has none of the client's threads, and raises an error instead of hanging."""
 
 from __future__ import annotations
 

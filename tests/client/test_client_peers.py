@@ -187,7 +187,7 @@ def twice_in_tasks(address: str) -> tuple[BaseException | None, Any]:
 def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in flight fails at once, and the next call has another stream."""
+    """Calls in flight fail at once, and the next call gets another stream."""
     failing = iter([True])
     streams = []
 

@@ -1,4 +1,4 @@
-"""What both clients retry and what not: streams that break, servers that are full, messages that are too long."""
+"""What both clients retry and what they do not: broken streams, full servers, messages that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a call is sent again, and after how long: without a server, and without a clock."""
+"""When a call is retried, and after how long: without a server, and without a clock."""
 
 from __future__ import annotations
 
