@@ -1,10 +1,10 @@
-"""How near a result must be to the oracle: the accuracy that the contract promises, and nothing looser.
+"""How close a result must be to the oracle: the accuracy that the contract promises, and nothing looser.
 
 float32 is within 2e-6 on unit-normal inputs, whose scores reach about 8; where scores or log-sum-exps are larger, their
 rounding errors are larger in proportion, and so is the bound. float64 likewise, with 1e-12. The output of a half
 precision is within twice the error of torch's own kernel in that dtype plus 1e-5; where torch lacks a feature (softcap,
-sinks, learned scores), its error without that feature counts, and never less than what rounding alone costs. The
-log-sum-exp of half precisions is float32, but torch's kernel for them has an exponential that errs by 5e-5.
+sinks, learned scores), its error without that feature is used, and never less than the cost of rounding alone. The
+log-sum-exp of half precisions is float32, but torch's kernel for them uses an exponential with an error of 5e-5.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check(case: Case, result: Any, scores: str | None = None) -> None:
-    """Asserts that a result has the right shapes and dtypes and is as near to the oracle as promised.
+    """Asserts that a result has the right shapes and dtypes and is as close to the oracle as promised.
 
     `result` has `output`, `lse` and `scores`, NumPy arrays, the latter two None if not asked for; `scores` says which
     scores they are.
@@ -49,10 +49,10 @@ def check(case: Case, result: Any, scores: str | None = None) -> None:
         if dtype.name in _TORCH:
             bound = bound + 2 * _ROUNDING[dtype.name] * np.abs(np.nan_to_num(wanted, posinf=0, neginf=0))
         got = result.scores.astype(np.float64)
-        if scores in ("raw", "capped"):  # what a NaN in a key makes of its own scores is nobody's business
+        if scores in ("raw", "capped"):  # the scores of a key that holds NaN are unspecified
             known = np.isfinite(wanted) | ~np.isnan(expected.raw) & (expected.raw == wanted)
             got, wanted = np.where(known, got, 0), np.where(known, wanted, 0)
-        if scores == "weights":  # a row that attends a NaN has no weights
+        if scores == "weights":  # a row that attends to a NaN has no weights
             known = np.isfinite(wanted).all(-1, keepdims=True)
             got, wanted = np.where(known, got, 0), np.where(known, wanted, 0)
             assert (got[~expected.attended] == 0).all()
@@ -102,7 +102,7 @@ def _tensors(case: Case) -> tuple[Array, Array, Array]:
 def _sequences(
     case: Case, layout: str, tensors: tuple[Array, ...], added: Floats
 ) -> list[tuple[Array, Array, Array, Floats]]:
-    """query, key, value [B, H, L, D] and what is added to their scores [B, Hq, Lq, S]; packed ones one by one."""
+    """query, key, value [B, H, L, D] and what is added to their scores [B, Hq, Lq, S]; packed sequences one by one."""
     if layout != "packed":
         lacking = (None,) * (4 - case.query.ndim)
         swapped = [t.swapaxes(-3, -2) if layout == "length_first" and t.ndim > 2 else t for t in tensors]
@@ -125,7 +125,7 @@ def _largest(values: Any) -> float:
 
 
 def _check(got: Array, wanted: Floats, bound: float | Floats, what: str) -> None:
-    """Asserts that values are within a bound; infinite and NaN where, and only where, they should not be finite."""
+    """Asserts that values are within a bound, and infinite or NaN exactly where they should not be finite."""
     got = got.astype(np.float64)
     assert got.shape == wanted.shape, what
     finite = np.isfinite(wanted)

@@ -1,4 +1,4 @@
-"""A caller of the real server that the tests have in hand: raw messages on a stream, and the metrics of the server."""
+"""A caller of the real server that tests control: raw messages on a stream, and the server's metrics."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from attnserve.v1 import attention_pb2 as pb
 
 PATIENCE_S = 60.0
 ANY_LENGTH = (("grpc.max_receive_message_length", -1),)
-"""What a channel is told, to read `large_reply`."""
+"""Channel options that allow it to read `large_reply`."""
 _SERVICE = "/attnserve.v1.AttentionService/"
 
 M = TypeVar("M", bound=Message)
 
 
 class Stream:
-    """One AttendStream call. What is sent is sent at once; replies are read one by one."""
+    """One AttendStream call. Messages are sent at once; replies are read one by one."""
 
     closing = False
-    """Whether the server has asked for it to be closed, as far as has been read."""
+    """Whether a response read so far asked for the stream to be closed."""
 
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -44,7 +44,7 @@ class Stream:
         self.send_bytes(pb.AttendStreamRequest(calls=calls, cancel=cancel).SerializeToString())
 
     def send_bytes(self, message: bytes) -> None:
-        """Sends what may be a message."""
+        """Sends bytes, which need not be a valid message."""
         self._messages.put(message)
 
     def half_close(self) -> None:
@@ -52,7 +52,7 @@ class Stream:
         self._messages.put(None)
 
     def vanish(self) -> None:
-        """Gives the call up."""
+        """Cancels the call."""
         self._call.cancel()
         self._messages.put(None)
 
@@ -73,7 +73,7 @@ class Stream:
         return replies
 
     def error(self) -> tuple[grpc.StatusCode, status_pb2.Status]:
-        """How the stream failed, which it must before another reply."""
+        """The error of the stream, which must fail before another reply."""
         try:
             reply = next(self._replies, None)
         except grpc.RpcError:
@@ -93,19 +93,19 @@ def unary(channel: grpc.Channel, method: str, message: bytes, **options: Any) ->
 
 
 def unary_future(channel: grpc.Channel, method: str, message: bytes, **options: Any) -> Any:
-    """The future of that reply."""
+    """The future of the reply to a unary call."""
     callable_: Any = channel.unary_unary(_SERVICE + method)
     return callable_.future(message, **{"timeout": PATIENCE_S, **options})
 
 
 def status_of(error: Any) -> status_pb2.Status:
-    """The google.rpc.Status that travels with the error of a call; an empty one if there is none."""
+    """The google.rpc.Status attached to the error of a call; an empty one if there is none."""
     trailing = dict(error.trailing_metadata() or ())
     return status_pb2.Status.FromString(trailing.get("grpc-status-details-bin", b""))
 
 
 def detail(status: status_pb2.Status, kind: type[M]) -> M:
-    """The one detail of a kind that a status carries."""
+    """The only detail of a kind in a status."""
     (found,) = (packed for packed in status.details if packed.Is(kind.DESCRIPTOR))
     message = kind()
     assert found.Unpack(message)
@@ -113,27 +113,27 @@ def detail(status: status_pb2.Status, kind: type[M]) -> M:
 
 
 def assert_answers(reply: pb.AttendResponse, request: pb.AttendRequest) -> None:
-    """The reply is that of this request (of float32 and with no other option than `causal`) and of no other."""
+    """Asserts that the reply answers this request (float32, no option but `causal`) and no other."""
     query, key, value = (messages.array(given) for given in (request.query, request.key, request.value))
     expected = oracle.attend(query, key, value, causal=request.causal)
     np.testing.assert_allclose(messages.array(reply.output), expected.output, rtol=0, atol=2e-6)
 
 
 def long_running(length: int = 1024) -> pb.AttendRequest:
-    """A request that keeps a CPU busy for about half a second, four times as long at twice the length.
+    """A request that keeps a CPU busy for about half a second, or four times as long at twice the length.
 
-    No fast kernel computes float64, and with its softcap it is written out; two of them are too much for one batch.
+    No fast kernel computes float64, and with its softcap it is written out; two such requests exceed a batch.
     """
     return messages.random_attend(0, length, heads=8, width=64, dtype=np.float64, softcap=1.0)
 
 
 def large_reply() -> pb.AttendRequest:
-    """A request with a reply of 9 MB: it is in flight until its caller reads, of which gRPC does little by itself."""
+    """A request with a reply of 9 MB: it stays in flight until its caller reads, since gRPC reads little ahead."""
     return messages.random_attend(0, 1500, heads=1, width=1, return_scores=pb.SCORE_STAGE_RAW)
 
 
 def get(http_address: str, path: str) -> tuple[int, str]:
-    """Status and body of a page of the HTTP port."""
+    """Status and body of a page on the HTTP port."""
     try:
         with urllib.request.urlopen(f"http://{http_address}{path}", timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
@@ -153,7 +153,7 @@ def metric(http_address: str, name: str, **labels: str) -> float:
 
 
 def until(condition: Callable[[], bool], what: str, found: Callable[[], object] = str) -> None:
-    """Waits until something is so, asking again and again. `found` gives what there is instead, if it never is."""
+    """Polls until a condition holds. `found` gives what to report if it never does."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"still not: {what} {found()}"
@@ -161,6 +161,6 @@ def until(condition: Callable[[], bool], what: str, found: Callable[[], object] 
 
 
 def until_nothing_is_in_flight(http_address: str) -> None:
-    """Waits until the server has let go of everything."""
+    """Waits until no request and no byte is in flight or queued."""
     names = [f"attnserve_{name}" for name in ("in_flight_requests", "in_flight_bytes", "queue_requests", "queue_bytes")]
     until(lambda: all(metric(http_address, name) == 0 for name in names), "nothing is in flight")

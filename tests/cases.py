@@ -1,7 +1,7 @@
-"""One attention to ask for: its arguments, what the oracle says of them, and how the SDK is asked.
+"""One attention request: its arguments, what the oracle gives for them, and how to make it through the SDK.
 
-A `Plan` says everything of a request but the contents of its tensors; `Plan.case(seed)` fills them in. So one plan
-makes many requests that a server may put together, and hypothesis shrinks plans without looking at numbers.
+A `Plan` is everything about a request but the contents of its tensors; `Plan.case(seed)` fills them in. So one plan
+makes many requests that a server may batch, and hypothesis shrinks plans without looking at numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Case:
 
     @cached_property
     def expected(self) -> oracle.Expected:
-        """What the oracle says."""
+        """What the oracle gives."""
         return oracle.attend(self.query, self.key, self.value, **self.options)
 
     @property
@@ -52,11 +52,11 @@ class Case:
         return self.options
 
     def attend(self, client: attnserve.Client, **more: Any) -> Any:
-        """Asks and waits; the `AttentionResult`. `more` is what to return, the deadline, the priority."""
+        """Sends the request and waits; the `AttentionResult`. `more` is what to return, the deadline, the priority."""
         return client.attend(self.query, self.key, self.value, **self.arguments, **more)
 
     def submit(self, client: attnserve.Client, **more: Any) -> Any:
-        """Asks; the future of the result."""
+        """Sends the request; the future of the result."""
         return client.submit(self.query, self.key, self.value, **self.arguments, **more)
 
 
@@ -64,8 +64,8 @@ class Case:
 class Plan:
     """A request without the contents of its tensors. Lengths and offsets are part of the plan.
 
-    `batch` counts sequences in every layout. Where packed, `query_lengths` and `kv_lengths` say how long each is and
-    `query_length` and `key_length` are the longest of them.
+    `batch` counts sequences in every layout. If packed, `query_lengths` and `kv_lengths` give the length of each, and
+    `query_length` and `key_length` are the longest.
     """
 
     dtype: str = "float32"
@@ -97,7 +97,7 @@ class Plan:
     parameter_dtype: str = "float32"
     """The dtype of biases, slopes, sinks and score parameters."""
     poisoned: bool = False
-    """Whether NaN and infinities stand in keys and values that nobody attends, and a few in others."""
+    """Whether NaN and infinities fill keys and values that no query attends to, and NaN is in a few others."""
 
     def case(self, seed: int) -> Case:
         """The request with contents from a seed: unit-normal tensors, masks that keep three keys in four."""
@@ -154,7 +154,7 @@ class Plan:
         return self._poisoned(case, rng) if self.poisoned else case
 
     def _poisoned(self, case: Case, rng: np.random.Generator) -> Case:
-        """The case with NaN and infinities wherever no query looks, and NaN in one key and one value in sixteen."""
+        """The case with NaN and infinities where no query attends, and NaN in 1 of 16 keys and 1 of 16 values."""
         attended: Array = case.expected.attended
         key, value = case.key.copy(), case.value.copy()
         if self.layout == "packed":  # [Hq, total, S] -> by sequence, then end to end

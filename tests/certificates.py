@@ -1,7 +1,7 @@
-"""Authorities and certificates, made as tests need them, with the extensions that RFC 5280 has every authority put in.
+"""Authorities and certificates, made as tests need them, with the extensions that RFC 5280 requires of authorities.
 
-Python 3.13 and later refuse by default what has none of them: which key issued a certificate, which an authority has,
-and what for.
+Python 3.13 and later reject by default certificates without them: the key that issued a certificate, an authority's own
+key, and what that key is for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Files(NamedTuple):
 
 
 class Authority:
-    """Who issues certificates. `ca` is the file of its own."""
+    """Issues certificates. `ca` is the file of its own."""
 
     def __init__(self, directory: Path, name: str = "authority") -> None:
         self._directory = directory
@@ -54,7 +54,7 @@ class Authority:
     def issue(
         self, file: str, *, common_name: str = "", names: tuple[x509.GeneralName, ...] = (), lifetime: timedelta = DAY
     ) -> Files:
-        """A certificate that ends so long from now, or ended so long ago, in `file`.pem and `file`-key.pem."""
+        """A certificate that expires `lifetime` from now (before now if negative), in `file`.pem and `file`-key.pem."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(common_name), self._name, key, lifetime)
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())

@@ -1,7 +1,7 @@
-"""Small random checkpoints, the definitions that make layers of them, and what their own modules compute.
+"""Small random checkpoints, the definitions of layers made from them, and what their own modules compute.
 
-In: a directory. Out: safetensors files and `layers.toml` there, and each module in float64. A layer is there by its
-name in float64, which is what its file has, and by `name/float32`, `name/bfloat16` and `name/float16`.
+In: a directory. Out: safetensors files and `layers.toml` there, and each module in float64. A layer's plain name is
+float64, the dtype of its file; `name/float32`, `name/bfloat16` and `name/float16` are the same layer in other dtypes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reference = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One layer: how its module is made, its definition, and what the module makes of one sequence.
+    """One layer: how its module is made, its definition, and what the module computes for one sequence.
 
     `reference` takes the module, ids [L] or activations [L, width], and a context [S, context_width] or None.
     """
@@ -38,7 +38,7 @@ class Checkpoint:
     context_width: int = 0
     """0 if it takes no context."""
     tolerance: float = 1e-11
-    """Of the float64 layer, in proportion to the largest element."""
+    """Of the float64 layer, relative to the largest element."""
 
 
 def _attention(module: Any, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _models() -> dict[str, Checkpoint]:
 
 
 class Parameters(nn.Module):
-    """Parameters by name, for layers that no module of torch is."""
+    """Parameters by name, for layers that torch has no module for."""
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         context_width=WIDTH,
     ),
 }
-"""The layers that have a module to be compared with."""
+"""The layers that have a module to compare with."""
 
 PLAIN: Mapping[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "rotary": (
@@ -217,7 +217,7 @@ PLAIN: Mapping[str, tuple[dict[str, tuple[int, ...]], str]] = {
 
 
 def write(directory: Path) -> dict[str, Any]:
-    """Writes all checkpoints and `layers.toml`; the modules, in float64, by the layers' names."""
+    """Writes all checkpoints and `layers.toml`. Returns the modules, in float64, by layer name."""
     generator = torch.Generator().manual_seed(11)
     modules: dict[str, Any] = {}
     sections: list[str] = []
@@ -243,6 +243,6 @@ def write(directory: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _randomise(parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Products that keep the size of unit-normal rows; vectors of about 1: zeros and ones would hide mistakes."""
+    """Matrices whose products keep rows at unit variance; unit-normal vectors: zeros and ones would hide mistakes."""
     drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     parameter.copy_(drawn / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else drawn)

@@ -1,4 +1,4 @@
-"""What must hold of the wire codec, for any bytes: it accepts what stock protobuf accepts, and reads the same."""
+"""What must hold for the wire codec, whatever the bytes: it accepts what stock protobuf accepts, and reads the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stock_parse(message_type: type[Message], data: bytes) -> Message | None:
 
 
 def codec_parse(message_type: type[Message], buffer: Any, at: int, end: int) -> Message | None:
-    """The message by way of `split`, checked on the way: payloads are views of the buffer, `join` restores it all."""
+    """The message as `split` reads it, having checked that payloads are views of the buffer and `join` restores it."""
     try:
         header, payloads = _wire.split(message_type, buffer, at, end)
         message = message_type.FromString(header)
@@ -83,6 +83,6 @@ def assert_same_meaning(message_type: type[Message], data: bytes) -> None:
         found = codec_parse(message_type, buffer, at, at + len(data))
         assert (found is None) == (expected is None)
         if found is not None and expected is not None and canonical(found) != canonical(expected):
-            assert may_have_many_fields(len(data))  # of such a message, unknown fields are left out
+            assert may_have_many_fields(len(data))  # the codec drops unknown fields of such a message
             expected.DiscardUnknownFields()  # type: ignore[attr-defined]
             assert canonical(found) == canonical(expected)

@@ -1,10 +1,10 @@
-"""Fixtures: a real server in a process of its own, clients that speak to it, and how much hypothesis tries.
+"""Fixtures: a real server in a process of its own, clients of it, and hypothesis profiles.
 
 `HYPOTHESIS_PROFILE=thorough` tries many more examples, new ones every time; the default tries few, always the same.
 
-Tests are in the rooms of what they test. While they run, Python takes the folders here for packages, where there is no
-other of that name. Two have therefore not quite the name of their room: `kernel`, because transformers looks whether
-there is a package `kernels`, and `request`.
+Tests are in folders named after the rooms that they test. While they run, Python takes these folders for packages
+unless there is another of that name. So two names differ slightly from their room's: `kernel`, because transformers
+checks whether there is a package `kernels`, and `request`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from attnserve_server.native.library import Library
 
 STARTUP_S = 90.0
-"""How long a server may take from its start to its ready line: it imports torch, on machines that are busy."""
+"""How long a server may take from its start to its ready line: it imports torch, on busy machines."""
 SHUTDOWN_S = 60.0
 """How long a server may take from SIGTERM to its end."""
 POOL = ("--cache-bytes", "64MiB")
-"""The pool of caches of servers that are started for a test, unless it says otherwise. By default it is 512 MiB, which
-take half a second to write to and to give back.
+"""The cache pool of servers that are started for a test, unless it sets another. The default of 512 MiB takes half a
+second to write to and to free.
 """
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -48,14 +48,14 @@ settings.register_profile("thorough", max_examples=3000, deadline=None, suppress
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a shell has it for what runs in the background. Commands that are interrupted here would inherit it.
+    # Shells ignore SIGINT for background jobs. Commands that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Until all tests are collected, hardly anything is garbage, and looking for it takes a quarter of that time. What
-    there is then stays: no test's collection of garbage looks through it, half a second each time.
+    """Garbage collection is off until all tests are collected: there is hardly any garbage, and looking for it takes a
+    quarter of that time. What exists then is frozen, or each collection in a test would scan it, for half a second.
     """
     gc.disable()
     try:
@@ -67,16 +67,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 class Server:
-    """A server in a process of its own, on free ports of this machine, that has said that it is ready."""
+    """A server that is ready, in a process of its own on free ports of this machine."""
 
     def __init__(
         self, flags: tuple[str, ...], errors: Path, program: tuple[str, ...] = ("-m", "attnserve_server")
     ) -> None:
-        """Starts the server and waits until it says that it is ready. What it writes to stderr goes to `errors`."""
+        """Starts the server and waits until it says that it is ready. Its stderr goes to `errors`."""
         command = [sys.executable, *program, "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
         self._errors = errors
         self.said: list[str] = []
-        """The lines of its standard output, until it was ready."""
+        """The lines of its standard output up to the ready line."""
         with errors.open("w") as stderr:
             self.process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert self.process.stdout is not None
@@ -94,7 +94,7 @@ class Server:
         self.http_address = addresses["http"]
 
     def _until_ready(self) -> dict[str, str]:
-        """The facts that it writes to stdout, as `name: value` or as JSON, that it is ready being the last."""
+        """The facts that it writes to stdout, as `name: value` or as JSON, up to the ready line."""
         said: dict[str, str] = {}
         deadline = time.monotonic() + STARTUP_S
         while "ready" not in said:
@@ -118,7 +118,7 @@ class Server:
         return self._errors.read_text()
 
     def stop(self) -> int:
-        """Ends it with SIGTERM, if it still runs; its exit code."""
+        """Stops it with SIGTERM if it still runs. Returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -145,7 +145,7 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that tests share; it must outlive them all and end well."""
+    """The server that tests share; it must outlive them all and exit cleanly."""
     server = Server(PATIENT, tmp_path_factory.mktemp("server") / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"
@@ -154,7 +154,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts a server with flags of the test's own. What still runs when the test ends must end well."""
+    """Starts servers with a test's own flags. Those that still run when the test ends must exit cleanly."""
     started: list[Server] = []
 
     def start(*flags: str) -> Server:
@@ -185,7 +185,7 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """The checkpoints of `checkpoints`."""
-    import checkpoints  # and with it torch and transformers, which most runs of few tests need not wait for
+    import checkpoints  # it imports torch and transformers, which most short runs need not wait for
 
     directory = tmp_path_factory.mktemp("models")
     return Models(directory, checkpoints.write(directory))
@@ -202,7 +202,7 @@ def paged_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def layer_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that tests of layers share: it holds those of `models`."""
+    """The server that tests of layers share: it has loaded those of `models`."""
     flags = ("--layers", str(models.directory / "layers.toml"), *PATIENT)
     server = Server(flags, tmp_path_factory.mktemp("layer-server") / "stderr")
     yield server
@@ -227,12 +227,12 @@ def devices() -> Iterator[dict[int, CpuDevice]]:
 
 @pytest.fixture(scope="module")
 def tensor_devices() -> Iterator[dict[int, CpuDevice]]:
-    """The same as where there is no native library."""
+    """The same, as if there were no native library."""
     yield from opened_devices(None)
 
 
 def opened_devices(native: Library | None) -> Iterator[dict[int, CpuDevice]]:
-    """Devices that are closed in the end; torch's own threads are set back."""
+    """Devices, closed at the end, when torch's own thread counts are restored."""
     import torch
 
     from attnserve_server.devices.cpu import CpuDevice

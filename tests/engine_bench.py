@@ -1,6 +1,6 @@
-"""An engine and its callers, for tests that say what is under way at any moment.
+"""An engine and its callers, for tests that control what is in flight at any moment.
 
-Devices are real ones that a test can hold up (with events, never with time) and make fail for chosen requests.
+Devices are real; a test can block them (with events, never with time) and make them fail for chosen requests.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 INLINE, BESIDE = 10**15, -1
-"""Inline FLOPs with which every batch runs on the loop, and with which none does."""
+"""Inline FLOPs with which every batch runs on the event loop, and with which none does."""
 PATIENCE_S = 60.0
 
 
 class HeldDevice(CpuDevice):
-    """A CPU that computes nothing while it is held, notes what it was given, and fails where a test wants it to."""
+    """A CPU that computes nothing while it is held, records what it was given, and fails on demand."""
 
     def __init__(self, inline_flops: int) -> None:
         super().__init__(1, inline_flops)
@@ -64,7 +64,7 @@ class HeldDevice(CpuDevice):
         return [len(batch) for batch in self.batches]
 
     async def until_entered(self) -> None:
-        """Waits until a batch has come to the device; call it once for each."""
+        """Waits until a batch has reached the device; call it once for each."""
         assert await asyncio.get_running_loop().run_in_executor(None, lambda: self.entered.acquire(timeout=PATIENCE_S))
 
 
@@ -108,7 +108,7 @@ class Bench:
             return await self._futures[entry]
 
     async def outcomes(self, entries: Sequence[Entry]) -> list[Outcome | RequestError]:
-        """What came of each, when all have been answered; each once, and nothing may be left anywhere."""
+        """The outcomes, once all have been answered: each exactly once, and with nothing left behind."""
         outcomes = [await self.outcome(entry) for entry in entries]
         assert await self.engine.drain(PATIENCE_S)
         assert all(len(replies) == 1 for replies in self.replies.values())
@@ -124,7 +124,7 @@ class Bench:
 
 @pytest.fixture
 def torch_threads() -> Iterator[None]:
-    """A device sets torch's threads for the whole process: set them back."""
+    """Restores torch's thread counts, which a device sets for the whole process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -137,14 +137,14 @@ def output(outcome: Outcome | RequestError, message: pb.AttendRequest) -> messag
 
 
 def assert_right(outcome: Outcome | RequestError, message: pb.AttendRequest) -> None:
-    """The outcome is that of the message and of no other."""
+    """Asserts that the outcome is that of the message and of no other."""
     arrays = (messages.array(getattr(message, name)) for name in ("query", "key", "value"))
     expected = oracle.attend(*arrays, causal=message.causal, softcap=message.softcap)
     np.testing.assert_allclose(output(outcome, message), expected.output, rtol=0, atol=2e-6)
 
 
 async def hold(bench: Bench, device: HeldDevice) -> Entry:
-    """Makes the device busy with a request that does not end until `may_run` is set."""
+    """Occupies the device with a request that does not end until `may_run` is set."""
     device.may_run.clear()
     entry = bench.submit(messages.random_attend(10**6))
     await device.until_entered()

@@ -1,4 +1,4 @@
-"""Every option that an attention may have, one at a time: what a `Plan` has of it."""
+"""Every option of attention, one at a time, as fields of a `Plan`."""
 
 from __future__ import annotations
 

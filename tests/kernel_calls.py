@@ -1,4 +1,4 @@
-"""Cases as the kernels take them, without a service around them, and what kernels give as arrays."""
+"""Cases as kernels take them, without a service around them, and what kernels return, as arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore,
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The array as a tensor of its own memory; bfloat16 too, of which torch's NumPy bridge knows nothing."""
+    """The array as a tensor with memory of its own; also bfloat16, which torch's NumPy bridge does not support."""
     array = np.array(array)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -68,7 +68,7 @@ def call_of(case: Case, **returned: Any) -> AttentionCall:
 
 
 def run(call: AttentionCall) -> Any:
-    """The result of a call in arrays."""
+    """The result of a call, as arrays."""
     result = attend(call)
     lse, scores = (None if part is None else array(part) for part in (result.lse, result.scores))
     return SimpleNamespace(output=array(result.output), lse=lse, scores=scores, kernel=result.kernel)

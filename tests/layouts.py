@@ -1,4 +1,4 @@
-"""Layouts of requests that have no caches, learnt without a fast path."""
+"""Learns the layouts of requests without caches, without going through the fast path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnserve_server.native.messages import Messages
 
 
 def learn(of: Messages, message: bytes) -> bool:
-    """Has the layout of the request that a message is known. Returns False if that cannot be."""
+    """Makes the layout of the request in `message` known. Returns False if it cannot be learnt."""
     request = messages.read_request(message)
     layout = layout_of(request)
     return layout is not None and of.learn(request.problem, layout, request.payloads, 0, len(message))

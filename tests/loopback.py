@@ -1,4 +1,4 @@
-"""The loopback addresses of this machine, which are those of `localhost`: without IPv6 it has but one."""
+"""The loopback addresses of this machine, which are those of `localhost`: without IPv6 there is only one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def loopback() -> list[str]:
-    """Those that can be listened on."""
+    """The addresses that can be listened on."""
     return [host for host in ("127.0.0.1", "::1") if _is_ours(host)]
 
 

@@ -1,4 +1,4 @@
-"""Requests and replies as messages, for tests that speak to the server's rooms without the SDK."""
+"""Requests and replies as messages, for tests that use the server's rooms without the SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def tensor(array: Array) -> tensor_pb2.Tensor:
-    """The array as it travels."""
+    """The array as a tensor of the wire format."""
     data = np.ascontiguousarray(array)
     return tensor_pb2.Tensor(
         dtype=_dtypes.WIRE[data.dtype],  # type: ignore[arg-type]
@@ -63,12 +63,12 @@ def random_attend(
 
 def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS) -> Request:
     """The request that a part of a buffer holds, as the server reads it. Raises InvalidRequest."""
-    nobody: Any = None  # without caches neither they nor who calls is looked at
+    nobody: Any = None  # without caches, neither their host nor the caller is looked at
     request = read_attend(nobody, nobody, buffer, at, len(buffer) if end is None else end, limits)
     assert isinstance(request, Request)
     return request
 
 
 def read(message: pb.AttendRequest) -> Request:
-    """The message as the server's rooms see it."""
+    """The message as the server's rooms get it."""
     return read_request(message.SerializeToString())

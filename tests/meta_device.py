@@ -1,8 +1,8 @@
-"""A CUDA device without CUDA: its tensors have shapes and no contents, of kernels it is known what comes out.
+"""A CUDA device without CUDA: its tensors have shapes but no contents, and of kernels only the output shapes are known.
 
-The host cannot read such memory: what is computed with must have been brought there, what replies carry fetched. Such
-tensors are on the device `meta`, or, where torch was built with CUDA, say that they are on that: then what is not on
-one device with the rest is found as on a GPU. Neither needs one.
+The host cannot read such memory: inputs must have been uploaded, and what replies carry must be fetched. Such tensors
+are on the device `meta` or, where torch was built with CUDA, claim to be on a CUDA device: then tensors on different
+devices are detected as on a GPU. Neither needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SEVEN = 7.0
 
 
 class _OthersAsEver(TorchDispatchMode):
-    """Within, and within a mode without contents, only what has to do with CUDA has none. Nothing is pinned, for which
-    there had to be a driver.
+    """Inside a mode without contents, limits it to tensors on the CUDA device. Nothing is pinned, since that would need
+    a driver.
     """
 
     def __init__(self, hollow: FakeTensorMode) -> None:
@@ -67,17 +67,17 @@ def hollow(device: torch.device) -> Iterator[None]:
 
 
 class MetaTransfers:
-    """Transfers to memory without contents; what is fetched from there is all sevens, and nothing is true."""
+    """Transfers to memory without contents; floats fetched from there are all 7, everything else is 0 or false."""
 
     def __init__(self, device: torch.device = META, computes_first: bool = False) -> None:
         self._device = device
         self.computes_first = computes_first
-        """Whether somebody may wait until what is asked has been computed, to know how long that took."""
+        """Whether waiting for the computation alone is allowed, to time it."""
         self.waits = 0
         self.fetched: list[torch.Tensor] = []
         self.allocated: set[int] = set()
         self.uploaded: list[torch.Tensor] = []
-        """Kept, so that no other memory has the same address."""
+        """Kept alive, so that no other memory gets the same address."""
 
     def allocate(self, size: int) -> torch.Tensor:
         memory = torch.empty(size, dtype=torch.uint8)
@@ -105,7 +105,7 @@ class MetaTransfers:
 
 
 class NothingWaits(TorchFunctionMode):
-    """Within, nothing that this thread asks of torch brings something to the device and waits until it is there."""
+    """Within, asserts that no torch call of this thread copies to the device and waits for it."""
 
     def __init__(self, device: torch.device = META) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def meta_device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
 
 
 def hollow_device(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    """A CUDA device whose tensors are there; of kernels it has but the memory-efficient one."""
+    """A CUDA device whose tensors are on `where`; its only kernel is the memory-efficient one."""
     rows = [replace(kernel, device=where.type) for kernel in KERNELS if kernel.name == efficient_cuda.NAME]
     monkeypatch.setattr(table, "KERNELS", tuple(rows))
     device = object.__new__(CudaDevice)

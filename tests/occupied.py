@@ -1,7 +1,7 @@
-"""A device that is busy for as long as a test wants, so that what is asked for meanwhile waits.
+"""A device that is busy for as long as a test wants, so that requests made meanwhile wait.
 
-In: a server that is `PATIENT`. Nothing here depends on how fast a machine is, and this process may even stand still for
-some seconds: the next requests that occupy the device wait before the last one ends.
+In: a server started with `PATIENT`. Nothing here depends on the machine's speed, and this process may even stall for
+some seconds: the next requests that occupy the device are queued before the last one ends.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from conftest import Server
 
 PATIENT = ("--priority-aging", "1h", "--max-queue-time", "0")
-"""What a server must be started with, to be occupied: priority decides, and nobody is refused who waits for long."""
+"""Flags that a server needs to be occupied: priority decides, and no request is refused for waiting long."""
 
-# One or two tenths of a second of a CPU, for no fast kernel computes float64. With its softcap it costs more than a
-# batch may, and so runs alone. It is narrow: what is sent and read takes little of this process beside.
+# One or two tenths of a second on a CPU, since no fast kernel computes float64. With its softcap it exceeds the cost of
+# a batch, and so runs alone. It is narrow: sending it and reading its reply take little of this process's time.
 _REQUEST = messages.random_attend(0, 2048, heads=1, width=32, dtype=np.float64, softcap=1.0, priority=8)
 _AHEAD = 32
-"""How many of them are there at once: one runs. They are seconds ahead: a test may stand still meanwhile."""
+"""How many are in flight at once: one runs, the rest are seconds of work ahead, so a test may stall meanwhile."""
 
 
 class Occupied:
-    """While the block runs, a server computes requests that go before all others. What others ask for waits until the
-    block ends, and then shares what batches it can.
+    """While the block runs, a server computes requests that go before all others. Those wait until the block ends, and
+    then share what batches they can.
     """
 
     FLOPS = messages.read(_REQUEST).flops
-    """Those of each request that occupies the device."""
+    """Of each request that occupies the device."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -59,7 +59,7 @@ class Occupied:
             raise self._failed
 
     def until_waiting(self, count: int) -> None:
-        """Waits until so many requests of others do."""
+        """Waits until `count` other requests are queued."""
 
         def waiting() -> bool:
             assert self._thread.is_alive(), f"the device is not occupied any more: {self._failed!r}"
@@ -68,7 +68,7 @@ class Occupied:
         calls.until(waiting, f"{count} requests wait")
 
     def _occupy(self) -> None:
-        """Has one request run and others wait, until the block ends or the server takes no more."""
+        """Keeps one request running and others queued, until the block ends or the server takes no more."""
         numbers = itertools.count(1)
         waiting: set[int] = set()
 

@@ -1,8 +1,8 @@
 """What attention is: an oracle in plain NumPy float64, written to be read and to share nothing with what it checks.
 
-In: the arguments of one attention as a caller gives them, of any dtype; each is taken to float64 exactly as it is.
-Out: `Expected`, everything that a reply may hold, in float64. The work is done for one sequence, one head and one row
-at a time, and a row touches only the keys that it attends: nothing else could keep a NaN in an excluded key out.
+In: the arguments of one attention as a caller gives them, of any dtype; each is converted to float64 exactly.
+Out: `Expected`, everything that a reply may hold, in float64. It works on one sequence, one head and one row at a time,
+and a row touches only the keys that it attends to: nothing else could keep a NaN in an excluded key out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Additive:
 
 
 STAGES = ("raw", "capped", "masked", "weights")
-"""The scores that can be asked for, in the order in which they come about."""
+"""The scores that can be asked for, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reply may hold, and which keys each row attends.
+    """What a reply may hold, and which keys each row attends to.
 
     `output` has the shape of the query, but for its last axis, Dv. `lse` is [B, Hq, Lq], the others [B, Hq, Lq, S],
     without the axes that the query's rank lacks; [Hq, total] and [Hq, total, longest S] where packed.
@@ -180,7 +180,7 @@ def _in_the_callers_shape(whole: Expected, rank: int, layout: str) -> Expected:
 
 def _raw(query: Floats, key: Floats, score: General | Additive | None, scale: float | None) -> Floats:
     """The scores of queries [Lq, D] with keys [S, Dk]: [Lq, S]."""
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities may stand in excluded keys
+    with np.errstate(invalid="ignore", over="ignore"):  # excluded keys may hold NaN and infinities
         if score is None:
             return (1 / np.sqrt(query.shape[1]) if scale is None else scale) * (query @ key.T)
         factor = 1.0 if scale is None else scale

@@ -1,7 +1,7 @@
-"""One sound request of each kind, for every RPC: what tests break, and what fuzzing begins with.
+"""One valid request of each kind, for every RPC: tests break them, and fuzzing starts from them.
 
-In: the names of two caches of the server. Out: messages by the name of their RPC and of their kind. They fit a server
-that has the layers of `checkpoints`.
+In: the names of two caches of the server. Out: messages by RPC name and kind. They fit a server that has the layers of
+`checkpoints`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _methods() -> dict[str, Method]:
 
 
 METHODS: Final[dict[str, Method]] = _methods()
-"""Every RPC that the protos know."""
+"""Every RPC in the protos."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ DECODER_CACHE: Final = {**PLAIN_CACHE, "num_kv_heads": 4, "head_dim": 6, "layers
 
 
 def array(*shape: int, dtype: Any = np.float32) -> messages.Array:
-    """Zeros, which have the advantage that mutations show."""
+    """Zeros, so that mutations show."""
     return np.zeros(shape, dtype)
 
 
 def tensor(*shape: int, dtype: Any = np.float32) -> tensor_pb2.Tensor:
-    """The same, as it travels."""
+    """Zeros as a tensor of the wire format."""
     return messages.tensor(array(*shape, dtype=dtype))
 
 
@@ -73,7 +73,7 @@ def ids(*values: int) -> tensor_pb2.Tensor:
 
 
 def attend() -> dict[str, pb.AttendRequest]:
-    """Attention with keys of its own."""
+    """Attention with keys and values in the request."""
     learned = array(B, HQ, LQ, D), array(B, HK, S, DK), array(B, HK, S, DV)
     additive = {"query_weight": (U, D), "key_weight": (U, DK), "bias": (U,), "output_weight": (U,)}
     half = {"query": array(HQ, LQ, D), "key": array(HK, S, D), "value": array(HK, S, D)}
@@ -161,7 +161,7 @@ def apply() -> dict[str, pb.ApplyRequest]:
 
 
 def apply_to_caches(caches: Caches) -> dict[str, pb.ApplyRequest]:
-    """A decoder that goes on from a cache; it appends nothing, so that it can be asked again."""
+    """A decoder that continues from a cache; it appends nothing, so the request can be repeated."""
     reference = pb.CacheReference(name=caches.decoder, expected_length=0)
     return {
         "resident": pb.ApplyRequest(layer="gpt2", input=tensor(1, 0, dtype=np.int64), caches=[reference]),
@@ -174,7 +174,7 @@ def ids_of(*shape: int) -> tensor_pb2.Tensor:
 
 
 def requests(caches: Caches) -> dict[str, dict[str, Message]]:
-    """Sound requests of every RPC. None of them changes a cache or a layer."""
+    """Valid requests of every RPC. None of them changes a cache or a layer."""
     attends: dict[str, Message] = {**attend(), **attend_to_caches(caches)}
     applies: dict[str, Message] = {**apply(), **apply_to_caches(caches)}
     calls: dict[str, Message] = {

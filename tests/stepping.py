@@ -1,6 +1,6 @@
-"""A server's caches, and two ways of answering messages that are to them: at once, by the library, and as all others.
+"""A server's caches, and both ways of answering messages to them: at once, by the native library, and the ordinary way.
 
-For tests that compare the two, or look at what either leaves behind. The way of others is a request's own life here,
+For tests that compare the two, or check what either leaves behind. The ordinary way is a request's life cycle here,
 without the queue: enter, begin, run, end, leave.
 """
 
@@ -35,19 +35,19 @@ from attnserve_server.requests.work import Phases
 PAGE_BYTES: Final = 1024
 PAGES: Final = 256
 SHAPE: Final = CacheShape(2, 8, 8, 1, "float32")
-"""A page holds 8 tokens of it."""
+"""A page holds 8 tokens of this shape."""
 MOST: Final = 10**9
-"""What a message may cost."""
+"""The most that a message may cost."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def caller(name: str | None = None) -> Caller:
-    """Somebody who may do everything."""
+    """A caller who may do everything."""
     return Caller(name, ALL_ROLES, f"the share of {name}")
 
 
 class Stepping:
-    """The caches, and who answers."""
+    """The caches, and what answers requests to them."""
 
     def __init__(self, device: CpuDevice, of: Messages, pages: int = PAGES) -> None:
         self.device = device
@@ -64,7 +64,7 @@ class Stepping:
         owner: str | None = None,
         seed: int = 0,
     ) -> Cache:
-        """A cache with so many unit-normal tokens in each layer."""
+        """A cache with `tokens` unit-normal tokens in each layer."""
         cache = self.store.create(shape, ttl, monotonic(), owner)
         generator = torch.Generator().manual_seed(seed)
         for layer in range(shape.layers):
@@ -79,13 +79,13 @@ class Stepping:
         return cache
 
     def read(self, message: bytes, owner: str | None = None, begin: int = 0) -> Request | CachedRequest:
-        """A request as everybody reads it, from where it begins to the end of a message. Raises RequestError."""
+        """A request as the ordinary way reads it, from `begin` to the end of a message. Raises RequestError."""
         read = read_attend(self.host, caller(owner), message, begin, len(message))
         assert isinstance(read, Request | CachedRequest)
         return read
 
     def learn(self, *requests: pb.AttendRequest, owner: str | None = None) -> list[bool]:
-        """Has their layouts known, and says of which that can be."""
+        """Makes the requests' layouts known. Returns for each whether it could be learnt."""
         found = []
         for request in requests:
             message = request.SerializeToString()
@@ -99,12 +99,12 @@ class Stepping:
         return found
 
     def turn(self, message: bytes, owner: str | None = None, most: int = MOST) -> Turn | None:
-        """The turn of the requests in a message, all of which are to caches; None if they cannot have it."""
+        """The turn of the requests in a message, all of them to caches; None if they cannot be answered at once."""
         asked = self.messages.read_message(message, 64)
         return self.at_once.begin(owner, asked, message, most) if asked.requests > 0 else None
 
     def answer(self, message: bytes, owner: str | None = None) -> list[pb.AttendResponse] | None:
-        """What is answered at once, if anything is."""
+        """The replies, if the message can be answered at once."""
         turn = self.turn(message, owner)
         if turn is None:
             return None
@@ -119,7 +119,7 @@ class Stepping:
         return [reply.attend for reply in pb.AttendStreamResponse.FromString(self.messages.write()).replies]
 
     def ordinary(self, request: pb.AttendRequest, owner: str | None = None) -> pb.AttendResponse | type[RequestError]:
-        """The answer to one request by the way of others, or what is wrong with it."""
+        """The reply to one request by the ordinary way, or the type of its error."""
         try:
             read = self.read(request.SerializeToString(), owner)
             assert isinstance(read, CachedRequest)
@@ -146,7 +146,7 @@ class Stepping:
         return done.results
 
     def assert_at_rest(self) -> None:
-        """Asserts that nobody uses a cache, and no page is promised."""
+        """Asserts that no cache is in use and no page is reserved."""
         assert self.store.reserved_pages == 0
         assert all(cache.users == 0 for cache in self.store._caches.values())
 
@@ -163,7 +163,7 @@ def step(
     shape: CacheShape = SHAPE,
     **fields: Any,
 ) -> pb.AttendRequest:
-    """A request of one query for each cache, with a token to append to each or not; contents are by the seed."""
+    """A request of one query for each cache, optionally with a token to append to each; the seed gives the contents."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int, width: int) -> Array:
@@ -190,7 +190,7 @@ def step(
 
 
 def message_of(*requests: pb.AttendRequest) -> bytes:
-    """The message of a stream that asks for these."""
+    """A message of a stream with these requests."""
     return pb.AttendStreamRequest(
         calls=[pb.AttendStreamCall(id=number, attend=request) for number, request in enumerate(requests, 1)]
     ).SerializeToString()
@@ -211,13 +211,13 @@ def stepping_(device: CpuDevice) -> Iterator[Stepping]:
 
 
 def another(device: CpuDevice, **options: Any) -> Stepping:
-    """Caches that a device computes for."""
+    """New caches on a device."""
     assert device.native is not None
     return Stepping(device, Messages(device.native, device._threads_for), **options)
 
 
 def assert_same(found: pb.AttendResponse, expected: object) -> None:
-    """Asserts that they are the same answers, to the bit, whenever and in whichever batch they were computed."""
+    """Asserts that two replies are the same to the bit, but for timings and batch sizes."""
     assert isinstance(expected, pb.AttendResponse), expected
     for reply in (found, expected):
         reply.ClearField("timings")

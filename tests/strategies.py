@@ -1,4 +1,4 @@
-"""Hypothesis strategies: random combinations of everything that a request may legally be."""
+"""Hypothesis strategies: random combinations of everything that is legal in a request."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ _WIDTHS = st.one_of(st.integers(1, 20), st.sampled_from([1, 16, 32, 64]))
 
 @st.composite
 def _broadcastable(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that broadcasts to another: leading axes left away, any axes 1."""
+    """A shape that broadcasts to another: leading axes dropped, any axes 1."""
     kept = shape[draw(st.integers(0, len(shape))) :]
     return tuple(1 if draw(st.booleans()) else n for n in kept)

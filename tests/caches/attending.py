@@ -1,6 +1,6 @@
-"""Attention to caches without a store: cases over pages of few tokens, in whatever way they came there.
+"""Attention to caches without a store: cases over pages of few tokens, in whatever way the tokens were written.
 
-Whatever is not a query's own is garbage: every slot of a pool holds NaN before a test writes to it.
+Everything but a query's own tokens is garbage: every slot of a pool holds NaN before a test writes to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STORAGES = st.sampled_from(sorted(STORAGE))
 
 @pytest.fixture(scope="module", params=["native", "tensors"])
 def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
-    """Two threads, which divide all work, however small; with the native kernel, and without."""
+    """Two threads, which share all work, however small; with the native kernel, and without."""
     native = library.best() if request.param == "native" else None
     if native is None and request.param == "native":
         pytest.skip("there is no native kernel here")
@@ -57,7 +57,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
 
 @contextmanager
 def bounds(**values: int) -> Iterator[None]:
-    """Other bounds of what is computed together: `piece_bytes`, `wave_bytes`, `converted_bytes`."""
+    """Sets other bounds on what is computed together: `piece_bytes`, `wave_bytes`, `converted_bytes`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             for module in (attend_module, query_module, step_module):
@@ -68,7 +68,7 @@ def bounds(**values: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """How tokens come to be in a cache: page size, in which pages, and in chunks of which sizes, over and over."""
+    """How tokens get into a cache: the page size, which pages, and the chunk sizes, repeated."""
 
     per_page: int = 4
     scattered: bool = False
@@ -141,7 +141,7 @@ def arrays(result: AttentionResult) -> Any:
 
 
 def attended(device: CpuDevice, case: Case, storage: str, way: Way, **returned: Any) -> Any:
-    """The result of a case over a cache that came to be in a way."""
+    """The result of a case over a cache that was filled in a way."""
     shape = shape_of(case, storage)
     pool = pool_for(shape, way.per_page)
     pages = pages_of(way, -(-case.key.shape[2] // pool.tokens_per_page(shape)))

@@ -1,6 +1,6 @@
-"""An engine with caches, and its callers, for tests that say what is under way at any moment.
+"""An engine with caches, and its callers, for tests that control what is in flight at any moment.
 
-The device is a real one that a test can hold up (with events, never with time) and make fail.
+The device is real; a test can block it (with events, never with time) and make it fail.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ QUERY = np.random.default_rng(0).standard_normal((2, 1, 8)).astype(np.float32)
 
 
 class HeldDevice(CpuDevice):
-    """A CPU that attends to nothing while it is held, and fails when it is told to."""
+    """A CPU that computes no attention while it is held, and fails when it is told to."""
 
     def __init__(self) -> None:
         super().__init__(1, -1)
@@ -127,15 +127,15 @@ class Bench:
         return self.submit(read_append(self.host, None, message.SerializeToString()))
 
     def truncate(self, cache: Cache, length: int) -> Entry:
-        """Cuts a cache off behind `length` tokens."""
+        """Truncates a cache to `length` tokens."""
         return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length))
 
     def look(self, cache: Cache) -> Entry:
-        """Asks what a cache is."""
+        """Asks for the state of a cache."""
         return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None))
 
     async def seen(self, entry: Entry) -> int:
-        """The tokens that the cache had for who looked."""
+        """The number of tokens that `look` saw."""
         outcome = await self.outcome(entry)
         assert isinstance(outcome, Outcome), outcome
         pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
@@ -147,19 +147,19 @@ class Bench:
         self._futures[entry].set_result(outcome)
 
     async def outcome(self, entry: Entry) -> Outcome | RequestError:
-        """What came of it."""
+        """Its outcome."""
         async with asyncio.timeout(PATIENCE_S):
             return await self._futures[entry]
 
     async def output(self, entry: Entry) -> pb.AttendResponse:
-        """The reply to what must have been computed."""
+        """The reply to an entry, which must have succeeded."""
         outcome = await self.outcome(entry)
         assert isinstance(outcome, Outcome), outcome
         pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
         return pb.AttendResponse.FromString(b"".join(pieces))
 
     async def check(self, entry: Entry, *parts: tuple[int, int]) -> None:
-        """The reply is that of `tokens(seed, count)`, one after the other, for the one cache of a request."""
+        """Asserts that the reply is that of these `tokens(seed, count)` in a row, for the only cache of a request."""
         reply = await self.output(entry)
         key, value = (np.concatenate(each, axis=1) for each in zip(*itertools.starmap(tokens, parts), strict=True))
         assert list(reply.cache_lengths) == [key.shape[1]]
@@ -167,7 +167,7 @@ class Bench:
         accuracy.check(case, result(reply))
 
     async def finished(self) -> None:
-        """Everything has been answered, and nothing of it is left anywhere but in caches."""
+        """Asserts that everything has been answered, and nothing is left of it but in caches."""
         assert await self.engine.drain(PATIENCE_S)
         assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
         assert self.engine.waiting_for_turns == 0

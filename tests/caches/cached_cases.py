@@ -1,4 +1,4 @@
-"""Caches on a server that hold the keys and values of a case, and a caller of that server."""
+"""Server caches that hold the keys and values of a case, and a caller of that server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_sequence(case: Case) -> tuple[Array, Array]:
 
 
 def in_layout(case: Case, array: Array) -> Array:
-    """[B, Hk, T, D] as the case has its keys."""
+    """[B, Hk, T, D] in the layout and rank of the case's keys."""
     if case.options.get("layout") == "length_first" and case.key.ndim > 2:
         array = array.swapaxes(1, 2)
     return array[(0,) * (4 - case.key.ndim)]
@@ -41,7 +41,7 @@ def in_layout(case: Case, array: Array) -> Array:
 def fill(
     caller: Caller, case: Case, storage: str, lengths: list[int], chunks: list[int], left_out: int = 0
 ) -> list[str]:
-    """A cache for each sequence of a case, of its first tokens but for the last `left_out`, appended in chunks."""
+    """A cache for each sequence of a case, with all its tokens but the last `left_out`, appended in chunks."""
     key, value = by_sequence(case)
     names = []
     for b, length in enumerate(lengths):
@@ -57,7 +57,7 @@ def fill(
 
 
 def last(case: Case, lengths: list[int], count: int) -> tuple[Array, Array]:
-    """The last `count` of the tokens that each sequence has, as a request appends them."""
+    """The last `count` tokens of each sequence, as a request appends them."""
     key, value = (
         np.stack([part[b, :, length - count : length] for b, length in enumerate(lengths)])
         for part in by_sequence(case)

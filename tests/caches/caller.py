@@ -1,4 +1,4 @@
-"""A caller of `CacheService` that the tests have in hand: plain messages, and cases as attention to caches."""
+"""A caller of `CacheService` that tests control: plain messages, and cases as attention to caches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAGES: Final[dict[str, Any]] = {
 
 
 class Reference(NamedTuple):
-    """A cache in a request, how many tokens it is believed to have, and the id of what is appended."""
+    """A cache in a request, its expected length, and the id of the append."""
 
     name: str
     layer: int = 0
@@ -73,7 +73,7 @@ class Caller:
         return cache
 
     def truncate(self, name: str, length: int, **fields: Any) -> caches_pb2.Cache:
-        """The cache after it has been cut off."""
+        """The cache after its truncation."""
         cache: caches_pb2.Cache = self._cache("Truncate", name=name, length=length, **fields).cache
         return cache
 
@@ -88,7 +88,7 @@ class Caller:
         return listed
 
     def delete(self, *names: str) -> None:
-        """They are gone."""
+        """Deletes caches."""
         self._cache("Delete", names=names)
 
     def attend(self, request: pb.AttendRequest) -> pb.AttendResponse:
@@ -121,7 +121,7 @@ def attend_request(
     return_lse: bool = False,
     return_scores: str | None = None,
 ) -> pb.AttendRequest:
-    """A case to be computed: over caches, which get the `appended` keys and values first, or with its own."""
+    """The request for a case: over caches, after appending the `appended` keys and values, or with its own."""
     options = dict(case.options)
     causal, layout, window = (options.pop(name, None) for name in ("causal", "layout", "window"))
     fields: dict[str, Any] = {

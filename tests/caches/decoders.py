@@ -16,7 +16,7 @@ MISTRAL = "mistral.toml"
 
 
 def write_mistral(directory: Path) -> Any:
-    """A small random Mistral, whose window is shorter than the tests' sequences, as files; and its module (float64)."""
+    """Writes a small random Mistral with a window shorter than the tests' sequences. Returns its module (float64)."""
     torch.manual_seed(5)
     config = transformers.MistralConfig(
         vocab_size=40,
@@ -44,7 +44,7 @@ def write_mistral(directory: Path) -> Any:
 
 
 def create_cache(client: Client, layer: str, dtype: str = "float32") -> Cache:
-    """An empty cache for a decoder, as the server outlines it."""
+    """An empty cache for a decoder, shaped by the server's outline of it."""
     outline = client.layers.get(layer)
     head_dim = outline.head_dim
     return client.create_cache(num_kv_heads=outline.kv_heads, head_dim=head_dim, layers=outline.blocks, dtype=dtype)

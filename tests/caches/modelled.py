@@ -1,5 +1,5 @@
-"""A trivial model of caches: lists of tokens, a table that obeys placements, and a clock. Who holds which page is
-counted anew each time, and what those who wait will take is found by letting them have it, a token at a time.
+"""A trivial model of caches: lists of tokens, a table that obeys placements, and a clock. The holders of each page are
+counted anew each time; what waiting operations will take is found by simulating them, a token at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PAGE_TOKENS = 4
 PAGE_BYTES = 256
 PAGES = 14
 NOBODYS = -1
-"""What is in the memory where it is free."""
+"""The contents of free memory."""
 
 
 @dataclass(eq=False)
 class Model:
-    """What a cache should be."""
+    """The expected state of a cache."""
 
     cache: Cache
     tokens: list[list[int]]
@@ -40,25 +40,25 @@ class Model:
 
 @dataclass(eq=False)
 class Operation:
-    """Something that waits for its turn on its caches, or has it, or is over and about to leave."""
+    """An operation that waits for its turn on its caches, has it, or is over and about to leave."""
 
     models: list[Model]
     reservation: Reservation[Any]
     wanted: list[tuple[Model, int, list[int]]] = field(default_factory=list)
     """What is appended to which layer."""
     foreseen: bool = True
-    """Whether others were told that it will happen."""
+    """Whether operations behind it count on its happening."""
     fork_ttl: float | None = None
     truncate_to: int | None = None
     placements: list[Placement] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     state: str = "waiting"
     surprised: bool = False
-    """Whether it may take more than was foreseen: something before it did not happen, where not all append."""
+    """Whether it may take more than foreseen: an operation before it did not happen, in a queue of not only appends."""
 
 
 class World:
-    """All caches that there should be, all operations in flight, and the memory."""
+    """All caches that should exist, all operations in flight, and the memory."""
 
     def __init__(self) -> None:
         self.memory = [[NOBODYS] * PAGE_TOKENS for _ in range(PAGES)]
@@ -73,14 +73,14 @@ class World:
         return [model for model in self.present() if not model.users and model.expires <= self.now]
 
     def forget(self) -> None:
-        """What is deleted and not in use is nowhere any more."""
+        """Drops the models of caches that are deleted and not in use."""
         self.models = [model for model in self.models if model.users or not model.deleted]
 
     def renew(self, model: Model) -> None:
         model.expires = inf if model.ttl is None else self.now + model.ttl
 
     def holders(self) -> Counter[int]:
-        """Who holds each page: layers, and operations that may still be copying it."""
+        """How many hold each page: layers, and operations that may still be copying it."""
         held = Counter(page for model in self.models for layer in range(LAYERS) for page in model.cache.pages(layer))
         for operation in self.operations:
             changes = operation.reservation.changes if operation.reservation.is_open else []
@@ -91,7 +91,7 @@ class World:
         return [operation for operation in model.waiting if operation.state == "waiting"]
 
     def pages_to_come(self, model: Model, layer: int, line: Sequence[Operation]) -> int:
-        """The most free pages that operations take of a layer, if each does what it means to do."""
+        """The most free pages that queued operations take for a layer, if each does what it announced."""
         holders, pages, length = self.holders(), list(model.cache.pages(layer)), len(model.tokens[layer])
         taken = most = 0
 
@@ -126,7 +126,7 @@ class World:
         return most
 
     def surprise(self, model: Model, by: Operation) -> None:
-        """An operation on a cache does not happen, on which others count who wait behind it."""
+        """An operation on a cache does not happen, though those waiting behind it count on it."""
         waiting = self.waiting(model)
         if not all(operation.wanted for operation in [by, *waiting]):
             for operation in waiting:

@@ -1,4 +1,4 @@
-"""Caches without a store: pages that a test chooses, filled as a store would have them filled."""
+"""Caches without a store: pages that a test chooses, filled as a store would fill them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU: Final = torch.device("cpu")
 
 
 def placement(pages: Sequence[int], per_page: int, start: int, tokens: int) -> Placement:
-    """Where `tokens` tokens behind the first `start` go, of a cache that has these pages."""
+    """Where `tokens` tokens after the first `start` go, in a cache that has these pages."""
     writes, end = [], start + tokens
     for index in range(start // per_page, -(-end // per_page)):
         first = max(start, index * per_page)
@@ -26,13 +26,13 @@ def placement(pages: Sequence[int], per_page: int, start: int, tokens: int) -> P
 
 
 def page_bytes_for(shape: CacheShape, tokens: int) -> int:
-    """The least page that holds so many tokens; rows that are short may leave room for more."""
+    """The smallest page that holds `tokens` tokens; with short rows it may hold more."""
     half = shape.num_kv_heads * max(shape.head_dim, shape.value_dim) * shape.item_bytes * tokens
     return 2 * -(-half // CACHE_LINE) * CACHE_LINE
 
 
 def stored(case: Case, storage: str) -> Case:
-    """The case with keys and values as they are when they have been stored."""
+    """The case with keys and values as they are after storage in dtype `storage`."""
     with np.errstate(over="ignore"):
         key, value = (part.astype(DTYPES[storage]) for part in (case.key, case.value))
     return Case(case.query, key, value, case.options)

@@ -16,7 +16,7 @@ def store_of(pages: int, max_caches: int = 100) -> CacheStore:
 
 
 def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: float = 0.0) -> Placement:
-    """An operation from its admission to its end."""
+    """An append from its admission to its end."""
     reservation = store.reserve([(cache, layer, tokens)], now)
     [placement] = store.place(reservation, now)
     store.cancel(reservation)

@@ -1,4 +1,4 @@
-"""Requests to caches that are answered at once: with the bits of all others, and nothing happens where they are not."""
+"""Requests to caches that are answered at once: the same bits as the ordinary way, and no effect if they cannot be."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_steps_have_the_bits_of_the_way_of_others(
 
 
 def test_any_steps_and_what_happens_between_them_are_as_without_it(device: CpuDevice) -> None:
-    """Two servers are asked the same. One answers at once whatever it can: all that is seen of both is alike."""
+    """Two servers get the same requests. One answers at once whatever it can; nothing visible differs between them."""
     at_once_, ordinary = another(device), another(device)
     random, answered = Random(5), 0
     both = [[each.create(count, seed=count) for each in (at_once_, ordinary)] for count in (0, 1, 7, 8, 30)]
@@ -87,7 +87,7 @@ def test_any_steps_and_what_happens_between_them_are_as_without_it(device: CpuDe
 
 
 def _ask_both(random: Random, at_once_: Stepping, ordinary: Stepping, both: list[Any], number: int) -> bool:
-    """Asks both for the same, and compares. Whether one answered at once."""
+    """Sends both the same requests and compares. Returns whether one answered at once."""
     drawn = [
         (
             random.sample(range(len(both)), random.choice((1, 1, 1, 2))),
@@ -138,7 +138,7 @@ def test_what_expects_another_length_is_for_others(stepping_: Stepping) -> None:
         assert stepping_.ordinary(asked) is FailedPrecondition
     assert cache.lengths == [5]
     assert stepping_.answer(message_of(step(cache, append=True, expected=[5]))) is not None
-    assert stepping_.answer(message_of(step(cache, append=True, expected=[5]))) is None  # it is there already
+    assert stepping_.answer(message_of(step(cache, append=True, expected=[5]))) is None  # it has been appended already
     assert cache.lengths == [6]
 
 
@@ -146,7 +146,7 @@ def test_what_expects_another_length_is_for_others(stepping_: Stepping) -> None:
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_for_others_and_is_appended_once(stepping_: Stepping, dtype: Any, value: float) -> None:
     shape = CacheShape(2, 8, 8, 1, np.dtype(dtype).name)
-    # A page is full: the next has to be given back.
+    # The page is full: the next one has to be given back.
     tokens = shape.tokens_per_page(stepping.PAGE_BYTES)
     cache, other = stepping_.create(tokens, shape), stepping_.create(tokens, shape)
     asked, twin = (step(each, append=True, expected=[tokens], dtype=dtype) for each in (cache, other))
@@ -196,7 +196,7 @@ def test_who_has_to_wait_for_another_in_the_message_goes_with_the_others(steppin
     stepping_.learn(append, look, step(cache, other))
     for requests in ((append, look), (look, append), (append, append)):
         assert stepping_.answer(message_of(*requests)) is None
-    assert stepping_.answer(message_of(step(cache, cache))) is None  # which nobody may ask for
+    assert stepping_.answer(message_of(step(cache, cache))) is None  # not allowed
     assert cache.lengths == [3]
     assert stepping_.answer(message_of(look, look)) is not None
     assert stepping_.answer(message_of(append, step(other, append=True))) is not None
@@ -206,7 +206,7 @@ def test_caches_of_others_and_such_as_are_not_there_are_for_others(stepping_: St
     mine, theirs = stepping_.create(3, owner="me"), stepping_.create(3, owner="them")
     stepping_.learn(step(mine), owner="me")
     assert stepping_.answer(message_of(step(mine)), "me") is not None
-    for _ in range(2):  # mine has been here before
+    for _ in range(2):  # requests to mine have been kept
         for owner, cache in (("me", theirs), ("them", mine), (None, mine), ("me", "-" * 24)):
             assert stepping_.answer(message_of(step(cache)), owner) is None
     asked = message_of(step(mine))
@@ -285,7 +285,7 @@ def test_more_than_may_be_computed_at_once_is_for_others(stepping_: Stepping) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whether_pages_are_finite_is_known_as_elsewhere(stepping_: Stepping, dtype: Any) -> None:
-    """What is shared of several caches is read once only where that is known."""
+    """Pages shared by several caches are read once only where that is known."""
     shape = CacheShape(2, 8, 8, 1, np.dtype(dtype).name)
     for bad in ("key", "value", None):
         cache = stepping_.create(0, shape)

@@ -1,4 +1,4 @@
-"""Requests to caches on the fast path: which layouts are learnt, and what is kept of requests that were."""
+"""Requests to caches on the fast path: which layouts are learnt, and what is kept of past requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_request_that_is_kept_is_not_taken_for_one_of_another_shape(stepping_:
 
 
 def test_a_request_that_is_kept_is_not_taken_for_one_of_another_layer_or_problem(stepping_: Stepping) -> None:
-    """Though all of them are to one cache, and take as many bytes."""
+    """Though all of them are to one cache, and of the same size in bytes."""
     cache = stepping_.create(9, CacheShape(2, 8, 8, 3, "float32"))
     alignments = (pb.ALIGNMENT_TOP_LEFT, pb.ALIGNMENT_BOTTOM_RIGHT)
     requests = [step(cache, layer=layer, alignment=each, causal=True) for layer in (1, 2) for each in alignments]
@@ -109,7 +109,7 @@ def _read(stepping_: Stepping, request: pb.AttendRequest) -> CachedRequest:
 def test_requests_that_are_kept_hold_no_message_and_are_bounded(
     stepping_: Stepping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the caches that they are to, which may be many, and gone."""
+    """By the number of caches that they are to, which may be many, and deleted."""
     monkeypatch.setattr(at_once, "MOST_KEPT", 4)
     caches, most = [stepping_.create(3, SHAPE) for _ in range(9)], 0
     stepping_.learn(step(caches[0]), step(*caches[:2]))

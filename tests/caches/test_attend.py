@@ -1,4 +1,4 @@
-"""Attention to what caches hold, against the oracle, with pages of few tokens."""
+"""Attention to the contents of caches, against the oracle, with pages of few tokens."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_every_option_in_every_dtype(device: CpuDevice, dtype: str, storage: str
 @EVERY_OPTION
 @pytest.mark.parametrize("length", [1, 5])
 def test_which_kernel_computes_few_queries(device: CpuDevice, length: int, options: dict[str, Any]) -> None:
-    """Without the native kernel, products of matrices over whole pages, but for rare options, values that are not whole
-    vectors wide, and what has nothing to attend.
+    """Without the native kernel, matrix products over whole pages, except for rare options, value widths that are not
+    whole vectors, and queries with nothing to attend to.
     """
     case = plan_of(options, query_length=length).case(1)
     shape, pages = shape_of(case, "float32"), [*range(4)]
@@ -96,7 +96,7 @@ def test_scores_of_all_pages(device: CpuDevice, options: dict[str, Any], stage: 
 
 
 class Counting:
-    """A device that notes over how many keys its calls are."""
+    """A device that counts the keys of its calls."""
 
     def __init__(self, device: CpuDevice) -> None:
         """Computes on another device."""
@@ -121,7 +121,7 @@ class Counting:
 @pytest.mark.parametrize("group", [1, 2])
 @EVERY_STORAGE
 def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int, storage: str) -> None:
-    """Of forks with shared parts of different lengths, of other queries in between, and of some with a mask."""
+    """For forks with shared parts of different lengths, other queries in between, and some queries with a mask."""
     plan = plan_of({"causal": "bottom_right", "group": group})
     trunk, branch = [*range(50, 66)], [*range(50, 58), *range(100, 108)]
     lengths = [1, 3, 1, 2, 1, 1]
@@ -141,7 +141,7 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
     counting = Counting(device)
     for case, result in zip(cases, attend_tensors(queries, pool, counting, fold=True), strict=True):
         accuracy.check(case, arrays(result))
-    # Four are without mask and softcap, and 32 tokens are in the pages that all of those share.
+    # Four have neither mask nor softcap, and the pages that all four share hold 32 tokens.
     assert counting.keys == 6 * 61 - 3 * 32
 
 
@@ -152,7 +152,7 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
 def test_what_is_excluded_never_leaks(
     device: CpuDevice, dtype: str, length: int, poison: float, options: dict[str, Any]
 ) -> None:
-    """What is not finite behind a length, before a window and where a mask excludes; and what is attended is seen."""
+    """Non-finite values beyond a length, before a window and where a mask excludes; those attended to are seen."""
     plan = plan_of({"causal": "bottom_right", "window": (30, -1), **options}, dtype=dtype, query_length=length)
     case = stored(replace(plan, kv_lengths=(57,)).case(4), "bfloat16")
     seen = case.expected.attended.any((0, 1, 2))

@@ -1,5 +1,5 @@
-"""Attention to what caches hold, to the last bit against itself: how tokens came into a cache, the pages in which
-they lie and the company of a query change nothing.
+"""Attention to the contents of caches, against itself to the last bit: how tokens got into a cache, which pages hold
+them and what a query is batched with change nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["device"]
 @pytest.mark.parametrize("kv_heads", [8, 6])
 @pytest.mark.parametrize("group", [1, 4])
 def test_bits_of_a_step_do_not_depend_on_what_is_beside_it(device: CpuDevice, kv_heads: int, group: int) -> None:
-    """Pages of the size that servers have: caches of many lengths together, in the order of others' pages."""
+    """Pages of the size that servers use: caches of many lengths together, in the order of others' pages."""
     shape = CacheShape(kv_heads, 64, 64, 1, "float32")
     pool = PagePool(60 << 17, 1 << 17, CPU)
     per_page = pool.tokens_per_page(shape)
@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_company(
     returned: dict[str, Any],
     data: st.DataObject,
 ) -> None:
-    """Of queries over other caches, and over other lengths of the same ones, in any order."""
+    """Queries over other caches, and over other lengths of the same ones, in any order."""
     cases = [stored(plan.case(seed), storage) for seed in seeds]
     shape = shape_of(cases[0], storage)
     pool = pool_for(shape, per_page)
@@ -149,7 +149,7 @@ def test_bits_do_not_depend_on_the_company(
 @pytest.mark.parametrize("length", [1, 3, 20])
 @EVERY_STORAGE
 def test_forks_see_their_own_tokens_and_what_they_share(device: CpuDevice, length: int, storage: str) -> None:
-    """Forks share full pages; the page that both go on in is copied. Bits are those of caches that share nothing."""
+    """Forks share full pages; a partial page that both append to is copied. Bits are as without sharing."""
     plan = plan_of({"causal": "bottom_right", "group": 2}, query_length=length)
     cases = [stored(plan.case(seed), storage) for seed in range(3)]
     for case in cases[1:]:

@@ -1,4 +1,4 @@
-"""Attention to caches that comes upon NaN or infinities runs once more, apart, as what that costs, at the same turn.
+"""Attention to caches that meets NaN or infinities runs once more, by itself, at its real cost, in the same turn.
 
 The engine is the real one, and so is the native kernel. Requests without caches: `scheduling/test_engine_again.py`.
 """
@@ -41,7 +41,7 @@ async def native(bench: Bench) -> AsyncIterator[None]:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[CachedRequest]]:
-    """What has run together."""
+    """The batches that have run."""
     seen: list[list[CachedRequest]] = []
 
     def run(pool: PagePool, device: CpuDevice, batch: Sequence[CachedRequest]) -> BatchResult:
@@ -104,7 +104,7 @@ async def test_they_run_apart_and_hold_up_nobody_in_their_batch(
 async def test_of_a_request_those_sequences_are_computed_again(
     bench: Bench, batches: list[list[CachedRequest]], sequences: int
 ) -> None:
-    """And they are what they are without a native kernel, to the bit."""
+    """And they have the bits that they have without a native kernel."""
     caches = [bench.create(5) for _ in range(sequences)]
     entry = attend(bench, *caches, query=np.inf)
     (outcome,) = await outcomes(bench, [entry])
@@ -118,7 +118,7 @@ async def test_of_a_request_those_sequences_are_computed_again(
 
 
 async def test_they_keep_their_turn(bench: Bench, batches: list[list[CachedRequest]]) -> None:
-    """Who appends to the same cache comes behind them, whatever becomes of others meanwhile."""
+    """Appends to the same cache come after them, whatever happens to other requests meanwhile."""
     cache, other = bench.create(5), bench.create(5)
     spoil(bench, cache)
     entries = [attend(bench, cache, appended=1), attend(bench, cache, appended=1), attend(bench, other)]
@@ -136,7 +136,7 @@ async def test_they_keep_their_turn(bench: Bench, batches: list[list[CachedReque
 async def test_who_leaves_meanwhile_is_not_computed_again(
     bench: Bench, batches: list[list[CachedRequest]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not run, and what it appended is taken back before the next one's turn."""
+    """It has not run again, and its append is undone before the next one's turn."""
     cache = bench.create(5)
     spoil(bench, cache)
     again = bench.admission.again

@@ -1,5 +1,5 @@
-"""What an operation on a cache costs: counted by the length that those before it mean to leave, and at its turn by the
-length that it meets.
+"""The cost of an operation on a cache: on arrival by the length that operations before it are to leave, at its turn by
+the length that it finds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["bench"]
 
 
 async def cost_of(bench: Bench, length: int) -> tuple[int, int]:
-    """What it costs to attend to a cache of so many tokens for which nobody waits, and the bytes that it takes."""
+    """The cost and the bytes of attention to an otherwise unused cache of `length` tokens."""
     cache = bench.create(length)
     entry = bench.attend(cache, scores=True)
     await bench.output(entry)
@@ -46,8 +46,8 @@ async def hold(bench: Bench, cache: Cache, appended: int = 0) -> Entry:
 
 
 async def test_it_is_counted_over_what_those_before_it_leave(bench: Bench) -> None:
-    """Appended by themselves or with an attention, and cut off, each more than once: whoever waits is counted in, and
-    who runs already, too, but not twice.
+    """Appends, attention with appends and truncations, each more than once: waiting operations count, and so do those
+    that run already, but not twice.
     """
     assert (await cost_of(bench, 40)) > (await cost_of(bench, 39)), "each token counts"
     costs = {length: await cost_of(bench, length) for length in (4, 6, 36, 2, 42)}
@@ -78,7 +78,7 @@ async def test_it_is_counted_over_what_those_before_it_leave(bench: Bench) -> No
 
 
 async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> None:
-    """Whoever meant to change the cache before it was cancelled, or could not."""
+    """An operation before it that was to change the cache was cancelled, or failed."""
     short, long, longest = [await cost_of(bench, length) for length in (4, 44, 84)]
     cache = bench.create(3)
     running = await hold(bench, cache, appended=1)
@@ -105,7 +105,7 @@ async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> No
 
 @pytest.mark.parametrize("bound", ["bytes", "flops"])
 async def test_it_may_lack_room_for_what_it_meets(bench: Bench, bound: str) -> None:
-    """Then it is refused as it would have been when it came, its append is taken back, and others go on."""
+    """Then it is refused as it would have been on arrival, its append is undone, and others go on."""
     few, many = await cost_of(bench, 1), await cost_of(bench, 301)
     cache = bench.create(300)
     running = await hold(bench, cache)
@@ -137,7 +137,7 @@ async def test_it_may_be_more_than_one_request_may_cost(bench: Bench) -> None:
     cut = bench.truncate(cache, 0)
     reader = bench.attend(cache, seed=1, appended=1)
     assert isinstance(reader.request, CachedRequest)
-    reader.request.limits = RequestLimits(max_request_flops=10 * reader.request.flops)  # and it meets 300 times as many
+    reader.request.limits = RequestLimits(max_request_flops=10 * reader.request.flops)  # and it finds 300 times as many
     bench.engine.cancel([cut])
     bench.device.may_run.set()
     assert isinstance(await bench.outcome(running), Outcome)
@@ -149,7 +149,7 @@ async def test_it_may_be_more_than_one_request_may_cost(bench: Bench) -> None:
 
 
 async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_it(bench: Bench) -> None:
-    """A truncation shortens the layers that are longer, whether one comes in by itself or behind others."""
+    """A truncation shortens the layers that are longer, whether it arrives alone or behind others."""
     store = bench.store
     cache = store.create(CacheShape(2, 8, 8, 3, "float32"), None, 0.0)
     reservation = store.reserve([(cache, 0, 9), (cache, 1, 2)], 0.0)

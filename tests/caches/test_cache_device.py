@@ -1,4 +1,4 @@
-"""Caches in memory that the host cannot read, as that of a CUDA device."""
+"""Caches in memory that the host cannot read, like that of a CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on caches in the engine: whose turn it is, what is held meanwhile, and what a failure leaves behind."""
+"""Operations on caches in the engine: their order, what is held meanwhile, and what a failure leaves behind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["bench"]
 
 
 async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench) -> None:
-    """While a long operation on one cache runs, three more wait for it, the second for another cache besides, and who
-    needs that one comes behind it; an operation on a cache that nobody waits for runs before them.
+    """While a long operation on one cache runs, three more wait for it, the second also for another cache, and whatever
+    needs that one queues behind it; an operation on a cache that none waits for runs before them.
     """
     busy, shared, free = bench.create(3), bench.create(3), bench.create(3)
     bench.device.may_run.clear()
@@ -43,7 +43,7 @@ async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench
 
 
 async def test_those_who_only_read_a_cache_do_not_wait_for_each_other(bench: Bench) -> None:
-    """They are one batch; but an append between them waits for those before, and those behind wait for it."""
+    """They are one batch; but an append between them waits for the readers before it, and those behind wait for it."""
     cache = bench.create(3)
     bench.device.may_run.clear()
     readers = [bench.attend(cache) for _ in range(3)]
@@ -60,7 +60,7 @@ async def test_those_who_only_read_a_cache_do_not_wait_for_each_other(bench: Ben
 
 
 async def test_what_is_seen_of_a_cache_is_final(bench: Bench) -> None:
-    """Who looks waits for what came before, also where its caller has gone, and not for what comes behind."""
+    """A look waits for operations before it, even if their callers have gone, and not for those behind it."""
     cache = bench.create(3)
     bench.device.may_run.clear()
     given_up = bench.attend(cache, seed=1, appended=1)
@@ -90,7 +90,7 @@ async def test_what_is_undone_is_never_seen(bench: Bench) -> None:
 
 
 async def test_looking_keeps_no_cache_alive(bench: Bench) -> None:
-    """Neither is its lease renewed, nor does one that was deleted meanwhile answer."""
+    """It does not renew the lease, and a cache that was deleted meanwhile is not found."""
     cache = bench.create(3, ttl=100.0)
     expires = cache.expires
     assert await bench.seen(bench.look(cache)) == 3
@@ -122,7 +122,7 @@ async def test_who_is_cancelled_while_waiting_changes_nothing_and_lets_others_on
 
 
 async def test_who_expects_another_length_when_its_turn_has_come_changes_nothing(bench: Bench) -> None:
-    """The length is that at the turn, not that at the arrival."""
+    """What counts is the length at its turn, not on arrival."""
     cache = bench.create(3)
     bench.device.may_run.clear()
     first = bench.attend(cache, seed=1, appended=2, expected_length=3)
@@ -141,7 +141,7 @@ async def test_who_expects_another_length_when_its_turn_has_come_changes_nothing
 @pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("length", [0, 3, 8])
 async def test_an_append_whose_attention_fails_is_taken_back(bench: Bench, forked: bool, length: int) -> None:
-    """The cache is as it was, whether its last page was its own or shared; what follows builds on that."""
+    """The cache is as before, whether its last page was its own or shared; what follows builds on that."""
     cache = bench.create(length)
     sibling = bench.store.fork(cache, None, 0.0) if forked else None
     used = bench.store.used_bytes
@@ -157,7 +157,7 @@ async def test_an_append_whose_attention_fails_is_taken_back(bench: Bench, forke
 
 
 async def test_of_a_batch_that_fails_only_the_guilty_append_is_taken_back(bench: Bench) -> None:
-    """The batch fails, and of its requests alone the first."""
+    """The batch fails, and of its requests run one by one, only the first."""
     one, other = bench.create(3), bench.create(3)
     bench.device.failures = 2
     first, second = bench.attend(one, seed=1, appended=2), bench.attend(other, seed=2, appended=2)
@@ -168,7 +168,7 @@ async def test_of_a_batch_that_fails_only_the_guilty_append_is_taken_back(bench:
 
 
 async def test_nothing_in_use_is_evicted(bench: Bench) -> None:
-    """A lease that has ended long ago counts for nothing while an operation runs on the cache, or waits to."""
+    """A lease that ended long ago does not matter while an operation runs on the cache, or waits to."""
     cache = bench.create(40 * 8, ttl=60.0)
     bench.device.may_run.clear()
     running = bench.attend(cache)
@@ -192,7 +192,7 @@ async def test_nothing_in_use_is_evicted(bench: Bench) -> None:
 
 
 async def test_a_deleted_cache_stays_for_what_was_admitted(bench: Bench) -> None:
-    """Its pages are others' only when the last operation on it is over."""
+    """Its pages are free only once the last operation on it is over."""
     cache = bench.create(50 * 8)
     bench.device.may_run.clear()
     running = bench.attend(cache)
@@ -211,7 +211,7 @@ async def test_a_deleted_cache_stays_for_what_was_admitted(bench: Bench) -> None
 
 
 async def test_what_was_admitted_never_lacks_room(bench: Bench) -> None:
-    """Appends to forks that share a page that is not full: each needs a copy of it, and is promised one."""
+    """Appends to forks that share a partial page: each needs a copy of it, for which a page is reserved."""
     cache = bench.create(8 * 20 + 5)
     forks = [bench.store.fork(cache, None, 0.0) for _ in range(8)]
     bench.device.may_run.clear()

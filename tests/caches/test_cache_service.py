@@ -1,4 +1,4 @@
-"""What `CacheService` does on a real server, to whom, and what it says where it does not."""
+"""What `CacheService` does on a real server, for whom, and its errors when it does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["caller"]
 
 
 def test_a_fork_never_sees_what_its_sibling_does(caller: Caller) -> None:
-    """Forks at every length around the edges of pages, of forks too: each is the oracle of its own tokens."""
+    """Forks, and forks of forks, at every length around page boundaries: each matches the oracle on its own tokens."""
     model = {caller.create(): tokens(0, 0)}
     seeds = itertools.count(1)
     for length in (0, 1, 30, 31, 32, 33, 64, 65):  # 32 tokens are a page
@@ -57,7 +57,7 @@ def test_a_fork_never_sees_what_its_sibling_does(caller: Caller) -> None:
 
 
 def failure(error: Any) -> tuple[grpc.StatusCode, error_details_pb2.ErrorInfo]:
-    """The code of a failed call, and what its ErrorInfo says."""
+    """The code and the ErrorInfo of a failed call."""
     return error.code(), calls.detail(calls.status_of(error), error_details_pb2.ErrorInfo)
 
 
@@ -79,7 +79,7 @@ def test_a_length_that_nobody_expected_changes_nothing(caller: Caller) -> None:
         assert [list(caller.get(name).lengths) for name in (one, two)] == [[6], [6]]
     accuracy.check(case, result(caller.attend(attend_request(case, [one, two]))))
     assert caller.append(one, *tokens(0, 2), expected_length=6) == 8
-    with pytest.raises(grpc.RpcError) as caught:  # sent again, as if its reply had been lost
+    with pytest.raises(grpc.RpcError) as caught:  # retried, as if its reply had been lost
         caller.append(one, *tokens(0, 2), expected_length=6)
     assert failure(caught.value)[1].metadata["length"] == "8"
 
@@ -147,7 +147,7 @@ def test_an_id_that_made_something_else_is_an_error_of_its_field(caller: Caller)
 
 
 def test_messages_without_tensors_are_short(caller: Caller) -> None:
-    """Read as they are, names without letters would take 16 times their message's memory."""
+    """Read without a limit, empty names would take 16 times the memory of their message."""
     long = "x" * (4 << 20)
     for ask in (caller.get, caller.fork, caller.delete, lambda name: caller.truncate(name, 0)):
         with pytest.raises(grpc.RpcError) as caught:
@@ -158,7 +158,7 @@ def test_messages_without_tensors_are_short(caller: Caller) -> None:
 
 
 def test_names_cannot_be_guessed(caller: Caller) -> None:
-    """24 characters of 64, none of which is much the same in all names."""
+    """24 characters from an alphabet of 64, none of which is nearly the same in all names."""
     names = [caller.create() for _ in range(200)]
     assert len(set(names)) == 200
     assert {len(name) for name in names} == {24}
@@ -233,8 +233,8 @@ def test_appends_of_any_dtype_and_layout(caller: Caller, seed: int, length_first
 
 
 def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other(paged_server: Server) -> None:
-    """Each of many threads appends tokens of its own and attends in one call. The lengths in the replies say in which
-    order they took effect, and each reply is that of exactly what had been appended by then.
+    """Each of many threads appends tokens of its own and attends in one call. The lengths in the replies show the order
+    in which they took effect, and each reply is over exactly the tokens appended by then.
     """
     heads, width, callers, steps = 2, 8, 8, 12
     query = np.random.default_rng(0).standard_normal((heads, 1, width)).astype(np.float32)
@@ -271,7 +271,7 @@ def test_operations_of_many_callers_on_one_cache_take_effect_one_after_the_other
 
 
 def test_operations_on_one_stream_take_effect_in_the_order_in_which_they_were_sent(paged_server: Server) -> None:
-    """In one message: appends with attention to two caches, and every reply says what had come before it."""
+    """In one message: appends with attention to two caches, and every reply reflects exactly what came before it."""
     query = np.random.default_rng(0).standard_normal((2, 1, 8)).astype(np.float32)
     with grpc.insecure_channel(paged_server.address) as channel:
         caller, stream = Caller(channel), calls.Stream(channel)

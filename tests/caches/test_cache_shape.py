@@ -1,4 +1,4 @@
-"""How tokens lie in a page, and shapes that are none."""
+"""How tokens lie in a page, and shapes that are invalid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnserve_server.errors import InvalidRequest
         (CacheShape(8, 64, 64, 1, "bfloat16"), 256 * 1024, 128, 16 * 1024),
         # Half a page holds 21 tokens of two heads, of which 20 are a multiple of 4; the keys of a head take 1920 bytes.
         (CacheShape(2, 48, 16, 3, "float16"), 8192, 20, 2048),
-        # Half a page of 131,072 bytes cannot be divided by 12 heads: they lie as close as they can.
+        # Half a page of 131,072 bytes cannot be divided by 12 heads: heads lie as close together as possible.
         (CacheShape(12, 64, 64, 1, "float32"), 256 * 1024, 40, 10240),
         # 100 bytes are rounded down to 64, which hold eight tokens of eight bytes.
         (CacheShape(1, 1, 2, 1, "float32"), 200, 8, 64),

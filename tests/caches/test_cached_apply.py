@@ -1,5 +1,5 @@
-"""Decoders that keep their keys and values in caches, over the wire, against the modules that their checkpoints come
-from and against themselves.
+"""Decoders that keep their keys and values in caches, over the wire, against the modules of their checkpoints and
+against themselves.
 
 Pages are so small that sequences of GPT-2, Mistral and the decoder have two.
 """
@@ -80,7 +80,7 @@ def typed(tensor: Any, dtype: str) -> Any:
 
 
 def whole(module: Any, name: str, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """What the module makes of a sequence at once."""
+    """The module's output for a whole sequence."""
     reference = CHECKPOINTS["llama" if name == "mistral" else name].reference
     expected: torch.Tensor = reference(module, x, options.get("context"))
     return expected
@@ -101,7 +101,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
 @EVERY_DECODER
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_prefill_in_any_chunks(client: Client, modules: dict[str, Any], name: str, dtype: str) -> None:
-    """At once, in chunks and token by token: what the module makes of the whole."""
+    """At once, in chunks and token by token: the module's output for the whole."""
     x, options = sequence(name)
     expected = whole(modules[name], name, x, options)
     layer = name if dtype == "float64" else f"{name}/{dtype}"
@@ -113,7 +113,7 @@ def test_prefill_in_any_chunks(client: Client, modules: dict[str, Any], name: st
 
 
 def test_a_window_excludes_what_is_behind_it(client: Client, modules: dict[str, Any]) -> None:
-    """Blocks see WINDOW tokens: behind enough of them, nothing of the first token is left."""
+    """Blocks see WINDOW tokens: after enough of them, nothing of the first token is left."""
     reach = 1 + modules["mistral"].config.num_hidden_layers * (WINDOW - 1)
     first, others = torch.randint(VOCABULARY - 1, (1,)), torch.randint(VOCABULARY, (reach,))
     outputs = []
@@ -128,7 +128,7 @@ def test_a_window_excludes_what_is_behind_it(client: Client, modules: dict[str, 
 
 @EVERY_DECODER
 def test_the_same_chunks_give_the_same_bits(client: Client, name: str) -> None:
-    """After truncation and replay, and in forks whose siblings went elsewhere."""
+    """After truncation and replay, and in forks whose siblings diverged."""
     x, options = sequence(name)
     other, _ = sequence(name)
     chunks = [11, 1, 7, 12]
@@ -154,7 +154,7 @@ def test_the_same_chunks_give_the_same_bits(client: Client, name: str) -> None:
 @EVERY_DECODER
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_ragged_batch_of_caches(client: Client, name: str, packed: bool) -> None:
-    """One message goes on with many sequences: to the bits what each gives alone, also where it has nothing to add."""
+    """One message continues many sequences: each has the bits that it has alone, even one with nothing to add."""
     befores, lengths = [5, 0, 13, 1], [3, 7, 0, 30]
     xs = [sequence(name, before + length) for before, length in zip(befores, lengths, strict=True)]
     alone = []
@@ -184,7 +184,7 @@ def test_a_ragged_batch_of_caches(client: Client, name: str, packed: bool) -> No
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral/bfloat16"])
 def test_company_changes_no_bits(client: Client, name: str) -> None:
-    """Many sequences step at once, forks and strangers, beside applications without caches."""
+    """Many sequences step at once, forks and unrelated ones, beside applications without caches."""
     prefix, steps = torch.randint(VOCABULARY, (9,)), torch.randint(VOCABULARY, (8, 3))
     alone = []
     for own in steps:
@@ -274,7 +274,7 @@ def floats(*shape: int) -> tensor_pb2.Tensor:
 
 
 def replies(server: Server, requests: Sequence[pb.ApplyRequest]) -> list[pb.AttendStreamReply]:
-    """What comes of calls that travel in one message, in their order."""
+    """The replies to calls sent in one message, in their order."""
     calls = [pb.AttendStreamCall(id=n, apply=request) for n, request in enumerate(requests)]
     message = pb.AttendStreamRequest(calls=calls).SerializeToString()
     with grpc.insecure_channel(server.address) as channel:
@@ -296,7 +296,7 @@ def test_requests_with_caches_share_batches(client: Client, cached_server: Serve
     assert [reply.apply.batch_size for reply in found] == [3, 2, 3, 2, 3]
     assert [list(reply.apply.cache_lengths) for reply in found] == [[4], [], [4], [], [4]]
     assert len({reply.apply.output.data for reply in found[::2]}) == 1
-    # The same cache again is another turn: what comes later sees what came before.
+    # The same cache again takes another turn: the later request sees what came before.
     found = replies(cached_server, with_caches[:1] * 3)
     assert [list(reply.apply.cache_lengths) for reply in found] == [[8], [12], [16]]
     for cache in caches:
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_named(client: Client, cached_server: Server) -> No
 
 
 def test_positions_end(client: Client) -> None:
-    """GPT-2 has 32 of them: the request that would go beyond says so, and can be cut down."""
+    """GPT-2 has 32 of them: a request that would exceed them gets an error that says so, and can be shortened."""
     with create_cache(client, "gpt2") as cache:
         client.apply("gpt2", torch.randint(VOCABULARY, (30,)), cache=cache)
         with pytest.raises(
@@ -360,13 +360,13 @@ def test_lengths_that_nobody_expects(client: Client, cached_server: Server) -> N
     (refused,) = replies(cached_server, [pb.ApplyRequest(layer="gpt2", input=ids(2, 1), caches=references)])
     assert refused.error.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
     assert [cache.info().lengths for cache in caches] == [(3, 3), (3, 3)]
-    # Another client goes on with the cache: this one is told what it has now.
+    # Another client goes on with the cache: this one is told the present length.
     with Client(cached_server.address) as other:
         other.apply("gpt2", torch.randint(VOCABULARY, (2,)), cache=other.open_cache(caches[0].name))
     with pytest.raises(FailedPreconditionError) as caught:
         client.apply("gpt2", torch.randint(VOCABULARY, (1,)), cache=caches[0])
     assert caught.value.actual_length == 5
-    # Layers of different lengths are no decoder's.
+    # A decoder's layers all have one length.
     keys = torch.randn(4, 1, 6)
     caches[1].append(keys, keys, layer=1)
     with pytest.raises(FailedPreconditionError, match="3 to 4 tokens") as caught:

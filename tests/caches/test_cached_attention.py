@@ -1,4 +1,4 @@
-"""Attention to caches on a real server is the same attention with keys and values in the request."""
+"""Attention to caches on a real server is the same as attention with keys and values in the request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_attention_to_caches_is_that_with_its_own_keys(
     return_lse: bool,
     stage: str | None,
 ) -> None:
-    """Against the oracle. Ragged: caches are as long as `kv_lengths` say, and the request does not say it."""
+    """Against the oracle. Ragged: caches have the lengths of `kv_lengths`, which the request does not give."""
     if ragged and plan.kv_lengths is not None and stage not in ("raw", "capped"):
         longest = max(plan.kv_lengths)
         for name in ("mask_shape", "bias_shape"):
@@ -117,7 +117,7 @@ def test_every_option_in_every_dtype(caller: Caller, dtype: str, storage: str, o
 
 
 def test_positions_are_bottom_right_unless_said_otherwise(caller: Caller) -> None:
-    """A token that is appended sees all that came before it and itself."""
+    """An appended token sees all tokens before it and itself."""
     plan = Plan(batch=1, query_length=3, key_length=20, causal="bottom_right")
     case = plan.case(1)
     names = fill(caller, case, "float32", [20], [20], left_out=3)
@@ -204,7 +204,7 @@ def test_company_changes_no_bit(paged_server: Server, caller: Caller) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_forks_in_one_message_are_answered_as_each_alone(caller: Caller, storage: str) -> None:
-    """Steps of forks that part at different tokens, by one message; what they share is read for all of them."""
+    """Steps of forks that diverge at different tokens, in one message; what they share is read once for all."""
     plan = Plan(batch=24, group=2, query_length=1, key_length=90, causal="bottom_right", alibi=True, sinks=True)
     case = plan.case(1)
     parted = [(13 * b) % 90 for b in range(24)]

@@ -1,4 +1,4 @@
-"""Requests of decoders with caches in an engine: what they cost, and what is left of those that cannot be or fail."""
+"""Requests to decoders with caches in an engine: their cost, and what is left of those that are refused or fail."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SHAPE = CacheShape(
     num_kv_heads=HEADS, head_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS, layers=BLOCKS, dtype="float32"
 )
 GUILTY = 7
-"""Requests of so many inputs fail, when they are told to."""
+"""Requests with this many inputs fail, when they are told to."""
 
 
 class FailingDevice(CpuDevice):
-    """A CPU that fails at every second attention of GUILTY queries, when the first block has been computed."""
+    """A CPU that fails at every second attention of GUILTY queries, so once the first block has been computed."""
 
     fails = False
     attentions = 0
@@ -118,12 +118,12 @@ async def bench(models: Models) -> AsyncIterator[Bench]:
 
 
 async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Of all layers of all its caches; those whose requests ran in the same batch keep theirs."""
+    """In all layers of all its caches; other requests of the same batch keep theirs."""
     store = bench.host.store
     guilty, other, innocent = (bench.create() for _ in range(3))
     for cache in (guilty, other, innocent):
         await bench.output(cache, tokens=9)
-    # Last pages are shared, so that appends go on in copies of them.
+    # Last pages are shared, so appends go into copies of them.
     forks = [store.fork(cache, None, monotonic()) for cache in (guilty, other)]
     before = {cache: [cache.pages(layer) for layer in range(BLOCKS)] for cache in (guilty, other, *forks)}
     step = await bench.output(store.fork(innocent, None, monotonic()), tokens=3)
@@ -147,7 +147,7 @@ async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog:
 
 
 async def test_resident_keys_cost(bench: Bench) -> None:
-    """What every input attends to is counted, not what is appended alone."""
+    """All tokens that each input attends to count, not only the appended ones."""
     cache = bench.create()
     empty = bench.read(cache, tokens=3)
     appending = bench.submit(cache, tokens=10)
@@ -162,7 +162,7 @@ async def test_resident_keys_cost(bench: Bench) -> None:
 
 
 async def test_no_room_is_foreseen(bench: Bench) -> None:
-    """For all layers together, when the request comes: nothing is appended, nothing stays reserved."""
+    """For all layers together, on arrival of the request: nothing is appended, nothing stays reserved."""
     caches = [bench.create() for _ in range(6)]
     await bench.output(caches[0], tokens=25)  # two pages a layer
     with pytest.raises(CacheFull) as caught:

@@ -34,7 +34,7 @@ GROUPED: dict[str, dict[str, Any]] = {
 
 
 class Forks:
-    """Queries over forks of one cache, some of which part early, some late and some not at all."""
+    """Queries over forks of one cache, some of which diverge early, some late and some not at all."""
 
     PARTED = (61, 61, 45, 20, 46, 3, 61, 13)
     """How many tokens each has in common with the first."""
@@ -60,7 +60,7 @@ class Forks:
 
 @pytest.fixture(scope="module", params=["AVX-512", "AVX2"])
 def native(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
-    """One thread, with the native kernel for some instructions."""
+    """One thread, with the native kernel for an instruction set."""
     if request.param not in library.available():
         pytest.skip(f"there is no native kernel for {request.param} here")
     kernel = library.Library(request.param)
@@ -72,7 +72,7 @@ def native(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
 
 
 def shared_pages(device: CpuDevice, queries: Sequence[CacheQuery], pool: PagePool) -> int:
-    """How many pages are read for a query by the one before it."""
+    """How many pages queries need not read, since the one before them reads those for them."""
     seen = []
 
     def attend(calls: bytearray, flops: int) -> Any:
@@ -104,7 +104,7 @@ def test_forks_that_are_computed_together_have_the_bits_that_they_have_alone(
 
 
 def test_shorter_lengths_share_the_full_pages_that_they_have(native: CpuDevice) -> None:
-    """A group's members all read what it shares; a length ends within a page, or before all that the others share."""
+    """A group's members all read what it shares; a length may end within a page, or before the end of that part."""
     forks = Forks("float32", {"causal": "bottom_right"})
     queries = [replace(query, kv_length=length) for query in forks.queries[:3] for length in (0, 3, 30, 45, 57)]
     alone = [arrays(attend_cache([query], forks.pool, native)[0]) for query in queries]
@@ -116,7 +116,7 @@ def test_shorter_lengths_share_the_full_pages_that_they_have(native: CpuDevice) 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("length", [1, 3])
 def test_what_is_not_finite_in_a_fork_is_its_own_affair(native: CpuDevice, length: int, poison: float) -> None:
-    """In a token of its own, and in one that others share; where a window excludes it, too."""
+    """In a token of its own, and in one that others share; also where a window excludes it."""
     for token, window in ((59, (-1, -1)), (59, (5, -1)), (5, (-1, -1)), (5, (21, -1))):
         forks = Forks("float32", {"causal": "bottom_right", "window": window}, (length,) * 8)
         shape = forks.queries[0].shape

@@ -1,5 +1,5 @@
-"""A few queries over long caches of few key heads, which threads divide by keys: as the oracle has them, and the same
-bits whoever computes, however tokens came, and whatever is computed beside them.
+"""A few queries over long caches of few key heads, which threads divide by keys: they match the oracle, with the same
+bits for any threads, however tokens were appended, and whatever is computed beside them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def devices() -> Iterator[list[CpuDevice]]:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @EVERY_STORAGE
 def test_long_caches_and_their_forks(devices: list[CpuDevice], storage: str, options: dict[str, Any]) -> None:
-    """The second cache parts from the first in its second range of keys, the third is shorter than one range."""
+    """The second cache diverges from the first in its second range of keys, the third is shorter than one range."""
     plan = plan_of({"causal": "bottom_right", "query_length": 1, "key_length": TOKENS, **options})
     cases = [stored(plan.case(0), storage), stored(plan.case(1), storage)]
     cases.append(stored(replace(plan, key_length=1000).case(2), storage))

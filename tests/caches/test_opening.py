@@ -1,4 +1,4 @@
-"""The memory that a server takes for its caches at the start."""
+"""The memory that a server allocates for its caches at startup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 2 GiB, nothing of which is kept from the process."""
+    """A machine of 2 GiB, all of which the process may use."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 * GIB // 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(control_groups, "memory_limit", lambda: None)
@@ -29,7 +29,7 @@ def pool_bytes(config: Config) -> int:
 
 @pytest.mark.parametrize("size", [2 * GIB + 4096, 4000 << 40, 1 << 60])
 def test_a_pool_beyond_the_machine_is_refused(size: int) -> None:
-    """It would be promised, and the process be killed when it is written."""
+    """The allocation would succeed, and the process be killed when it writes to it."""
     with pytest.raises(StartError, match=r"^cache_bytes: .* is not available: there is 2GiB$"):
         pool_bytes(Config(cache_bytes=size, cache_page_bytes=4096))
 

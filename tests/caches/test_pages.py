@@ -1,4 +1,4 @@
-"""The memory of caches: what is written to pages is what is read from them, and nothing else ever is."""
+"""The memory of caches: reading pages gives exactly what was written to them, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokens(shape: CacheShape, count: int, dtype: torch.dtype | None = None) -> t
 
 
 def pool_of(shape: CacheShape, pages: int, per_page: int) -> PagePool:
-    """A pool of so many pages of at least so many tokens, with garbage in every page."""
+    """A pool of `pages` pages of at least `per_page` tokens, with garbage in every page."""
     page_bytes = page_bytes_for(shape, per_page) + CACHE_LINE
     pool = PagePool(pages * page_bytes, page_bytes, CPU)
     every = list(range(pages))
@@ -137,7 +137,7 @@ def test_blocks_are_full_pages_that_lie_side_by_side() -> None:
 
 
 def test_whole_pages_of_finite_tokens() -> None:
-    """Values are finite in every slot, whatever an earlier owner left; where a token is not, there are none."""
+    """Values are finite in every slot, whatever an earlier owner left; there are no pages if a token is not finite."""
     shape = CacheShape(2, 16, 16, 1, "float32")
     pool = pool_of(shape, 8, 8)
     per_page = pool.tokens_per_page(shape)
@@ -178,7 +178,7 @@ def test_whole_pages_of_finite_tokens() -> None:
 @pytest.mark.parametrize("poisoned", [None, 1])
 @EVERY_SHAPE
 def test_one_token_each_is_written_as_if_by_itself(shape: CacheShape, poisoned: int | None) -> None:
-    """To first slots and others, of pages that held something else before."""
+    """Into first slots and others, of pages that held something else before."""
     key, value = (part.transpose(0, 1) for part in tokens(shape, 3, torch.float32))
     if poisoned is not None:
         value[poisoned] = torch.inf
@@ -212,7 +212,7 @@ def test_one_page_is_gathered_without_a_copy() -> None:
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_what_is_not_finite_is_known(poison: float, where: str) -> None:
-    """Of the slots that were written since a page's first one was, whatever was in the page before."""
+    """For the slots written since the page's first one was, whatever the page held before."""
     shape = CacheShape(2, 8, 8, 1, "float32")
     pool = PagePool(4096 * 4, 4096, CPU)
     per_page = pool.tokens_per_page(shape)

@@ -1,4 +1,4 @@
-"""Which pages are free, which of them are taken, and who holds the others."""
+"""Which pages are free, which of those are taken first, and who holds the others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_pool_without_pages_has_none() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 40)), max_size=80))
 def test_stretches_are_what_a_set_of_free_pages_says(steps: list[tuple[bool, int, int]]) -> None:
-    """Against a set: pages are given back in any order and shape; stretches never overlap, touch or forget."""
+    """Against a set: pages are freed in any order and shape; stretches never overlap, touch or lose a page."""
     stretches, free, held = FreeStretches(40), set(range(40)), list[int]()
     for gives, count, place in steps:
         if gives and held:
@@ -110,7 +110,7 @@ def test_stretches_are_what_a_set_of_free_pages_says(steps: list[tuple[bool, int
 
 
 def test_old_entries_are_forgotten() -> None:
-    """The heap of lengths stays as small as there are stretches, however often they have changed."""
+    """The heap of lengths stays in proportion to the stretches, however often they have changed."""
     stretches = FreeStretches(10_000)
     for page in range(9_999):
         stretches.take(stretches.beginning_at(page), page, 1)

@@ -1,4 +1,4 @@
-"""Pages promised to appends: who gets them, where tokens go, and what is left of an append that is taken back."""
+"""Pages reserved for appends: which gets them, where tokens go, and what is left of an append that is undone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_fewer_tokens_than_none_are_appended() -> None:
 
 
 def test_those_who_wait_are_promised_the_pages_that_they_fill_together() -> None:
-    """Sixteen single tokens fit four pages of four exactly, however many of them wait; the seventeenth does not."""
+    """Sixteen single tokens fit exactly into four pages of four, however many of them wait; a seventeenth does not."""
     store = store_of(4)
     cache = store.create(SHAPE, None, 0.0)
     waiting = [store.reserve([(cache, 0, 1)], 0.0) for _ in range(16)]
@@ -87,7 +87,7 @@ def test_those_who_wait_are_promised_the_pages_that_they_fill_together() -> None
 
 
 def test_what_a_truncation_will_give_back_can_be_promised() -> None:
-    """As much again, behind it, as the pool holds; but not what it does not give back, because a fork has it."""
+    """Behind it, as many pages again as the pool holds; but none that it does not free because a fork has them."""
     store = store_of(4)
     cache = store.create(SHAPE, None, 0.0)
     first, cut = store.reserve([(cache, 0, 16)], 0.0), store.wait_to_cut(cache, 0)
@@ -122,8 +122,8 @@ def test_who_appends_behind_a_fork_is_promised_the_copy_of_a_page() -> None:
 
 
 def test_what_was_not_foreseen_gets_what_there_is() -> None:
-    """The first append fails, so that the fork shares a page that is not full, which has to be copied: with a page
-    left, the second append gets it; without, nothing of it happens.
+    """The first append fails, so the fork shares a partial page, which has to be copied: if a page is left, the second
+    append gets it; if not, it has no effect.
     """
     for taken_by_others in (1, 2):
         store = store_of(4)
@@ -149,8 +149,8 @@ def test_what_was_not_foreseen_gets_what_there_is() -> None:
 
 
 def test_nothing_is_promised_to_what_will_not_happen() -> None:
-    """It is sent again, and was carried out: that it is known is worth more than a page. If the first one is given up
-    after all, there is as much room for the second.
+    """It is a retry of an append that was carried out: recognising it is worth more than a page. If the first one is
+    given up after all, there is as much room for the second.
     """
     store = store_of(1)
     cache = store.create(SHAPE, None, 0.0)
@@ -204,7 +204,7 @@ def test_a_fork_copies_one_page_when_either_goes_on() -> None:
 
 
 def test_what_is_known_of_pages_is_known_until_they_change() -> None:
-    """By a fork, too; what an append has taken and gives back changes them twice."""
+    """Also by a fork; an append that takes pages and gives them back changes them twice."""
     store = store_of(8)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 5)
@@ -260,7 +260,7 @@ def test_undone_appends_leave_nothing() -> None:
 
 
 def test_the_last_append_is_known_until_something_else_happens() -> None:
-    """Cut off it is none, undone it is the one before, and a fork has had none."""
+    """After a truncation there is none, after an undo it is the one before, and a fork starts with none."""
     store = store_of(8)
     cache = store.create(replace(SHAPE, layers=2), None, 0.0)
     reservation = store.reserve([(cache, 0, 3), (cache, 1, 2)], 0.0)

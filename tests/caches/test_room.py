@@ -1,4 +1,4 @@
-"""Room for caches on a real server: a full pool, leases that end, as many caches as there may be, metrics, draining."""
+"""Room for caches on a real server: a full pool, leases that end, the limit on caches, metrics, draining."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StartServer = Callable[..., Server]
 
 
 def overloaded(error: Any, reason: str) -> tuple[error_details_pb2.ErrorInfo, float]:
-    """What a RESOURCE_EXHAUSTED says, and in how many seconds to come back."""
+    """The ErrorInfo of a RESOURCE_EXHAUSTED, and in how many seconds to retry."""
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     status = calls.status_of(error)
     info = calls.detail(status, error_details_pb2.ErrorInfo)
@@ -37,7 +37,7 @@ def overloaded(error: Any, reason: str) -> tuple[error_details_pb2.ErrorInfo, fl
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with `POOL`, for tests that care for nothing else of it."""
+    """A server with `POOL`, for tests that need nothing else of it."""
     server = Server(POOL, tmp_path_factory.mktemp("small") / "stderr")
     yield server
     assert server.stop() == 0, server.stderr()
@@ -45,7 +45,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def small(small_server: Server) -> Iterator[Server]:
-    """The same, with an empty pool, which it has again in the end."""
+    """The same, with an empty pool, which must be empty again at the end."""
     assert pool_pages(small_server) == [PAGES, 0, 0]
     yield small_server
     with grpc.insecure_channel(small_server.address) as channel:
@@ -67,7 +67,7 @@ def evictions(server: Server) -> dict[str, float]:
 
 
 def test_a_full_pool(small: Server) -> None:
-    """It says how much is free and when to come back, changes nothing, and after a delete there is room."""
+    """The error says how much is free and when to retry, nothing changes, and after a delete there is room."""
 
     def refused() -> float:
         return calls.metric(small.http_address, "attnserve_rejected_requests_total", reason="cache_bytes")
@@ -105,7 +105,7 @@ def test_a_full_pool(small: Server) -> None:
 
 
 def test_a_full_pool_knows_what_it_has_carried_out(small: Server) -> None:
-    """An append whose reply was lost is sent again when the pool is full, of it: it is recognised, and not refused."""
+    """An append whose reply was lost is retried when the pool is full, of it: it is recognised, and not refused."""
     with grpc.insecure_channel(small.address) as channel:
         caller = Caller(channel)
         name, query = caller.create(), np.ones((2, 1, 8), np.float32)
@@ -128,8 +128,8 @@ def test_a_full_pool_knows_what_it_has_carried_out(small: Server) -> None:
 
 
 def test_leases(start_server: StartServer) -> None:
-    """A cache whose lease has ended is there no more; another is, for as long as it is used. Of the ended ones, room is
-    made of the first, and of no more than are needed.
+    """A cache whose lease has ended is not found; one that is used stays. Of the expired ones, the first are evicted,
+    and no more than needed.
     """
     server = start_server(*POOL)
     with grpc.insecure_channel(server.address) as channel:
@@ -174,7 +174,7 @@ def test_leases(start_server: StartServer) -> None:
 
 
 def test_a_lease_for_those_who_ask_for_none(start_server: StartServer) -> None:
-    """Only for them, and for the forks of their caches."""
+    """Only for those, and for the forks of their caches."""
     server = start_server(*POOL, "--cache-ttl", "90s")
     with grpc.insecure_channel(server.address) as channel:
         caller = Caller(channel)
@@ -269,7 +269,7 @@ def test_steps_that_come_together_cost_what_they_would_one_after_the_other(small
         return calls.metric(small.http_address, "attnserve_flops_total")
 
     before = flops()
-    query, steps = np.ones((2, 1, 8), np.float32), 4 * PAGES  # which wait for pages that they fill together
+    query, steps = np.ones((2, 1, 8), np.float32), 4 * PAGES  # these wait for pages that they fill together
     with grpc.insecure_channel(small.address) as channel:
         caller, stream = Caller(channel), calls.Stream(channel)
         name = caller.create()
@@ -283,11 +283,11 @@ def test_steps_that_come_together_cost_what_they_would_one_after_the_other(small
 
 
 def test_draining_finishes_what_waits_for_its_turn(start_server: StartServer) -> None:
-    """Told to stop while one operation on a cache runs and more wait for the cache, a server answers them all."""
+    """A server told to stop while one operation on a cache runs and others wait for the cache answers them all."""
     server = start_server("--device", "cpu")
     query = np.random.default_rng(99).standard_normal((8, 1024, 64)).astype(np.float32)
     key, value = tokens(0, 1024, 8, 64)
-    # About half a second, for no fast kernel computes float64, and too much for a batch of two.
+    # About half a second each, since no fast kernel computes float64, and too much for a batch of two.
     long_one = Case(query[:, :1000].astype(np.float64), key, value, {"softcap": 1.0})
     short = query[:, :1]
     with grpc.insecure_channel(server.address) as channel:

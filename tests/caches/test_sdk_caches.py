@@ -1,4 +1,4 @@
-"""The SDK's caches against a real server: what its documents show, from both clients."""
+"""The SDK's caches against a real server: what its documentation shows, from both clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_prefill_decode_fork_and_truncate(client: Client) -> None:
 
 
 def test_somebody_else_appends(client: Client) -> None:
-    """The SDK says what length it expects, and is told of another."""
+    """The SDK sends the length that it expects, and is told the actual one."""
     with client.create_cache(2, 8) as cache:
         cache.append(*tokens(0, 4))
         client.open_cache(cache.name).append(*tokens(1, 2))
@@ -59,7 +59,7 @@ def test_somebody_else_appends(client: Client) -> None:
 
 
 def test_many_appends_in_flight_stay_in_order(client: Client) -> None:
-    """Steps that are submitted without waiting for each other."""
+    """Steps submitted without waiting for each other."""
     query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
     with client.create_cache(2, 8) as cache:
         steps = [tokens(n, 1) for n in range(30)]
@@ -82,7 +82,7 @@ async def test_asyncio(server: Server) -> None:
 
 
 def test_one_cache_that_is_not_finite_costs_the_others_of_a_message_nothing(client: Client, server: Server) -> None:
-    """It alone is computed anew, by other kernels; all have the bits that they have alone."""
+    """Only that one is recomputed, by other kernels; all have the bits that they have alone."""
     if not library.available():
         pytest.skip("no native kernel is here")
 

@@ -1,4 +1,4 @@
-"""Appends and truncations that are sent again after they were carried out: the server knows them, and no others, by
+"""Appends and truncations that are retried after they were carried out: the server recognises them, and no others, by
 their ids.
 """
 
@@ -47,7 +47,7 @@ Appending = Callable[..., int]
 
 
 def refusal(ask: Callable[[], object]) -> dict[str, str]:
-    """What the server says of a length that nobody expected."""
+    """The server's error details for an unexpected length."""
     with pytest.raises(grpc.RpcError) as caught:
         ask()
     error: Any = caught.value
@@ -80,7 +80,7 @@ def test_an_append_without_an_id_is_never_known(caller: Caller, ask: Appending) 
 
 @pytest.mark.parametrize("ask", [append, attend])
 def test_what_came_later_is_somebody_elses(caller: Caller, ask: Appending) -> None:
-    """After another append, a truncation, or in a fork, the tokens are not known to be there."""
+    """After another append, a truncation, or in a fork, the append is no longer recognised."""
     name = caller.create()
     assert ask(caller, name, 0, 5) == 2
     fork = caller.fork(name).name
@@ -117,7 +117,7 @@ def test_an_append_to_several_caches_is_known_by_the_first_that_is_longer(caller
 
 
 def test_the_same_truncation_is_known(caller: Caller) -> None:
-    """Whatever was appended since, be it as much as the truncation expects."""
+    """Whatever was appended since, even up to the length that the truncation expects."""
     name = caller.create()
     append(caller, name, 0, 1, count=4)
     assert list(caller.truncate(name, 2, expected_length=4, truncation_id=LARGEST).lengths) == [2]
@@ -151,7 +151,7 @@ def test_the_latest_truncations_are_known_and_none_without_an_id(caller: Caller)
 
 
 def test_a_large_append_that_is_sent_again_is_known(start_server: Callable[..., Server]) -> None:
-    """It costs what it cost the first time, not what another one behind it would, which is more than there may be."""
+    """It costs what it cost the first time, not what another append after it would, which would exceed the limit."""
     server = start_server("--max-request-flops", "400000")
     with grpc.insecure_channel(server.address) as channel:
         caller = Caller(channel)
@@ -171,7 +171,7 @@ def test_steps_that_are_answered_at_once_have_their_ids(stepping_: Stepping, app
         for length, append_id in enumerate(append_ids, 3)
     ]
     assert stepping_.learn(steps[0]) == [True]
-    for asked, append_id in zip(steps, append_ids, strict=True):  # the second is kept from the first, and is another
+    for asked, append_id in zip(steps, append_ids, strict=True):  # the second reuses what is kept, with its own id
         assert stepping_.answer(message_of(asked)) is not None
         assert cache.last_append(0) == append_id
     for asked in steps:

@@ -1,4 +1,4 @@
-"""Which queries read the same first pages, and are computed together."""
+"""Which queries read the same first pages, and so are computed together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_beginning_that_some_have_in_common_would_have_saved_more(pages: list
     [
         ([[1, 2], [3, 4], []], [([0], 0), ([1], 0), ([2], 0)]),
         ([[7, 8, 9], [5], [7, 8, 4]], [([0, 2], 2), ([1], 0)]),
-        # One that parts early is not worth the many pages that the others have in common.
+        # One that diverges early is not worth the many pages that the others have in common.
         ([[1, *range(10, 20)], [1, *range(10, 20)], [1, 5]], [([0, 1], 11), ([2], 0)]),
         ([[1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 3]], [([0, 1, 2, 3], 2)]),
     ],

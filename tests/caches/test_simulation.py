@@ -1,7 +1,7 @@
 """A day of a busy server, without memory: the pool stays usable, and layers stay in long runs of adjacent pages.
 
 Conversations begin with a prompt, grow a token at a time next to each other, are forked, cut back, deleted or left to
-their leases. The pool is nearly full most of the day: whoever comes when it is makes somebody else end.
+their leases. The pool is nearly full most of the day: a new conversation then makes an old one end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONCURRENT = 8
 
 @dataclass
 class Day:
-    """What the random callers of one day do, and what comes of it."""
+    """What random callers do in one day, and the results."""
 
     random: Random
     crowded: float
@@ -88,7 +88,7 @@ class Day:
             return None
 
     def append(self, cache: Cache, tokens: int, now: float) -> None:
-        """One operation: so many tokens to each layer. It may be refused only if there are not as many pages left."""
+        """One operation: `tokens` tokens to each layer. It may be refused only if too few pages are left."""
         if cache not in self.caches or self.found(cache, now) is None:
             return
         layers = range(cache.shape.layers)
@@ -98,7 +98,7 @@ class Day:
         except CacheFull:
             self.refusals += 1
             per_page = cache.shape.tokens_per_page(PAGE_BYTES)
-            # With a copy of each last page, which others may hold too.
+            # Including a copy of each last page, which others may hold too.
             assert self.store.free_pages < sum(-(-(n + tokens) // per_page) - n // per_page for n in cache.lengths)
             return
         self.store.hold(cache, now)
@@ -116,7 +116,7 @@ class Day:
             yield from (list(cache.pages(layer)) for layer in range(cache.shape.layers))
 
     def fill_up(self, now: float) -> None:
-        """Whatever is free can be had in one append, by one cache; then tokens are in 95 % of the pool's bytes."""
+        """One append to one cache can take all free pages; then 95 % of the pool's bytes hold tokens."""
         store, shape = self.store, SHAPES[1]
         filler = store.create(shape, None, now)
         tokens = store.free_pages * shape.tokens_per_page(PAGE_BYTES)
@@ -128,7 +128,7 @@ class Day:
         store.delete(filler)
 
     def bytes_with_tokens(self, caches: list[Cache]) -> int:
-        """What is shared counts once."""
+        """Shared pages count once."""
         filled: dict[int, int] = {}
         for cache in caches:
             per_page = cache.shape.tokens_per_page(PAGE_BYTES)
@@ -144,7 +144,7 @@ class Day:
     [(1, 0.0, 1.5), (2, 0.05, 5.0), (3, 0.15, 12.0)],
 )
 def test_a_day(seed: int, crowded: float, least_run: float) -> None:
-    """Refusals only where the pages are gone, at least 95 % of the pool usable in every hour, and long runs.
+    """Refusals only when pages run out, at least 95 % of the pool usable in every hour, and long runs.
 
     The mean run shrinks as the pool fills, and is shortest where it is always full and most appends are refused.
     """

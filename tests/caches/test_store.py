@@ -1,4 +1,4 @@
-"""Which caches there are: by name and owner, for how long, how many; and that none costs more for what it holds."""
+"""Which caches exist: by name and owner, for how long, how many; and that longer ones cost no more to operate on."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_truncation_cuts_every_layer_off() -> None:
 
 
 def calls_of(operation: Callable[[], object]) -> int:
-    """How many functions it calls, in Python and in C."""
+    """How many functions an operation calls, in Python and in C."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -290,7 +290,7 @@ def test_caches_of_too_many_layers() -> None:
 
 
 def test_a_request_that_was_given_up_makes_nothing() -> None:
-    """What it has made is deleted; if it comes in only now, or again, it makes nothing; others are as they were."""
+    """What it has made is deleted; if it arrives only now, or again, it makes nothing; other caches are unaffected."""
     store = store_of(4)
     made = store.create(SHAPE, None, 0.0, "me", b"1")
     yours = store.create(SHAPE, None, 0.0, "you", b"1")
@@ -310,7 +310,7 @@ def test_a_request_that_was_given_up_makes_nothing() -> None:
 
 
 def test_requests_that_were_given_up_are_forgotten() -> None:
-    """The first of more than are remembered, and those that are old."""
+    """The oldest when there are too many to remember, and those past a certain age."""
     store = store_of(4, max_caches=10)
     for number in range(MAX_GIVEN_UP + 1):
         store.give_up(None, b"%d" % number, 0.0)

@@ -1,8 +1,8 @@
 """The store against a trivial model: caches are lists of tokens, and the memory is a table that obeys placements.
 
-Operations arrive, wait for their turn on each of their caches, and begin; the memory is written later, in any order,
-as a device would; some are given up or fail. Whatever is free is overwritten all the time, as its next owner would. So
-a page that is freed too soon, or shared too long, shows as tokens that nobody appended.
+Operations arrive, wait for their turn on each of their caches, and begin; the memory is written later, in any order, as
+by a device; some are cancelled or fail. Free memory is overwritten all the time, as by its next owner. So a page that
+is freed too soon, or shared too long, shows as tokens that nobody appended.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_CACHES = 5
 INDEX = st.integers(0, 99)
 TOKENS = [1, 5, 3, 2, 1, 6, 0, 11, 30]
 WEIGHTS = [9, 4, 2, 12, 2, 1, 2, 1]
-"""How often a walk does what."""
+"""How often a walk takes each action."""
 UNTIL = st.sampled_from(["waiting", "begun", "over", "over"])
-"""How far an operation gets at once."""
+"""How far an operation gets in one step."""
 NO_RESERVATION: Reservation[Any] = Reservation(set(), [])
 
 
@@ -84,7 +84,7 @@ class StoreMachine(World, RuleBasedStateMachine):
             self.append(models, tokens, until, foreseen)
 
     def append(self, models: list[Model], tokens: list[int], until: str, foreseen: bool = True) -> None:
-        """So many tokens for each layer of some caches."""
+        """Appends tokens to each layer of some caches."""
         wanted = [
             (model, layer, [next(self.token) for _ in range(new)])
             for model in models
@@ -125,7 +125,7 @@ class StoreMachine(World, RuleBasedStateMachine):
     @rule(which=INDEX, fails=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.operations)
     def goes_on(self, which: int, fails: bool) -> None:
-        """An operation does its next step, or is given up or fails instead."""
+        """An operation takes its next step, or is cancelled or fails instead."""
         operation = self.operations[which % len(self.operations)]
         match operation.state:
             case "waiting" if fails:
@@ -148,7 +148,7 @@ class StoreMachine(World, RuleBasedStateMachine):
             self.leave(operation)
 
     def go_on(self, operation: Operation, until: str) -> None:
-        """What an operation does, as far as `until`, if nothing goes wrong and its turn has come."""
+        """Takes an operation as far as `until`, if nothing goes wrong and its turn has come."""
         if operation.state == "waiting" != until and self.has_turn(operation):
             self.begin(operation)
         if operation.state == "begun" != until:
@@ -230,7 +230,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         self.end_turn(operation)
 
     def come_to_nothing(self, operation: Operation) -> None:
-        """Nothing was done, nor will be."""
+        """The operation has had no effect, and will have none."""
         self.store.cancel(operation.reservation)
         self.end_turn(operation)
         for model in operation.models:
@@ -266,7 +266,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         return all(model.waiting[0] is operation for model in operation.models)
 
     def found(self, model: Model) -> bool:
-        """Whether a request finds the cache; as it must exactly if its lease has not ended."""
+        """Whether a request finds the cache, as it must if and only if its lease has not ended."""
         if model in self.expired():
             with pytest.raises(NotFound):
                 self.store.get(model.cache.name, self.now)
@@ -294,7 +294,7 @@ class StoreMachine(World, RuleBasedStateMachine):
             model.waiting.remove(operation)
 
     def see_evictions(self, keep: list[Model] | None = None) -> None:
-        """Caches that went by themselves had expired, and none that stays has expired longer ago."""
+        """Caches that were evicted had expired, and none that stays expired earlier."""
         evicted = [model for model in self.present() if model.cache.gone]
         assert set(evicted) <= set(self.expired()) - set(keep or [])
         self.models = [model for model in self.models if model not in evicted]
@@ -302,7 +302,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         assert max((model.expires for model in evicted), default=0.0) <= min(stays, default=inf)
 
     def see_refusal(self, refusal: CacheFull | InvalidRequest, refused: Operation, promised: int) -> None:
-        """An append is refused only where the pages are not there, and nobody is left to evict."""
+        """An append is refused only if pages are lacking, and no cache is left to evict."""
         available = self.store.free_pages - self.store.reserved_pages
         layers = [(model, layer) for model, layer, _ in refused.wanted]
         needed = sum(self.pages_to_come(*of, [*self.foreseen(of[0]), refused]) for of in layers)
@@ -314,7 +314,7 @@ class StoreMachine(World, RuleBasedStateMachine):
             assert sum(self.pages_to_come(*of, [refused]) for of in layers) > PAGES
 
     def foreseen(self, model: Model) -> list[Operation]:
-        """Those who wait for a cache and are foreseen to happen."""
+        """The operations that wait for a cache and are foreseen to happen."""
         return [operation for operation in self.waiting(model) if operation.foreseen]
 
     # What always holds
@@ -351,7 +351,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         assert len(self.store) == len(self.present()) <= MAX_CACHES
 
     def teardown(self) -> None:
-        """When all is over, everything is free."""
+        """When all operations are over, everything is free."""
         for operation in self.operations:
             self.store.cancel(operation.reservation)
             for model in operation.models:
@@ -367,7 +367,7 @@ TestStoreMachine.settings = settings(stateful_step_count=60)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_walk(seed: int) -> None:
-    """The same machine, far from its start: a busy server's share of appends and forks, a step at a time."""
+    """The same machine, far from its start, with a busy server's mix of appends and forks, a step at a time."""
     random, machine = Random(seed), StoreMachine()
     machine.begins_with_a_cache(6)
 

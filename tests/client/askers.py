@@ -1,4 +1,4 @@
-"""Both clients over both transports, for tests of what either must do: queries in, results and errors out."""
+"""Both clients over both transports, for tests of what each must do: queries in, results and errors out."""
 
 from __future__ import annotations
 

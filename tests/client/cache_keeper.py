@@ -1,6 +1,6 @@
-"""A peer that keeps caches, as plain as can be, and forgets to answer when it is told to.
+"""A minimal peer that keeps caches, and loses replies when it is told to.
 
-It is what the SDK's caches are tested against: keys and values in NumPy arrays, attention in float64, and a script of
+The SDK's caches are tested against it: keys and values in NumPy arrays, attention in float64, and a script of
 operations that are carried out and whose replies are then lost.
 """
 
@@ -46,7 +46,7 @@ class Kept:
         self.info = info
         self.layers = layers
         self.append_ids = [0] * len(layers)
-        """Those of the appends that changed the layers last."""
+        """The id of each layer's last append."""
         self.truncations: set[int] = set()
         """The ids of all truncations."""
 
@@ -64,20 +64,20 @@ class Kept:
 
 
 class Keeper:
-    """The peer. Caches outlive its server, so that a connection can break and nothing be lost."""
+    """The peer. Caches outlive its server, so that a connection can break without losing them."""
 
     def __init__(self) -> None:
         self.caches: dict[str, Kept] = {}
         self.asked: list[tuple[str, Any]] = []
-        """Every request, by its method, in the order in which they were carried out or refused."""
+        """Every request with its method, in the order in which they were carried out or refused."""
         self.lose: list[str] = []
         """Methods whose next replies are lost: the connection breaks after they have been carried out."""
         self.before: dict[str, Callable[[Any], object]] = {}
-        """What is done before a request of a method is carried out."""
+        """By method, what to do before a request is carried out."""
         self.after: dict[str, Callable[[Any, grpc.ServicerContext], object]] = {}
-        """What is done with the answer to a request of a method before it is sent."""
+        """By method, what to do with a reply before it is sent."""
         self._made: dict[bytes, Kept] = {}
-        """By the ids of the requests."""
+        """By request id."""
         self._lock = threading.Lock()
         self._names = iter(f"cache-{number}" for number in range(10_000))
 
@@ -102,11 +102,11 @@ class Keeper:
             yield address
 
     def methods(self) -> list[str]:
-        """The methods of what was asked."""
+        """The methods of all requests."""
         return [method for method, _ in self.asked]
 
     def _answer(self, name: str, request: Any, act: Callable[[Any], Any], context: grpc.ServicerContext) -> Any:
-        """The answer. Raises Refusal, or LostReply once the request has been carried out or refused."""
+        """The reply. Raises Refusal, or LostReply once the request has been carried out or refused."""
         self.before.get(name, bool)(request)
         with self._lock:
             self.asked.append((name, request))

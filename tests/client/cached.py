@@ -41,7 +41,7 @@ def reference(length: int, query: Array = QUERY, causal: bool = False) -> Array:
 
 
 class Blocking:
-    """An AsyncClient, or what it gives, as if it were for threads: one loop runs what is asked, until it is done."""
+    """An AsyncClient, or an object that it returned, as a blocking one: one event loop runs each call to its end."""
 
     def __init__(self, target: Any, runner: asyncio.Runner) -> None:
         self.target = target
@@ -92,7 +92,7 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 def client(
     request: pytest.FixtureRequest, address: str, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """Either client. What is sent again is so after a tenth of the usual time, which matters to no cache."""
+    """Either client. Retries wait a tenth of the usual time, which makes no difference to caches."""
     monkeypatch.setattr("attnserve._settings.config.RetryPolicy", partial(RetryPolicy, first_delay=0.01))
     if request.param is Client:
         with Client(address, transport=transport, timeout=PATIENCE_S) as client:

@@ -1,4 +1,4 @@
-"""Calls for a multiplexer, and what it has of them sent, read as a stock server would."""
+"""Calls for a multiplexer, and the messages that it has sent for them, read as a stock server would."""
 
 from __future__ import annotations
 

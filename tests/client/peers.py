@@ -1,4 +1,4 @@
-"""Peers that a client may meet and that are not a good server: silent, talking nonsense, gone in the middle.
+"""Peers that a client may meet that are not a good server: silent, sending nonsense, gone halfway.
 
 A peer is a gRPC server whose methods are functions of the test: messages in, messages out, as bytes.
 """
@@ -64,7 +64,7 @@ def zeros(tensor: tensor_pb2.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def response(request: pb.AttendRequest) -> pb.AttendResponse:
-    """A reply whose output is the query of the request: whom it belongs to can be seen from its contents."""
+    """A reply whose output is the query of the request, so that its contents show which request it belongs to."""
     answer = pb.AttendResponse(batch_size=1, output=request.query)
     if request.return_lse:
         zeros(answer.lse, tuple(request.query.shape)[:-1])
@@ -72,7 +72,7 @@ def response(request: pb.AttendRequest) -> pb.AttendResponse:
 
 
 def applied(request: pb.ApplyRequest) -> pb.ApplyResponse:
-    """A reply whose output is the input of the request; for token ids, the ids in bfloat16 with an axis more."""
+    """A reply whose output is the input of the request; for token ids, the ids in bfloat16 with one more axis."""
     answer = pb.ApplyResponse(batch_size=1, layer_version=LAYER_VERSION, output=request.input)
     if request.input.dtype == tensor_pb2.DATA_TYPE_INT64:
         ids = np.frombuffer(request.input.data, np.int64)

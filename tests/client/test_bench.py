@@ -1,4 +1,4 @@
-"""`attnserve bench` against the real server: it measures, checks the answers, and says what is wrong in one line."""
+"""`attnserve bench` against the real server: it measures, checks the answers, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
 
 
 def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
-    """A server that stalls: answers come when the last request is sent, so the first was late for as long."""
+    """A server that stalls: replies come when the last request is sent, so the first is late by that long."""
     timings = type("Timings", (), {"queue": 0.0, "compute": 0.0})()
     result = type("Result", (), {"timings": timings, "batch_size": 1})()
     waiting: list[Future[Any]] = []
@@ -120,13 +120,13 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
 
 
 def test_arrays_of_answers_are_let_go() -> None:
-    """However long it measures: what is kept of an answer is how long it took."""
+    """However long it measures, all that is kept of a reply is its latency."""
     timings = Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     kept: weakref.WeakSet[AttentionResult[Any]] = weakref.WeakSet()
     most = asked = 0
 
     class Result(AttentionResult[Any]):
-        """One whose end can be seen: results themselves have slots."""
+        """One that can be weakly referenced: results themselves have slots."""
 
     def submit() -> Future[Any]:
         nonlocal most, asked

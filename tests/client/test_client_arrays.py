@@ -21,7 +21,7 @@ TORCH_FLOATS = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
 
 
 def elements(array: arrays.Array) -> np.ndarray[Any, Any]:
-    """What a receiver makes of an array."""
+    """The array as a receiver reads it."""
     return np.frombuffer(b"".join([array.data]), _dtypes.NUMPY[array.dtype]).reshape(array.shape)
 
 
@@ -61,7 +61,7 @@ def test_plain_numbers_become_float32() -> None:
 
 
 def test_numbers_of_numpys_keep_their_dtype() -> None:
-    """Though float64's are Python's floats, too."""
+    """Even float64, whose scalars are also Python floats."""
     assert arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64
     assert arrays.floating("bias", np.float16(0.1)).dtype == pb.DATA_TYPE_FLOAT16
 

@@ -1,4 +1,4 @@
-"""Several real servers behind one client: even spread, one more, one less, one that dies, and caches that stay put."""
+"""Several real servers behind one client: even spread, a server added, removed or killed, and caches that stay put."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arrays(seed: int = 0) -> Arrays:
 
 
 class Load:
-    """Callers in threads and in tasks that call until they are told to stop; none of their calls may fail."""
+    """Callers in threads and tasks that keep calling until told to stop; none of their calls may fail."""
 
     def __init__(self, addresses: Callable[[], list[str]]) -> None:
         self.made = 0
@@ -94,9 +94,9 @@ def is_free(port: int) -> bool:
 
 @pytest.fixture
 def servers(start_server: Callable[..., Server]) -> Iterator[list[Server]]:
-    """Four servers that say where they are."""
+    """Four servers that advertise their addresses."""
     with ThreadPoolExecutor(4) as pool:
-        # Not such as the system gives to connections, one of which might take them before a server does.
+        # No ephemeral ports: a connection might take one of those before a server does.
         ports = filter(is_free, random.sample(range(20_000, 32_000), 1000))
         addresses = [f"127.0.0.1:{port}" for port in itertools.islice(ports, 4)]
         flags = ("--drain-delay=500ms", "--max-connection-age=2s")
@@ -108,7 +108,7 @@ def test_several_servers(servers: list[Server]) -> None:
     *three, fourth = servers
     addresses = [server.address for server in three]
 
-    # Even spread, call by call, on streams and by themselves.
+    # Calls are spread evenly, on streams and as unary calls.
     with Client(lambda: addresses) as client, Client(addresses, transport="unary") as unary:
         for _ in range(30):
             client.attend(*arrays())
@@ -130,7 +130,7 @@ def test_several_servers(servers: list[Server]) -> None:
         assert leaving.stop() == 0
         load.goes_on()
 
-        # One dies, and nobody has said so.
+        # One dies unannounced.
         three[1].process.kill()
         three[1].process.wait()
         load.goes_on()
@@ -138,7 +138,7 @@ def test_several_servers(servers: list[Server]) -> None:
 
 
 def check_caches(client: Client, three: list[Server]) -> None:
-    """Caches are spread, and each is asked for where it is."""
+    """Caches are spread, and operations on each go to the server that has it."""
     query, key, value = arrays(1)
     caches = [client.create_cache(2, 8) for _ in three]
     assert {cache.address for cache in caches} == {server.address for server in three}
@@ -151,7 +151,7 @@ def check_caches(client: Client, three: list[Server]) -> None:
         assert cache.info().address == cache.address
     assert {cache.name for cache in client.caches.list()} == {cache.name for cache in caches}
 
-    # Any client finds it, by asking all or going straight there.
+    # Any client finds it, by asking all servers or going straight there.
     cache = caches[1]
     elsewhere = next(server for server in three if server.address != cache.address)
     with Client([server.address for server in three]) as another:
@@ -178,7 +178,7 @@ async def in_tasks(elsewhere: str, name: str, address: str | None, query: Any) -
 
 
 async def test_a_name_with_an_address_where_nobody_is(server: Server) -> None:
-    """Localhost often names ::1 too: what is not there is tried now and then, and no call fails."""
+    """Localhost often names ::1 too: the unused address is tried now and then, and no call fails."""
     target = server.address.replace("127.0.0.1", "dns:///localhost")
     with Client(target) as client:
         for _ in range(20):
@@ -189,7 +189,7 @@ async def test_a_name_with_an_address_where_nobody_is(server: Server) -> None:
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """An address where nobody is, and nobody else can be."""
+    """An address where no server listens, and none can."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"
@@ -197,7 +197,7 @@ def nobody() -> Iterator[str]:
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])
 async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: Literal["stream", "unary"]) -> None:
-    """Calls end with their timeouts, whatever the look takes; those that come when it is done are answered."""
+    """Calls end at their timeouts, however long the lookup takes; those made once it is done are answered."""
     known = threading.Event()
 
     def slow() -> list[str]:
@@ -230,7 +230,7 @@ async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: L
 async def test_the_loop_goes_on_while_a_name_is_looked_up(
     server: Server, transport: Literal["stream", "unary"]
 ) -> None:
-    """By a client that is used without `async with`, too: whatever is asked first, the look ends only if it does."""
+    """Also for a client used without `async with`: whatever its first call, the lookup only ends if the loop runs."""
     looking, known = threading.Event(), threading.Event()
 
     def slow() -> list[str]:
@@ -281,7 +281,7 @@ async def test_closing_ends_the_wait_of_tasks_for_a_name() -> None:
 
 
 def test_closing_ends_the_wait_for_a_name() -> None:
-    """Whoever waits for as long as it takes to look it up is told, however long that is."""
+    """Calls without a timeout that wait for the lookup fail at once, however long it takes."""
     looking, over = threading.Event(), threading.Event()
 
     def endless() -> list[str]:
@@ -315,7 +315,7 @@ async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: s
 
 
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
-    """Not in whatever order they are asked; and what is not found may be where nobody answers."""
+    """In no order of asking them; and a cache that is not found may be on the server that does not answer."""
     with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:
         made = [alone.create_cache(2, 8) for _ in range(2)]
         assert client.caches.get(made[0].name).name == made[0].name

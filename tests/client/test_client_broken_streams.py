@@ -1,4 +1,4 @@
-"""The multiplexer without I/O, where streams end: what is sent again, what fails, and that nothing is lost."""
+"""The multiplexer without I/O, when streams end: what is retried, what fails, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multip
 
 
 def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Multiplexer[Any]) -> None:
-    """But nothing has been sent on it, and what another still owes is awaited."""
+    """But nothing has been sent on it, and replies still due on another stream are awaited."""
     owed, ready = call("owed"), call("ready")
     multiplexer.add(owed)
     old = multiplexer.opened()
@@ -125,7 +125,7 @@ def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer
 
 @pytest.mark.parametrize("limit", [100, 1000, 10_000])
 def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Multiplexer[Any], limit: int) -> None:
-    """A server that ends the stream at any message over its limit still answers every call that is within it."""
+    """A server that ends the stream at any message over its limit still answers every call within the limit."""
     for padding in (10, 3000, 20, 20, 900, 7000, 30, 800):
         multiplexer.add(call(padding, padding=padding))
     answered, failed = [], []
@@ -146,7 +146,7 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
 
 
 def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
-    """It says why, in details: no message was too long."""
+    """Its error has details that say why: no message was too long."""
     for name in "ab":
         multiplexer.add(call(name))
     stream = multiplexer.opened()
@@ -196,7 +196,7 @@ def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[A
 
 @given(st.data())
 def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
-    """Any sequence of events: no call has two outcomes, none is lost, none gets the reply to another."""
+    """For any sequence of events: no call has two outcomes, none is lost, none gets another's reply."""
     multiplexer: Multiplexer[int] = Multiplexer(RetryPolicy(2, random=lambda: 0.0), message_bytes=64)
     settled: dict[int, Any] = {}
     withdrawn: set[int] = set()

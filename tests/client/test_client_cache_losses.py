@@ -1,4 +1,4 @@
-"""Replies about caches that are lost on the way: what was done is known, and nothing is done twice."""
+"""Lost replies to cache operations: the client finds out what was done, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_append_whose_reply_is_lost_is_not_doubled(client: Any, keeper: Keepe
 
 @pytest.mark.parametrize("lose", [["Attend"], ["Attend"] * 2, ["Attend"] * 3])
 def test_an_attention_that_appends_is_not_doubled(client: Any, keeper: Keeper, lose: list[str]) -> None:
-    """Lost are the reply to the append, the refusal of the second append, and the reply without keys and values."""
+    """The replies lost are that to the append, the refusal of the second append, and that without keys and values."""
     caches = [client.create_cache(H, D) for _ in range(2)]
     caches[0].append(*part(0, 4))
     query, key, value = normal(5, 2, H, 2, D), normal(6, 2, H, 2, D), normal(7, 2, H, 2, D)
@@ -81,7 +81,7 @@ def test_a_layer_is_applied_again_from_where_its_caches_were(client: Any, keeper
 
 
 def test_a_layer_is_applied_until_a_reply_comes(client: Any, keeper: Keeper) -> None:
-    """Lost is the reply to the first application, and that to the one after the cache was cut back."""
+    """The replies lost are those to the first application, and to the one after the cache was truncated."""
     cache = client.create_cache(1, D, layers=2)
 
     def lose_one_more(request: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_truncation_whose_reply_is_lost(client: Any, keeper: Keeper, losses: i
 
 
 def test_a_truncation_that_is_sent_again_cuts_off_nothing_of_others(client: Any, keeper: Keeper) -> None:
-    """Ours was carried out and its reply lost; then somebody else appended as much as we had cut off."""
+    """Ours was carried out and its reply lost; then another client appended as much as we had cut off."""
     cache = client.create_cache(H, D)
     cache.append(*part(0, 4))
     theirs = KEYS[0, :, 5:7]
@@ -167,7 +167,7 @@ def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper, 
 
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
 def test_an_operation_that_was_given_up_is_not_taken_for_the_next_one(client: Any, keeper: Keeper, method: str) -> None:
-    """It was carried out after all. Its tokens are as many as those of the next one, whose first reply is lost."""
+    """It was carried out after all, with as many tokens as the next one, whose first reply is lost."""
     cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
     released, done = threading.Event(), threading.Event()
     keeper.before[method] = lambda request: released.wait(PATIENCE_S)
@@ -185,7 +185,7 @@ def test_an_operation_that_was_given_up_is_not_taken_for_the_next_one(client: An
 
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
 def test_what_a_full_server_refused_was_not_carried_out(client: Any, keeper: Keeper, method: str) -> None:
-    """It is sent again, and finds that somebody else has appended meanwhile."""
+    """It is retried, and finds that another client has appended meanwhile."""
     cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
 
     def refuse(request: Any) -> None:
@@ -212,7 +212,7 @@ def _three_tokens(client: Any, cache: Any, method: str, first: int = 0, **option
 
 
 def test_an_equal_length_on_the_first_try_is_no_success(client: Any, keeper: Keeper) -> None:
-    """Somebody else has appended as many tokens. Ours are not there."""
+    """Another client has appended as many tokens. Ours are not there."""
     cache = client.create_cache(H, D)
     keeper.caches[cache.name].append(0, KEYS[0, :, :3], VALUES[0, :, :3])
     for operation in (cache.append, lambda key, value: cache.attend(QUERY, key, value)):
@@ -223,7 +223,7 @@ def test_an_equal_length_on_the_first_try_is_no_success(client: Any, keeper: Kee
 
 
 def test_what_makes_a_cache_makes_one_however_often_it_is_sent(client: Any, keeper: Keeper) -> None:
-    """A second one would be a cache that nobody knows of."""
+    """A second cache would be one that nobody knows of."""
     keeper.lose = ["Create", "Create", "Fork"]
     cache = client.create_cache(H, D)
     cache.append(*part(0, 3))
@@ -235,7 +235,7 @@ def test_what_makes_a_cache_makes_one_however_often_it_is_sent(client: Any, keep
 
 
 def test_what_may_have_been_done_is_refused_rather_than_doubled(client: Any, keeper: Keeper) -> None:
-    """The caller's time ran out, and the append came through."""
+    """The caller's deadline passed, and the append was carried out."""
     cache = client.create_cache(H, D)
     released, done = threading.Event(), threading.Event()
     keeper.before["Append"] = lambda request: released.wait(PATIENCE_S)
@@ -253,7 +253,7 @@ def test_what_may_have_been_done_is_refused_rather_than_doubled(client: Any, kee
 
 @pytest.mark.parametrize("query", [None, QUERY], ids=["append", "attend"])
 def test_a_server_that_is_killed_between_append_and_reply(keeper: Keeper, transport: Transport, query: Any) -> None:
-    """The next server on the port has the caches. What was in flight is sent again, and nothing is doubled."""
+    """The next server on the port has the caches. Calls in flight are retried, and nothing is doubled."""
     appended = threading.Event()
 
     def hang(answer: Any, context: grpc.ServicerContext) -> None:
@@ -284,21 +284,21 @@ def test_a_server_that_is_killed_between_append_and_reply(keeper: Keeper, transp
 
 @pytest.mark.parametrize("method", ["Create", "Fork"])
 def test_a_cache_whose_making_takes_too_long_is_not_left_behind(client: Any, keeper: Keeper, method: str) -> None:
-    """The caller's time ran out. Nobody knows the name of what is made then."""
+    """The caller's deadline passed. Nobody knows the name of a cache that is made then."""
     first = client.create_cache(H, D)
     released, given_up = threading.Event(), threading.Event()
     keeper.after[method] = lambda answer, context: released.wait(PATIENCE_S)
     keeper.after["Delete"] = lambda answer, context: given_up.set()
     with pytest.raises(DeadlineExceededError):
         first.fork(timeout=1.0) if method == "Fork" else client.create_cache(H, D, timeout=1.0)
-    # The loop of a client for tasks runs only while it is asked for something.
+    # The event loop of an AsyncClient runs only during its calls here.
     until(lambda: client.caches.list() and given_up.is_set(), "the server is told")
     released.set()
     assert {info.name for info in client.caches.list()} == {first.name}
 
 
 def test_a_cache_that_was_made_in_vain_is_not_left_behind(client: Any, keeper: Keeper) -> None:
-    """Every reply is lost, of all attempts."""
+    """The replies to all attempts are lost."""
     given_up = threading.Event()
     keeper.after["Delete"] = lambda answer, context: given_up.set()
     keeper.lose = ["Create"] * 10
@@ -310,7 +310,7 @@ def test_a_cache_that_was_made_in_vain_is_not_left_behind(client: Any, keeper: K
 
 @pytest.mark.parametrize("method", ["Create", "Fork"])
 def test_a_cache_that_was_made_before_a_refusal_is_not_left_behind(client: Any, keeper: Keeper, method: str) -> None:
-    """The reply is lost, and the server, full by now, refuses the next attempt before it looks who asks."""
+    """The reply is lost, and the server, full by now, refuses the next attempt before it looks at the request id."""
     first = client.create_cache(H, D)
     given_up = threading.Event()
 
@@ -330,7 +330,7 @@ def test_a_cache_that_was_made_before_a_refusal_is_not_left_behind(client: Any, 
 
 @pytest.mark.parametrize("method", ["Create", "Fork"])
 def test_a_server_that_has_made_nothing_is_not_told_to_delete_it(client: Any, keeper: Keeper, method: str) -> None:
-    """One that is full has enough to do."""
+    """A full server has enough to do."""
     first = client.create_cache(H, D)
 
     def refuse(request: Any) -> None:

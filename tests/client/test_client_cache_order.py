@@ -1,4 +1,4 @@
-"""Operations on caches from threads and tasks: each cache has its order, and none waits for another, nor for ever."""
+"""Operations on caches from threads and tasks: ordered per cache, no cache waits for another, and none for ever."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_tasks_append_to_one_cache_in_their_order(address: str, transport:
 
 
 def test_queries_of_a_resident_memory_run_side_by_side(address: str, keeper: Keeper, transport: Transport) -> None:
-    """The peer answers none of two before both are there; over a stream it reads one after the other."""
+    """The peer answers neither of two queries before both have arrived; over a stream it reads one after the other."""
     with Client(address, transport=transport, streams=2) as client, ThreadPoolExecutor(2) as threads:
         cache = client.create_cache(H, D)
         cache.append(*part(0, 5))
@@ -123,7 +123,7 @@ async def test_a_task_that_is_cancelled_lets_go_of_its_turn(address: str, keeper
 
 
 def test_a_client_that_is_closed_lets_go_of_all_that_waits(address: str, keeper: Keeper) -> None:
-    """More than a stack is deep."""
+    """More operations than the recursion limit."""
     released = threading.Event()
     keeper.before["Attend"] = lambda request: released.wait(PATIENCE_S)
     client = Client(address)

@@ -1,5 +1,5 @@
-"""Caches of both clients, over both transports, against a peer that keeps them: what is sent, what is known of lengths,
-and that nothing is appended twice, whatever becomes of replies.
+"""Caches of both clients, over both transports, against a peer that keeps them: what is sent, which lengths are known,
+and that nothing is appended twice, whatever happens to replies.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_a_layer_keeps_its_keys_in_caches(client: Any, keeper: Keeper) -> None:
     ],
 )
 def test_what_causal_says_of_a_cache(client: Any, keeper: Keeper, causal: Any, expected: tuple[bool, int]) -> None:
-    """Bottom right is what servers make of no alignment: a new token sees all that came before it."""
+    """Servers align to the bottom right by default: a new token sees all tokens before it."""
     cache = client.create_cache(H, D)
     cache.attend(QUERY, *part(0, 3), causal=causal, softcap=30.0)
     sent = keeper.asked[-1][1]
@@ -260,7 +260,7 @@ def test_a_future_that_is_done_keeps_no_client(address: str) -> None:
     gone = threading.Event()
     watch = weakref.ref(client._calls, lambda _: gone.set())
     del client, cache
-    while not gone.wait(0.05):  # what has delivered the result may hold it for a moment
+    while not gone.wait(0.05):  # the thread that delivered the result may hold it for a moment
         gc.collect()
     assert watch() is None
 

@@ -1,7 +1,7 @@
-"""Cancelled at every turn of the event loop: nothing hangs, nothing is left behind, and what follows is right.
+"""Cancellation in every iteration of the event loop: nothing hangs, nothing is left behind, and what follows is right.
 
-The server is a real one. The loop counts its turns, and cancels the operation in one of them, from the first to that in
-which it would have been done.
+The server is a real one. The loop counts its iterations (turns), and cancels the operation in one of them, from the
+first to the one in which it would have been done.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class Turns(selectors.DefaultSelector):
-    """What a loop asks once a turn: here it cancels a task in one of them."""
+    """The selector, which a loop calls once per turn: it cancels a task in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = 0
         self.last = False
-        """Whether the task is cancelled after what is to be done in that turn already, not before."""
+        """Whether the task is cancelled after everything else that is due in that turn, rather than before."""
         self.task: asyncio.Task[Any] | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -48,7 +48,7 @@ class Turns(selectors.DefaultSelector):
         return ready
 
     async def cancelled_in(self, turn: int, operation: Callable[[], Awaitable[T]]) -> T | None:
-        """What comes of an operation that is cancelled in one of its turns; None if it was."""
+        """The result of an operation that is to be cancelled in a turn; None if it was cancelled."""
 
         async def run() -> T:
             return await operation()
@@ -63,7 +63,7 @@ class Turns(selectors.DefaultSelector):
             self.task = None
 
     async def each(self, operation: Callable[[], Awaitable[T]]) -> list[T | None]:
-        """The same for every turn, up to the first that the operation does not need."""
+        """The same for every turn, up to the first one that the operation does not need."""
         outcomes: list[T | None] = []
         for turn in itertools.count(1):
             outcomes.append(await self.cancelled_in(turn, operation))
@@ -79,7 +79,7 @@ def turns() -> Turns:
 
 @pytest.fixture
 def runner(turns: Turns) -> Iterator[asyncio.Runner]:
-    """A loop, in which all ends by itself when a test is over: gRPC's own tasks do when a call's status is there."""
+    """A loop whose tasks all end by themselves after a test: gRPC's own do once the status of their call arrives."""
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
         yield runner
         if left := asyncio.all_tasks(runner.get_loop()):
@@ -89,7 +89,7 @@ def runner(turns: Turns) -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def observer(paged_server: Server) -> Iterator[Client]:
-    """A client of its own, which sees what there is."""
+    """A separate client, which sees which caches there are."""
     with Client(paged_server.address) as client:
         yield client
 
@@ -104,11 +104,11 @@ def tokens(seed: int, count: int) -> tuple[Any, Any]:
 
 
 def test_the_creation_of_a_cache(paged_server: Server, observer: Client, turns: Turns, runner: asyncio.Runner) -> None:
-    """Who has no cache in his hand has none on the server, when the client is closed."""
+    """A caller that did not get a cache has none on the server once the client is closed."""
     before = _names(observer.caches.list())
 
     async def make(turn: int) -> bool:
-        """Whether the cache was there before that turn of a new client's."""
+        """Whether a new client's operation ended before that turn."""
         async with AsyncClient(paged_server.address) as client:
             cache = await turns.cancelled_in(turn, lambda: client.create_cache(2, 8))
         made = _names(observer.caches.list()) - before
@@ -140,7 +140,7 @@ def test_creations_and_forks_of_one_client(
 
 
 def test_appends(paged_server: Server, turns: Turns, runner: asyncio.Runner) -> None:
-    """Each is done or not, once; the SDK can find out which, and goes on."""
+    """Each is done at most once; the SDK can find out whether it was, and goes on."""
 
     async def run() -> None:
         async with AsyncClient(paged_server.address) as client, await client.create_cache(2, 8) as cache:
@@ -197,12 +197,12 @@ def test_calls(layer_server: Server, models: Models, turns: Turns, runner: async
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_call_that_waits_for_its_servers(turns: Turns, runner: asyncio.Runner, last: bool) -> None:
-    """Given up in any turn until it is sent, it is in flight no more, and before that not sent at all."""
+    """A call given up in any turn up to its sending is no longer in flight; given up earlier, it is never sent."""
     arrived = threading.Event()
     turns.last = last
 
     def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answers twos only."""
+        """Answers only calls whose query is 2."""
         for message in messages:
             for call in pb.AttendStreamRequest.FromString(message).calls:
                 if call.attend.query.data == array(2).tobytes():
@@ -212,7 +212,7 @@ def test_a_call_that_waits_for_its_servers(turns: Turns, runner: asyncio.Runner,
 
     async def give_up(turn: int) -> None:
         with peer(stream) as address:
-            client = AsyncClient(lambda: [address], timeout=None)  # not by `async with`, which looks for servers
+            client = AsyncClient(lambda: [address], timeout=None)  # not with `async with`, which looks up servers
             try:
                 assert await turns.cancelled_in(turn, lambda: client.attend(*[array(1)] * 3)) is None
                 async with asyncio.timeout(PATIENCE_S):
@@ -240,7 +240,7 @@ def _a_layer(server: Server) -> tuple[str, int]:
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])
 def test_closing(paged_server: Server, turns: Turns, runner: asyncio.Runner, transport: Any) -> None:
-    """What was begun goes on to its end."""
+    """A close that has begun runs to its end."""
     query = tokens(0, 3)[0]
 
     async def run() -> int:

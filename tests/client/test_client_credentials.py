@@ -1,4 +1,4 @@
-"""What a client shows of itself, and whom it shows it to; the commands' flags and variables for it."""
+"""Which credentials a client presents, and to whom; the commands' flags and environment variables for them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_commands_take_credentials_from_flags(
 def test_commands_say_that_a_certificate_may_be_wanted(
     authority: certificates.Authority, start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a connection without one, mutual TLS says nothing: it is closed."""
+    """Mutual TLS gives no reason when it rejects a connection without one: it just closes it."""
     files = authority.issue_for_server("mutual")
     flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     server = start_server(*flags, "--tls-client-ca", str(authority.ca))
@@ -164,7 +164,7 @@ def test_commands_take_credentials_from_variables(guarded: Server, capsys: pytes
 def test_health_from_the_command_line(
     guarded: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It needs the authorities, but no token."""
+    """It needs the CA certificates, but no token."""
     assert main(["health", guarded.address, "--ca", str(authority.ca)]) == 0
     assert main(["health", guarded.address, "--ca", str(authority.ca), "--live"]) == 0
     assert capsys.readouterr().out == "ready\nalive\n"

@@ -1,4 +1,4 @@
-"""The error tree: which status becomes which error, and what can be read off it."""
+"""The error tree: which status becomes which error, and what the error tells."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_delay_of_an_overload() -> None:
 
 
 def test_a_message_that_grpc_refuses_is_too_long() -> None:
-    """GRPC says so without details, which an overloaded service never does."""
+    """The status from gRPC has no details, whereas that of an overloaded service always does."""
     error = error_from_status(Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="larger than max"))
     assert isinstance(error, attnserve.InvalidRequestError)
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -127,7 +127,7 @@ def test_who_has_not_replied_in_time(timeout: float | None, address: str, text: 
 
 
 async def test_what_grpc_said_is_not_said_twice() -> None:
-    """A traceback ends with the error of the tree, without gRPC's own, of which it has all."""
+    """A traceback ends with the error of the tree, without gRPC's own, whose information it includes."""
     async with attnserve.AsyncClient("unix:/nonexistent/socket", retries=0) as client:
         with pytest.raises(attnserve.UnavailableError, match="/nonexistent/socket") as caught:
             await client.server_info()

@@ -1,7 +1,7 @@
-"""Calls that a finalizer gives up. Python's collector runs it in whatever thread makes an object, at any moment: the
+"""Calls that a finalizer cancels. Python's garbage collector runs it in any thread that allocates, at any moment: the
 thread may hold any lock of the client's, or be about to settle that very call.
 
-The server is a real one. What is not needed any more is found at the n-th object that is made, for each n in turn.
+The server is a real one. The garbage is collected at the n-th allocation, for each n in turn.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.tasks import CallFuture
 
 MOMENTS = range(1, 400)
-"""How many objects are made before one is found that is not needed: a call makes fewer."""
+"""How many objects are allocated before the garbage is collected: a call allocates fewer."""
 
 ARRAY = np.ones((1, 1, 1, 2), np.float32)
 
 
 class Owner:
-    """Who gives up a call when it is found that nobody needs them."""
+    """An object that cancels a call when it is collected."""
 
     def __init__(self, future: Any) -> None:
         self.itself = self  # so that only the collector finds it
@@ -45,7 +45,7 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """Leaves Python's collector as it was; it runs when a test says."""
+    """Runs Python's garbage collector only when a test says so; restores it afterwards."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.disable()
@@ -56,7 +56,7 @@ def collector() -> Iterator[None]:
 
 @contextmanager
 def collecting_after(objects: int) -> Iterator[None]:
-    """Has the collector run once so many objects have been made."""
+    """Has the collector run once `objects` objects have been allocated."""
     gc.set_threshold(objects)
     gc.enable()
     try:
@@ -66,7 +66,7 @@ def collecting_after(objects: int) -> Iterator[None]:
 
 
 def ends(run: Callable[[], object]) -> bool:
-    """Whether a function ends, in a thread that may be left behind."""
+    """Whether a function ends; it runs in a thread, which is left behind if it does not."""
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -100,7 +100,7 @@ def test_while_a_thread_makes_another_call(server: Server, way: Any) -> None:
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_while_spans_are_taken(server: Server, kind: Any) -> None:
-    """Who takes them may hold a lock of theirs."""
+    """The thread that takes them may hold a lock of theirs."""
     taking, ended = threading.Lock(), threading.Event()
 
     class Spans(SpanProcessor):
@@ -132,7 +132,7 @@ def test_while_spans_are_taken(server: Server, kind: Any) -> None:
 
 
 def test_while_a_thread_begins_to_wait_for_a_retry() -> None:
-    """It holds the lock of the timer that giving up would stop."""
+    """It holds the lock of the timer that a cancellation would stop."""
 
     def gone(message: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
@@ -183,7 +183,7 @@ async def test_while_another_thread_does_anything() -> None:
     future: CallFuture[int, int] = CallFuture(lambda outcome: outcome)
     future.withdraw = withdrawn.set
     loop = asyncio.get_running_loop()
-    loop.set_debug(True)  # refuses what is not for other threads
+    loop.set_debug(True)  # refuses calls that are not thread-safe
     timer = threading.Timer(0.05, future.cancel)  # the loop sleeps by then, until something is due
     timer.start()
     began = loop.time()
@@ -194,7 +194,7 @@ async def test_while_another_thread_does_anything() -> None:
 
 
 async def test_while_a_task_gets_the_result() -> None:
-    """Nobody is told, least of all who settles the calls of others next."""
+    """Nobody is notified, least of all the thread that settles other calls next."""
 
     def finish(outcome: int) -> int:
         assert future.cancel()

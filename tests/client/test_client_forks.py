@@ -1,4 +1,4 @@
-"""A process that forks: its child has none of the client's threads, and says so instead of waiting for ever."""
+"""A process that forks: its child has none of the client's threads, and raises an error instead of hanging."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ in_child(child)
 @pytest.mark.parametrize("program", [USED, LOCKED, FIRST_CALL, LET_GO, IN_TASKS])
 def test_a_client_that_was_used_before_a_fork(server: Server, program: str) -> None:
     command = [sys.executable, "-c", COMMON + program, server.address, str(int(PATIENCE_S) // 2)]
-    # Where a child does not need gRPC, nothing of it is to run there: gRPC's own ways with forks may end a child.
+    # Where a child does not need gRPC, none of it is to run there: gRPC's own fork handlers may end a child.
     environment = os.environ if program is USED else {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert run.returncode == 0, run.stderr

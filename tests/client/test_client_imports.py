@@ -1,4 +1,4 @@
-"""Importing the SDK is light: neither torch nor the server comes with it."""
+"""Importing the SDK is light: it imports neither torch nor the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of a server, listed, loaded and unloaded by both clients and from a shell, against peers that keep them."""
+"""Layers of a server, listed, loaded and unloaded by both clients and from a shell, against a fake peer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Ask: TypeAlias = Callable[..., Any]
 
 
 class Shelf:
-    """A peer's layers: what it is asked for and what it answers."""
+    """A peer's layers: the requests that it gets and its replies."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -134,7 +134,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 
 def plain(layer: pb.Layer) -> dict[str, Any]:
-    """A layer's fields, read one by one, with its dtype's everyday name."""
+    """A layer's fields, read one by one, with the usual name of its dtype."""
     fields = {field.name: getattr(layer, field.name) for field in pb.Layer.DESCRIPTOR.fields}
     return fields | {"dtype": tensor_pb2.DataType.Name(layer.dtype).removeprefix("DATA_TYPE_").lower()}
 
@@ -211,7 +211,7 @@ def test_refusals(ask: Ask, address: str, shelf: Shelf, code: grpc.StatusCode, e
 def test_what_changes_a_server_is_sent_once(
     ask: Ask, address: str, shelf: Shelf, method: str, arguments: Any, attempts: int
 ) -> None:
-    """Nobody can know whether a server that went away had done it."""
+    """Nobody can know whether a server that went away had carried it out."""
     shelf.refusal = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(UnavailableError):
         ask(address, method, *arguments)

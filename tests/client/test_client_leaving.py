@@ -1,4 +1,4 @@
-"""Calls that are given up, clients that are closed or forgotten: nobody waits for ever, and nothing is left behind."""
+"""Cancelled calls, clients that are closed or dropped: nobody waits for ever, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_cancelled_task_has_the_peer_told() -> None:
 
 
 def test_a_call_that_is_given_up_between_two_servers(silent: tuple[str, threading.Event]) -> None:
-    """Neither has it at that moment; who waits for several futures is told all the same."""
+    """Neither has it at that moment; a caller that waits for several futures is notified all the same."""
     with Client(silent[0]) as client:
         stream = client._calls.servers.connection().stream()
         future: CallFuture[Any, Any] = CallFuture(lambda outcome: outcome)

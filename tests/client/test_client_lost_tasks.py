@@ -1,5 +1,5 @@
-"""The tasks of a client for asyncio, cancelled by somebody who cancels all tasks of a loop: no call is left without an
-outcome for that. Nor is one that another loop makes.
+"""The tasks of an asyncio client, cancelled by code that cancels all tasks of a loop: every call still gets an outcome.
+So does one made from another loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["transport"]
 
 
 async def output(future: asyncio.Future[Any]) -> Any:
-    """What comes of a call without a deadline; the test ends if it hangs."""
+    """The output of a call without a deadline; the test fails if it hangs."""
     async with asyncio.timeout(PATIENCE_S):
         return (await future).output[0, 0]
 
@@ -31,7 +31,7 @@ def cancel_all() -> None:
 
 
 async def test_the_tasks_of_a_stream_that_is_used() -> None:
-    """Its calls are sent again, on another."""
+    """Its calls are retried on another stream."""
     with peer(good) as address:
         async with AsyncClient(address, timeout=None) as client:
             assert await output(client.submit(*[array(1)] * 3)) == 1
@@ -50,7 +50,7 @@ async def test_the_tasks_of_a_stream_before_they_begin() -> None:
 
 @pytest.mark.parametrize("which", ["_write", "_read"])
 async def test_one_of_the_tasks_of_an_idle_stream(which: str) -> None:
-    """Without the one that writes, nothing would be sent; without the other, no reply be read."""
+    """Without the writer nothing would be sent, and without the reader no reply would be read."""
     with peer(good) as address:
         async with AsyncClient(address, timeout=None) as client:
             assert await output(client.submit(*[array(1)] * 3)) == 1
@@ -81,7 +81,7 @@ async def test_the_task_that_waits_for_a_name(transport: Transport) -> None:
 
 
 async def test_the_task_that_closes(transport: Transport) -> None:
-    """Closing again goes on with it."""
+    """A second close completes the first."""
     with peer(good, good_unary) as address:
         client = AsyncClient(address, timeout=None, transport=transport)
         assert await output(client.submit(*[array(2)] * 3)) == 2
@@ -97,7 +97,7 @@ async def test_the_task_that_closes(transport: Transport) -> None:
 
 
 def test_another_loop(transport: Transport) -> None:
-    """Each call is told, not the first alone."""
+    """Every call fails, not only the first."""
 
     async def attend(client: AsyncClient) -> Any:
         return await output(client.submit(*[array(2)] * 3))

@@ -54,7 +54,7 @@ def test_the_parts_make_the_whole(seed: int, rank: int, pieces: int, crossed: bo
 @pytest.mark.parametrize("in_torch", [False, True])
 @pytest.mark.parametrize("lse", [np.inf, np.nan])
 def test_what_is_infinite_is_not_a_number_and_spoils_its_row_alone(in_torch: bool, lse: float) -> None:
-    """As in attention over all keys: its scores cannot be told from each other."""
+    """As in attention over all keys, where such scores cannot be told apart."""
     lses = np.array([[0.0, lse, 0.0], [0.0, 0.0, -np.inf]])
     outputs = np.ones((2, 3, 4))
     pairs: list[Any] = list(zip(outputs, lses, strict=True))

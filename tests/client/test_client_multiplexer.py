@@ -1,4 +1,4 @@
-"""The multiplexer without I/O: what travels when, and who gets which reply."""
+"""The multiplexer without I/O: what is sent when, and which caller gets which reply."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multipl
     message(multiplexer, stream)
     assert not multiplexer.wants_writer
     multiplexer.resolve(stream, [Reply(calls[0].id, DONE)], 0.0)
-    assert not multiplexer.wants_writer  # what came has nothing to do with what is sent
+    assert not multiplexer.wants_writer  # what was received has nothing to do with what is sent
     multiplexer.cancel(calls[1])
     assert multiplexer.wants_writer
     message(multiplexer, stream)
@@ -60,7 +60,7 @@ def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multipl
 
 
 def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
-    """Each in its own field of the call, so that a server knows which it is."""
+    """Each in a field of its own, so that the server can tell them apart."""
     for number in range(3):
         multiplexer.add(call(number, priority=number))
         multiplexer.add(call(number, priority=-number, operation=APPLY))
@@ -154,7 +154,7 @@ def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer
 
 
 def test_a_call_made_elsewhere_by_now_takes_no_other_with_it(multiplexer: Multiplexer[Any]) -> None:
-    """Its id is the other server's then, and another call's here."""
+    """By then its id is from another server's stream, and belongs to another call here."""
     elsewhere: Multiplexer[Any] = Multiplexer(POLICY)
     leaving, stays = call("a"), call("b")
     multiplexer.add(leaving)

@@ -79,7 +79,7 @@ def test_a_silent_peer(attend: Attend, transport: Transport) -> None:
 
 
 def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transport) -> None:
-    """Not even HTTP/2: writes are never taken."""
+    """Not even HTTP/2: writes are never accepted."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         (result,) = attend(address, [array(1, 600, 600)], timeout=0.5, transport=transport)
@@ -88,7 +88,7 @@ def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transpo
 
 @contextlib.contextmanager
 def no_server(says: bytes, then: str) -> Iterator[str]:
-    """Takes connections, says something on each, and closes both sides of it, its own, or none. Its address."""
+    """Accepts connections, sends bytes on each, then closes both directions, its own, or none. Yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
         left: list[socket.socket] = []
 
@@ -113,7 +113,7 @@ def no_server(says: bytes, then: str) -> Iterator[str]:
 
 
 def test_peers_that_are_no_servers(attend: Attend, transport: Transport) -> None:
-    """They say what is not HTTP/2: an error, in time. All at once, because each takes as long as its caller waits."""
+    """They do not send HTTP/2: an error, in time. All at once, because each takes as long as its caller waits."""
     said = (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256)))
     kinds = list(itertools.product(said, ("close", "half close", "nothing")))
     with contextlib.ExitStack() as peers, ThreadPoolExecutor(len(kinds)) as callers:
@@ -127,7 +127,7 @@ def test_peers_that_are_no_servers(attend: Attend, transport: Transport) -> None
 
 
 def test_a_peer_that_does_not_read(attend: Attend) -> None:
-    """Flow control holds the write back; the deadline holds all the same, and so does that of the calls behind it."""
+    """Flow control blocks the write; its deadline still holds, and so do those of the calls queued behind it."""
     released = threading.Event()
 
     def deaf(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -187,7 +187,7 @@ def twice_in_tasks(address: str) -> tuple[BaseException | None, Any]:
 def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in flight fails at once, and the next call has another stream."""
+    """Calls in flight fail at once, and the next call gets another stream."""
     failing = iter([True])
     streams = []
 
@@ -228,7 +228,7 @@ def test_an_end_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
 
 
 async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
-    """In the task that writes: nobody else would hear of it."""
+    """It fails in the writer task: nobody else would learn of it."""
     with peer(good) as address:
         async with AsyncClient(address, timeout=None) as client:
             bad = client.submit(array(1), array(1), array(1))
@@ -247,11 +247,11 @@ async def test_a_message_that_cannot_be_written_fails_its_calls() -> None:
 
 
 async def test_a_stream_that_ends_while_a_large_message_is_written_says_why() -> None:
-    """The status is the peer's, and not that of the write which failed by it."""
+    """The status is the peer's, not that of the write that failed because of it."""
     numbers = itertools.count()
 
     def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        time.sleep(0.002 * (next(numbers) % 8))  # somewhere in the message
+        time.sleep(0.002 * (next(numbers) % 8))  # at various points within the message
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
         yield b""
 

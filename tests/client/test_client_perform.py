@@ -1,4 +1,4 @@
-"""Operations on caches in threads that wait for them: each takes its own steps, in its turn, and leaves in any case."""
+"""Operations on caches in threads that wait for them: each runs its own steps in its turn, and always leaves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def once() -> Steps[Any]:
 
 
 def is_free(cache: CacheState) -> bool:
-    """Whether nobody has the cache."""
+    """Whether no operation holds the cache."""
     return perform(cache.turns, plan(cache, once()), lambda request, timeout: True) is True
 
 
@@ -98,7 +98,7 @@ def test_an_interrupt_leaves_the_cache_to_others(cache: CacheState) -> None:
 
 
 def test_one_thread_after_the_other(cache: CacheState) -> None:
-    """And who does not get its turn in time has not asked anything."""
+    """And a thread that does not get its turn in time sends no request."""
     asked, free = threading.Event(), threading.Event()
     begun: list[str] = []
 
@@ -147,7 +147,7 @@ def test_steps_that_come_too_late_are_not_taken(cache: CacheState, monkeypatch: 
 
 
 def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
-    """As it gets in line and out of it, too, with somebody in line behind it."""
+    """Also while it joins or leaves the queue, with another operation queued behind it."""
     functions = 0
     while _interrupted_after(functions):
         functions += 1
@@ -155,8 +155,8 @@ def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
 
 
 def _interrupted_after(functions: int) -> bool:
-    """Whether an operation calls more functions than that of those that know of turns. It is interrupted as it enters
-    the next.
+    """Whether an operation calls more than `functions` functions of the modules that handle turns. It is interrupted as
+    it enters the next.
     """
     left = functions
     interrupted = False
@@ -207,7 +207,7 @@ def settle(future: Future[bool], outcome: Any) -> None:
 
 
 def test_what_a_failed_operation_held_is_free_when_it_is_over(cache: CacheState) -> None:
-    """Without the collector: that may be arrays."""
+    """Without the garbage collector: it may hold arrays."""
 
     def steps(held: Future[None]) -> Steps[Any]:
         yield GET

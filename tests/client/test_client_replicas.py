@@ -1,4 +1,4 @@
-"""Which server a call goes to: what addresses name, the choice, and calls that leave one server for another."""
+"""Which server a call goes to: resolving addresses, the choice, and calls that move from one server to another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNAVAILABLE = Status(code=14, message="draining")
 
 
 class Connected:
-    """A connection that tells what was asked of it."""
+    """A connection that records the requests made to it."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -77,7 +77,7 @@ def test_a_server_that_fails_rests_longer_every_time_until_it_works() -> None:
     rest = FIRST_REST
     for _ in range(10):
         replica.failed(now)
-        replica.failed(now)  # of the same failure, said by another call
+        replica.failed(now)  # the same failure, reported by another call
         replica.worked(now)  # a reply that was on its way
         assert set(fleet.choose(3, now + 0.99 * rest)) == {"b"}
         now += rest
@@ -149,7 +149,7 @@ def test_a_server_is_forgotten_when_it_is_gone_and_was_not_used_for_long() -> No
 
 
 def test_connections_that_are_made_anew() -> None:
-    """Those that there were end their calls, and are closed when nobody can have them in hand any more."""
+    """The old ones finish their calls, and are closed once nobody can be using them."""
     fleet = Fleet("a", "b")
     first = fleet.at("a")
     first.in_flight = 1
@@ -183,7 +183,7 @@ def test_the_only_server_is_connected_to_anew() -> None:
 
 
 def full(seconds: int) -> Status:
-    """A server has no room for so many seconds."""
+    """The status of a server that is full for `seconds` seconds."""
     status = Status(code=8, message="full")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED"))
     status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds)))
@@ -267,7 +267,7 @@ def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[s
     here.leave()
     assert {call.owner for call in here.take_leaving()} == {"waiting", "ready"}
     assert len(here) == 1
-    # What has gone gets an id of its next server, which is the id of another call here.
+    # A call that has left gets an id on its next server, which is another call's id here.
     calls["ready"].id = calls["sent"].id
     stream = here.opened()
     assert sent(here, stream) == b""
@@ -277,7 +277,7 @@ def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[s
 
 
 def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
-    """As long as it was told, and then for the budget of all that is sent again."""
+    """For as long as the server said, and then for the shared retry budget."""
     calls = calls_on(here, ("refused", "later"))
     stream = here.opened()
     sent(here, stream)

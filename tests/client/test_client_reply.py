@@ -1,4 +1,4 @@
-"""Replies as clients read them: small ones by protobuf alone, large ones by their headers, to the same arrays."""
+"""Replies as clients read them: small ones by protobuf alone, large ones by their headers, with the same arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL, LARGE = 16, 1 << 16
 
 
 def response(elements: int) -> pb.AttendResponse:
-    """A response with an output of so many numbers and an lse of one."""
+    """A response with an output of `elements` numbers and an lse of one."""
     found = pb.AttendResponse(batch_size=elements)
     for tensor, count in ((found.output, elements), (found.lse, 1)):
         tensor.dtype = tensor_pb2.DATA_TYPE_FLOAT32
@@ -27,7 +27,7 @@ def response(elements: int) -> pb.AttendResponse:
 
 
 def message(sizes: Sequence[int], *, closing: bool = False) -> bytes:
-    """A message of replies with outputs of so many numbers, and of an error behind them."""
+    """A message of replies with outputs of the given sizes, followed by an error."""
     replies = [pb.AttendStreamReply(id=number, attend=response(size)) for number, size in enumerate(sizes, 1)]
     refused = pb.AttendStreamReply(id=len(sizes) + 1)
     refused.error.message = "no"

@@ -1,4 +1,4 @@
-"""What is sent again and what is not, by both clients: streams that break, servers that are full, messages too long."""
+"""What both clients retry and what they do not: broken streams, full servers, messages that are too long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["attend", "transport"]
 
 
 def test_a_peer_that_ends_the_stream_in_good_order_after_every_message(attend: Attend) -> None:
-    """The calls that it left unanswered are sent again."""
+    """The calls that it left unanswered are retried."""
     lost = []
 
     def forgetful(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -119,7 +119,7 @@ def test_unary_calls_are_tried_again(attend: Attend) -> None:
 
 
 def overloaded(reason: str, delay_ms: int) -> Status:
-    """What a server that is full replies."""
+    """The status of a full server."""
     error = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(delay_ms)
@@ -129,7 +129,7 @@ def overloaded(reason: str, delay_ms: int) -> Status:
 
 
 def refusing(error: Status, attempts: list[float], times: int = 1000) -> Any:
-    """A peer that refuses so many calls, and answers all others."""
+    """A peer that refuses `times` calls, and answers all others."""
 
     def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         for message in messages:
@@ -159,7 +159,7 @@ def test_a_full_server_is_asked_again_when_it_says(attend: Attend) -> None:
     ("reason", "delay_ms", "count"), [("SHARE_EXCEEDED", 5, 3), ("CACHE_FULL", 5, 1), ("OVERLOADED", 60_000, 1)]
 )
 def test_a_server_that_stays_full(attend: Attend, reason: str, delay_ms: int, count: int) -> None:
-    """It is asked as often as retries are allowed; not at all where waiting does not help, or takes too long."""
+    """The call is retried as often as allowed; not at all if waiting does not help, or takes too long."""
     attempts: list[float] = []
     with peer(refusing(overloaded(reason, delay_ms), attempts)) as address:
         (result,) = attend(address, [array(1)], retries=2)
@@ -203,7 +203,7 @@ def test_an_error_does_not_keep_what_was_asked(attend: Attend, retries: int, mon
         raise AssertionError("aborted")
 
     gc.collect()
-    gc.disable()  # which finds it, later
+    gc.disable()  # it would free them, later
     try:
         with peer(good, unary) as address:
             (error,) = attend(address, [array(1)], transport="unary", retries=retries)
@@ -254,8 +254,8 @@ def test_a_bad_call_fails_alone(attend: Attend) -> None:
 
 
 def test_a_message_that_is_too_long_fails_alone(attend: Attend) -> None:
-    """The whole stream ends at a message that is over the server's limit. Where it ends while it is written to, gRPC's
-    asyncio may call that an error of its own, for which there are retries.
+    """A message over the server's limit ends the whole stream. If that happens during a write, gRPC's asyncio may
+    report an error of its own, hence the retries.
     """
 
     def limited(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -282,7 +282,7 @@ def test_nobody_there(attend: Attend, transport: Transport) -> None:
 
 @pytest.mark.parametrize("code", [getattr(grpc.StatusCode, name) for name in ("CANCELLED", "INTERNAL", "UNKNOWN")])
 def test_unary_calls_that_fail_with_the_connection_are_tried_again(attend: Attend, code: grpc.StatusCode) -> None:
-    """What has reached a server that ends, or travelled on a connection that is garbled, ends with gRPC's own word."""
+    """Calls on a server that exits, or on a garbled connection, end with a status of gRPC's own."""
     attempts = []
 
     def ending(message: bytes, context: grpc.ServicerContext) -> bytes:

@@ -1,4 +1,4 @@
-"""When a call is sent again, and after how long: without a server, and without a clock."""
+"""When a call is retried, and after how long: without a server, and without a clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def status(code: grpc.StatusCode, *details: Message) -> Status:
 
 
 def overloaded(delay: float | None, reason: str = "OVERLOADED") -> Status:
-    """What a full server says: who has nothing to add to why need not say when to come back."""
+    """The status of a full server, which may omit when to come back."""
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromNanoseconds(round((delay or 0.0) * 1e9))
     why = error_details_pb2.ErrorInfo(reason=reason)
@@ -42,7 +42,7 @@ def overloaded(delay: float | None, reason: str = "OVERLOADED") -> Status:
 
 
 def pause(verdict: Again | AttnServeError) -> float:
-    """How long to wait: there is another attempt."""
+    """How long to wait, having asserted that there is another attempt."""
     assert isinstance(verdict, Again)
     return verdict.pause
 
@@ -76,7 +76,7 @@ def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> Non
     budget.answered(2, 5.0)
     last = BUDGET_WINDOW_S - 0.1
     assert [budget.take(last) for _ in range(3)] == [True, True, False]
-    # What was sent again in the first second counts no more, what was in the second still does.
+    # Retries of the first second count no more, those of the second still do.
     assert [budget.take(last + 0.5) for _ in range(BUDGET_ALWAYS)] == [True] * (BUDGET_ALWAYS - 3) + [False] * 3
 
 
@@ -126,7 +126,7 @@ def test_only_the_unavailable_is_tried_again() -> None:
 
 @pytest.mark.parametrize("code", [CODE.UNAVAILABLE, CODE.INTERNAL, CODE.UNKNOWN, CODE.CANCELLED, CODE.ABORTED])
 def test_what_grpc_says_of_a_connection_is_tried_again(code: grpc.StatusCode) -> None:
-    """What the service says of a call comes with details, and would come again, but for UNAVAILABLE."""
+    """The service's own errors have details, and would recur, except for UNAVAILABLE."""
     policy = RetryPolicy(1)
     assert breaks_only_the_stream(code.value[0])
     assert isinstance(policy.after(status(code), 1, 0.0, inf), Again)

@@ -205,8 +205,8 @@ def test_a_timeout_of_nothing(either: Client) -> None:
 
 @pytest.fixture(scope="module")
 def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server at a unix socket that takes short messages, and just as many calls in one as the SDK sends at most, and
-    has room for all of them.
+    """A server at a unix socket that takes only short messages, with at most as many calls in each as the SDK sends,
+    and has room for all of them.
     """
     directory = tmp_path_factory.mktemp("narrow")
     flags = ("--listen", f"unix:{directory}/socket", "--max-message-bytes", "1MiB")
@@ -217,7 +217,7 @@ def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_message_longer_than_the_server_takes(narrow_server: Server) -> None:
-    """It fails alone, with the calls beside it unharmed, and as an error of that call."""
+    """Its call alone fails, with an error of its own; calls beside it are unharmed."""
     with Client(narrow_server.address) as client:
         before, after = triple(8), triple(9)
         futures = [client.submit(*before), client.submit(*triple(10, 1, 8, 256, 64)), client.submit(*after)]
@@ -242,13 +242,13 @@ def test_more_calls_at_once_than_a_message_may_hold(narrow_server: Server) -> No
 
 
 def test_a_server_that_comes_back(start_server: Callable[..., Any]) -> None:
-    """The same client, the same address, another server: what is called in between waits for it or says so."""
+    """Same client, same address, new server: calls in between wait for it or fail with an error that says so."""
     first = start_server()
     arrays = triple(11)
     with Client(first.address, retries=1000, timeout=STARTUP_S) as client:
         output = client.attend(*arrays).output
         assert first.stop() == 0
-        future = client.submit(*arrays)  # while nobody is there
+        future = client.submit(*arrays)  # while no server is there
         start_server("--listen", first.address)
         np.testing.assert_array_equal(future.result().output, output)
 
@@ -319,7 +319,7 @@ def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: 
 
 
 def test_the_command_is_cut_short(server: Any) -> None:
-    """By `head`, say, which closes its end."""
+    """By `head`, say, which closes its end of the pipe."""
     nobody_reads, out = os.pipe()
     os.close(nobody_reads)
     command = [sys.executable, "-m", "attnserve", "info", server.address]

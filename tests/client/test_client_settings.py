@@ -1,4 +1,4 @@
-"""How a client is set up."""
+"""How a client is configured."""
 
 from __future__ import annotations
 

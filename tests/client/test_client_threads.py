@@ -1,4 +1,4 @@
-"""Which thread does what: gRPC's settles what somebody waits for, and calls nobody back."""
+"""Which thread does what: gRPC's settles futures, but runs no callbacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnserve._transports.thread_future import CallFuture
 STREAM, UNARY = "stream", "unary"
 
 OWN = {STREAM: "attnserve-replies", UNARY: "attnserve-callbacks"}
-"""The thread that calls back, which is not gRPC's."""
+"""The thread that runs callbacks, which is not gRPC's."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_future_that_calls_back_is_not(future: CallFuture[int, int]) -> None:
 
 
 def test_a_future_that_is_settled_may_be_asked_to_call_back_meanwhile() -> None:
-    """Python's collector, or the end of what the call held, runs what it likes in that moment."""
+    """The garbage collector, or freeing what the call held, may run any code at that moment."""
     called: list[Any] = []
 
     def finish(outcome: int) -> int:
@@ -70,7 +70,7 @@ class Patient:
     def __init__(self) -> None:
         self.told = threading.Event()
         self.asked = threading.Event()
-        """Whether there is an RPC that is never answered."""
+        """Set once an RPC that is never answered has arrived."""
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         for message in messages:
@@ -82,7 +82,7 @@ class Patient:
         return good_unary(message, context)
 
     def never(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """A unary RPC that is answered when its caller has left."""
+        """A unary RPC that is answered only once its caller has left."""
         left = threading.Event()
         assert context.add_callback(left.set)
         self.asked.set()
@@ -92,7 +92,7 @@ class Patient:
 
 @pytest.mark.parametrize("transport", [STREAM, UNARY])
 def test_a_client_may_be_closed_by_what_a_future_calls_back(transport: Any) -> None:
-    """Closing waits for gRPC's thread, as long as calls are in flight, and so must not happen in that."""
+    """Closing waits for gRPC's thread while calls are in flight, and so must not happen in that thread."""
     closed, failures = SimpleQueue[str](), SimpleQueue[Exception]()
     patient = Patient()
     with peer(patient.stream, patient.unary, {SERVICE: {"ServerInfo": patient.never}}) as address:
@@ -148,7 +148,7 @@ def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: 
 
 @pytest.mark.parametrize("transport", [STREAM, UNARY])
 def test_what_is_called_back_ends_no_thread(transport: Any) -> None:
-    """One that ends itself does not end what others wait for."""
+    """A callback that raises SystemExit does not end the thread that others depend on."""
     patient = Patient()
     with (
         peer(patient.stream, patient.unary) as address,

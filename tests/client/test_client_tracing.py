@@ -1,4 +1,4 @@
-"""Spans of the SDK, and what the server makes of the context that travels with each call."""
+"""Spans of the SDK, and what the server does with the trace context of each call."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(
     with Client(server.address, tracing=provider) as client, tracer.start_as_current_span("mine") as mine:
         cache = client.create_cache(1, 3)
         futures = [client.submit(array()[None], array()[None], array()[None], caches=cache) for _ in range(3)]
-        for future in futures:  # of which the later ones begin where the earlier ones end
+        for future in futures:  # each later one begins where the one before it ends
             future.result()
         cache.truncate(1)
         cache.delete()
@@ -158,7 +158,7 @@ def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(
 def test_a_span_of_a_call_that_is_given_up_as_its_result_is_made_ends_once(
     exporter: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A finalizer may do that, which runs where anything is made."""
+    """A finalizer may do that: it can run at any allocation."""
 
     async def run() -> None:
         def finish(outcome: int) -> int:
@@ -192,7 +192,7 @@ def test_a_span_of_a_call_that_is_given_up_when_its_loop_is_closed_ends(
 
 
 class Failing(SpanProcessor):
-    """What OpenTelemetry calls as a span ends."""
+    """A span processor, which OpenTelemetry calls as a span ends."""
 
     def on_end(self, span: ReadableSpan) -> None:
         raise RuntimeError("a processor of the caller")

@@ -1,4 +1,4 @@
-"""The order in which operations use caches, without any cache: who may begin when, and that nobody waits for ever."""
+"""The order in which operations use caches, without any cache: which may begin when, and that none waits for ever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnserve._requests.cache_requests import CacheInfo
 
 
 class Clock:
-    """Calls that are made when a test says so."""
+    """A timer that fires when a test says so."""
 
     def __init__(self) -> None:
         self.call: Callable[[], object] | None = None
@@ -46,7 +46,7 @@ class Clock:
 
 
 class Asked(Turn):
-    """A turn that calls when it begins, or is too late."""
+    """A turn that reports when it begins, or is too late."""
 
     def __init__(
         self, lines: list[Line], alone: bool, deadline: float, begin: Callable[[], object], end: Callable[[], object]
@@ -96,9 +96,9 @@ def test_what_changes_a_cache_has_it_alone_and_all_begin_in_their_order(
             conflicts = [
                 earlier for earlier in range(other) if asked[earlier][0] & caches and (alone or asked[earlier][1])
             ]
-            if other in running:  # nothing that conflicts and was asked for before is still to be done
+            if other in running:  # no earlier operation that conflicts is unfinished
                 assert left.issuperset(conflicts)
-            elif other not in left:  # who waits has somebody before it to wait for
+            elif other not in left:  # whatever waits has an earlier one to wait for
                 assert not left.issuperset(range(other))
     while running:
         turns.leave(all_turns[running.pop(0)])
@@ -137,7 +137,7 @@ def test_one_that_gives_up_waiting_lets_others_pass() -> None:
 
 
 def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One timer watches them all, and none is left when nobody waits: it would keep the client alive."""
+    """One timer watches them all, and is gone when nothing waits: it would keep the client alive."""
     now = 0.0
     monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
     clock, line = Clock(), Line()
@@ -187,7 +187,7 @@ def test_an_interrupt_as_one_begins_keeps_nobody_else_from_it() -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None:
-    """Without the collector: that may be arrays."""
+    """Without the garbage collector: it may hold arrays."""
     answer: Future[int] = Future()
     info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
     cache = CacheState(info, Turns(Clock().later))

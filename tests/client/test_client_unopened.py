@@ -1,5 +1,5 @@
-"""Streams that cannot be opened: there is no thread for one, or the channel is closed. Each call has its outcome,
-wherever the stream was to be opened: where a call is made, or where a retry is due, of which no caller hears.
+"""Streams that cannot be opened: no thread can be started, or the channel is closed. Each call gets its outcome,
+whether the stream was to be opened for a new call, or for a retry, which no caller sees.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from attnserve import AsyncClient, Client, DeadlineExceededError, UnavailableErr
 __all__ = ["transport"]
 
 Refusals: TypeAlias = Callable[[int], object]
-"""How often opening fails from now on."""
+"""Sets how often opening fails from now on."""
 
 READER, WATCHER, LOOKER = "attnserve-replies", "attnserve-deadlines", "attnserve-look"
 
 
 class Threads:
-    """How often no thread of a name can be had."""
+    """How often threads of a name cannot be started."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refused = {READER: 0, WATCHER: 0, LOOKER: 0}
@@ -48,7 +48,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
 
 
 def ending(broken: Callable[[], object]) -> Callable[..., Iterator[bytes]]:
-    """The stream of a peer that ends the first one unanswered, having told so."""
+    """The stream of a peer that ends the first call unanswered, having called `broken`."""
     first = iter([True])
 
     def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -78,7 +78,7 @@ def test_a_thread_that_is_never_to_be_had(threads: Threads) -> None:
 
 
 def test_a_thread_that_is_not_to_be_had_for_a_retry(threads: Threads) -> None:
-    """The retry is due in the thread that watches, which is to go on."""
+    """The retry is due in the thread that watches deadlines, which must go on."""
     stream = ending(lambda: threads.refused.update({READER: 1}))
     with peer(stream) as address, Client(address, timeout=None) as client:
         future = client.submit(*[array(2)] * 3)
@@ -88,12 +88,12 @@ def test_a_thread_that_is_not_to_be_had_for_a_retry(threads: Threads) -> None:
 
 @pytest.fixture
 def scarcity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often nobody gets a thread from now on, gRPC neither: one number."""
+    """How often nobody, gRPC included, can start a thread from now on: one number."""
     refused = [0]
     start = threading.Thread.start
 
     def scarce(thread: threading.Thread) -> None:
-        if refused[0] and not thread.name.startswith("ThreadPoolExecutor"):  # in which the peer answers
+        if refused[0] and not thread.name.startswith("ThreadPoolExecutor"):  # the peer's own threads
             refused[0] -= 1
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -103,7 +103,7 @@ def scarcity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
-    """The first to miss it is not gRPC, which would never again read from the channel."""
+    """The first to fail is not gRPC, which would never again read from the channel."""
     stream = ending(lambda: scarcity.append(scarcity.pop() + 1))
     with peer(stream) as address, Client(address, timeout=None) as client:
         future = client.submit(*[array(2)] * 3)
@@ -112,7 +112,7 @@ def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
 
 
 def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], transport: Transport) -> None:
-    """What it is to read from then on is another channel."""
+    """From then on gRPC reads from another channel."""
     with peer(good, good_unary) as address:
         client = Client(address, timeout=None, transport=transport)
         scarcity[0] = 1
@@ -128,7 +128,7 @@ def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], trans
 
 @pytest.mark.parametrize("those_before", [1, 2])
 def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.MonkeyPatch, those_before: int) -> None:
-    """Its own there was; then gRPC had none to read with, or none to write with."""
+    """The SDK got its own; then gRPC got none to read with, or none to write with."""
     start, started = threading.Thread.start, iter(range(those_before + 1))
 
     def scarce(thread: threading.Thread) -> None:
@@ -149,7 +149,7 @@ def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.Monkey
 
 
 def test_while_there_is_no_thread_no_channel_more_is_lost(scarcity: list[int], transport: Transport) -> None:
-    """Each would keep a file descriptor."""
+    """Each lost channel would keep a file descriptor."""
     with peer(good, good_unary) as address:
         client = Client(address, timeout=None, transport=transport)
         connection = client._calls.servers.connection()
@@ -166,7 +166,7 @@ def test_while_there_is_no_thread_no_channel_more_is_lost(scarcity: list[int], t
 
 
 def test_a_thread_that_is_not_to_be_had_to_give_up_a_call(scarcity: list[int]) -> None:
-    """Giving up is not refused, and who waits for the call is told when its reply is there."""
+    """The cancellation does not fail, and whoever waits for the call is notified when its reply arrives."""
     ask, answer = threading.Event(), threading.Event()
 
     def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -187,7 +187,7 @@ def test_a_thread_that_is_not_to_be_had_to_give_up_a_call(scarcity: list[int]) -
 
 
 def test_a_thread_that_looks_is_not_to_be_had_for_a_moment(threads: Threads) -> None:
-    """Who calls is told so, and the next call has it."""
+    """The caller gets an error, and the next call gets the thread."""
     threads.refused[LOOKER] = 1
     with peer(good) as address, Client(lambda: [address], timeout=PATIENCE_S) as client:
         with pytest.raises(RuntimeError, match="thread"):
@@ -212,7 +212,7 @@ def test_a_thread_that_watches_is_not_to_be_had_for_a_moment(threads: Threads) -
 
 
 def test_a_thread_that_watches_is_there_before_a_retry(threads: Threads) -> None:
-    """It is not first needed where no caller hears that there is none."""
+    """It is not first needed at a point where no caller could get the error."""
     with (
         peer(ending(lambda: threads.refused.update({WATCHER: 1}))) as address,
         Client(address, timeout=None) as client,
@@ -221,14 +221,14 @@ def test_a_thread_that_watches_is_there_before_a_retry(threads: Threads) -> None
 
 
 async def attended(client: AsyncClient, number: float) -> Any:
-    """The output of a call without a deadline; the test ends if it hangs."""
+    """The output of a call without a deadline; the test fails if it hangs."""
     async with asyncio.timeout(PATIENCE_S):
         return (await client.attend(*[array(number)] * 3)).output[0, 0]
 
 
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
-    """How often gRPC's asyncio channel opens no stream."""
+    """Sets how often gRPC's asyncio channel fails to open a stream."""
     left = [0]
     channel = grpc.aio.insecure_channel
 

@@ -32,7 +32,7 @@ def test_readings_subtract(latency: Reading) -> None:
     nothing = latency.since(latency)
     assert nothing.at == 0
     assert nothing.by("t_bucket", "operation") == {}
-    assert nothing.quantile(0.5, "t") != nothing.quantile(0.5, "t")  # NaN: of nothing there is no quantile
+    assert nothing.quantile(0.5, "t") != nothing.quantile(0.5, "t")  # NaN: no observations, no quantile
     assert latency.since(nothing) == latency
     assert latency.total("t_bucket", le="+Inf") == 10.0
 

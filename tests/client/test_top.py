@@ -1,4 +1,4 @@
-"""`attnserve top`: figures worked out of readings, the view, and the command against the real server."""
+"""`attnserve top`: figures computed from readings, the view, and the command against the real server."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ attnserve_caller_flops_total{{caller="ranking"}} 0
 
 
 def reading(at: float, ok: int, failed: int = 0, busy: float = 0.0, flops: float = 0.0) -> Reading:
-    """What a page says that was read at this moment."""
+    """A metrics page as read at this moment."""
     return Reading(Reading.parse(PAGE.format(ok=ok, failed=failed, busy=busy, flops=flops)).samples, at)
 
 
 def text(found: Figures, width: int = 80, history: tuple[float, ...] = ()) -> str:
-    """The view as it is printed."""
+    """The view as printed."""
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(view(found, "host:8002", found.started_at + 61, history))
     return out.getvalue()
@@ -174,7 +174,7 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith(f"attnserve: no metrics at http://{NOBODY}/metrics: ")
     assert cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
     assert "404" in capsys.readouterr().err
-    assert cli.main(["top", server.address, "--once"]) == 1  # the port of gRPC
+    assert cli.main(["top", server.address, "--once"]) == 1  # the gRPC port
     assert capsys.readouterr().err.endswith("/metrics: what is there does not speak HTTP\n")
     assert cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     ids=["endless", "cut off", "escape sequences"],
 )
 def test_a_port_that_has_something_else(head: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it says goes on as long as somebody reads, if it should never end."""
+    """Its reply may never end: it goes on for as long as somebody reads."""
 
     def speak(listening: socket.socket) -> None:
         peer, _ = listening.accept()
@@ -287,7 +287,7 @@ def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
 
 
 class Terminal:
-    """The command in a terminal, and what it has written there."""
+    """The command in a terminal, and its output there."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -298,7 +298,7 @@ class Terminal:
         self.written = ""
 
     def until(self, words: str) -> None:
-        """Waits until it has written something, after what it had been waited for before."""
+        """Waits until it has written `words`, after what was waited for before."""
         deadline = time.monotonic() + calls.PATIENCE_S
         while words not in self.written:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
@@ -307,7 +307,7 @@ class Terminal:
         self.written = self.written.partition(words)[2]
 
     def interrupt(self) -> int:
-        """Ctrl-C; its exit status."""
+        """Presses Ctrl-C. Returns the exit status."""
         self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(calls.PATIENCE_S)

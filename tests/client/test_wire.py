@@ -1,8 +1,8 @@
 """The wire codec against stock protobuf, in both directions: every message type, usual and unusual encodings.
 
 The rule everywhere: `split` and a parse of the header accept what stock protobuf accepts and nothing else, and mean the
-same by it; nothing but DecodeError ever comes out. Each message is split several times, in several kinds of buffers,
-so that what `split` remembers is tested with what it has never seen.
+same by it; only DecodeError is ever raised. Each message is split several times, in several kinds of buffers, so that
+`split` is tested both with headers that it remembers and with new ones.
 """
 
 import tracemalloc
@@ -29,7 +29,7 @@ from attnserve import _fields, _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
-more_examples = settings(max_examples=5 * settings().max_examples)  # they are quick
+more_examples = settings(max_examples=5 * settings().max_examples)  # these are quick
 
 
 # What must hold: see `codec`.
@@ -88,7 +88,7 @@ def test_what_is_remembered_changes_nothing(message: Message, data: st.DataObjec
 @more_examples
 @given(messages(), st.randoms(use_true_random=False))
 def test_writes_what_stock_protobuf_reads(message: Message, random: Any) -> None:
-    """A sender's way: a header with tickets, written by protobuf in any order of payloads, joined with the payloads."""
+    """As a sender does: protobuf writes a header with tickets, payloads in any order, and `join` adds the payloads."""
     payloads: list[bytes] = []
     with_tickets = type(message)()
     with_tickets.CopyFrom(message)
@@ -143,7 +143,7 @@ def test_join_hands_out_the_very_payloads() -> None:
 
 
 def test_equal_headers_are_one_object_once_remembered() -> None:
-    """What is computed from a header can be cached by it, and its hash is computed once. Wherever it lies."""
+    """Wherever they lie: what is computed from a header can be cached by it, and its hash is computed once."""
     headers = []
     for i in range(6):
         data = request(64, fill=i).SerializeToString()
@@ -167,7 +167,7 @@ def test_a_remembered_header_is_not_taken_for_another_one() -> None:
 
 
 def test_a_remembered_header_is_compared_where_the_message_lies() -> None:
-    """The known message at the begin of the buffer says nothing of another one behind it."""
+    """A known message at the start of the buffer says nothing about another one behind it."""
     known, other = request(64), request(64)
     other.key.dtype = tensor_pb2.DATA_TYPE_INT64
     buffer = known.SerializeToString() + other.SerializeToString()
@@ -180,7 +180,7 @@ def test_a_remembered_header_is_compared_where_the_message_lies() -> None:
 
 
 def test_thousands_of_fields_are_left_to_protobuf() -> None:
-    """One payload comes out where stock protobuf sees one, however often the field is there."""
+    """One payload comes out where stock protobuf sees one, however often the field occurs."""
     one = b"\x7a\x01"
     data = b"".join(one + bytes([i % 256]) for i in range(50_000)) + b"\x98\x06\x01" * 50_000
     expected = tensor_pb2.Tensor.FromString(data)
@@ -194,7 +194,7 @@ def test_thousands_of_fields_are_left_to_protobuf() -> None:
 
 
 def test_more_fields_than_any_message_needs_are_refused() -> None:
-    """Whatever order they are in: to walk through as many as fit into a message would take seconds."""
+    """In whatever order: walking through as many as fit into a message would take seconds."""
     data = pb.AttendRequest(caches=[pb.CacheReference()] * (_wire.MOST_FIELDS + 1)).SerializeToString()
     with pytest.raises(DecodeError):
         _wire.split(pb.AttendRequest, data)
@@ -203,7 +203,7 @@ def test_more_fields_than_any_message_needs_are_refused() -> None:
 
 
 def test_fields_are_counted_where_they_are() -> None:
-    """In tensors: a shape that is not packed takes protobuf 8 bytes for 2. In groups, and behind them."""
+    """In tensors, where an unpacked shape takes protobuf 8 bytes for each 2. In groups, and after them."""
     shape = b"\x10\x01" * (_wire.MOST_FIELDS + 1)
     query = pb.AttendRequest.DESCRIPTOR.fields_by_name["query"].number
     references = pb.AttendRequest(caches=[pb.CacheReference()] * _wire.MOST_FIELDS).SerializeToString()
@@ -214,7 +214,7 @@ def test_fields_are_counted_where_they_are() -> None:
         assert pb.AttendRequest.FromString(data) is not None
         with pytest.raises(_fields.ManyFieldsError, match=f"more than {_wire.MOST_FIELDS} fields"):
             _wire.split(pb.AttendRequest, data)
-    assert _wire.split(pb.AttendRequest, short * 100)[0] == b""  # by protobuf, who knows none
+    assert _wire.split(pb.AttendRequest, short * 100)[0] == b""  # by protobuf, which knows none of them
 
 
 def test_a_long_group_is_left_to_protobuf() -> None:

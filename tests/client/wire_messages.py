@@ -1,4 +1,4 @@
-"""Messages of every type, for property tests: as stock protobuf writes them, and as nobody does but anybody may."""
+"""Messages of every type, for property tests: as stock protobuf writes them, and in odd but legal encodings."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def fill(draw: st.DrawFn, message: Message) -> None:
             setattr(message, field.name, draw(SCALARS[field.type]))
 
 
-# Messages as nobody writes them, but as anybody may.
+# Messages in odd but legal encodings.
 
 
 def overlong(value: int, extra: int) -> bytes:
