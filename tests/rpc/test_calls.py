@@ -49,7 +49,7 @@ def test_a_message_is_read_as_protobuf_reads_it(one: pb.AttendStreamRequest, oth
 
 
 def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with a call that looks like most: truncated, a bit flipped, doubled, another in front."""
+    """Whatever is wrong with a call that looks like most: truncated, a bit flipped, doubled, a second id in front."""
     whole = pb.AttendStreamCall(id=300, timeout=Duration(seconds=2), apply=pb.ApplyRequest(layer="a"))
     body = whole.SerializeToString()
     bodies = [body[:cut] for cut in range(len(body) + 1)] + [body + body, b"\x08\x05" + body, body[3:]]
