@@ -1,4 +1,4 @@
-"""Whose memory is where: all threads of a process allocate from one heap, which keeps what is freed, once told so."""
+"""Memory placement: all threads of a process allocate from one heap, which keeps freed memory, once told to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# Each thread asks for less than glibc would map by itself, while the others hold theirs, and says where it lies.
+# Each thread requests less than glibc would mmap, while the others hold theirs, and reports its address.
 PROGRAM = """
 import ctypes, sys, threading
 from attnserve_server.host.allocator import keep_one_heap
@@ -38,7 +38,7 @@ print(sum(begin <= address < end for address in found))
 """
 
 
-# Memory for a message is written and let go, twice: how many pages were missing the second time.
+# Memory for messages is written and freed, twice: prints the number of page faults of the second time.
 MESSAGES = """
 import ctypes, resource, sys
 from attnserve_server.host.allocator import keep_one_heap
@@ -69,7 +69,7 @@ of_glibc = pytest.mark.skipif(
 
 
 def run(program: str, how: str, variables: dict[str, str]) -> int:
-    """The number that a program prints, told how, in an environment where nothing but these variables is said."""
+    """The number that a program prints, run with argument `how` and only these variables for the allocator."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
     }

@@ -1,4 +1,4 @@
-"""What control groups grant, read from files such as the kernel's."""
+"""What control groups grant, read from files like the kernel's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnserve_server.host import control_groups
 
 
 def granted(tmp_path: Path, read: Any, lines: str, files: dict[str, str]) -> Any:
-    """What a process has with these lines in /proc/self/cgroup and these files below /sys/fs/cgroup."""
+    """What a process gets with these lines in /proc/self/cgroup and these files below /sys/fs/cgroup."""
     (tmp_path / "cgroup").write_text(lines)
     for name, content in files.items():
         file = tmp_path / "fs" / name

@@ -8,7 +8,7 @@ import time
 from attnserve_server.host.event_loop import EventLoop
 
 TOLERANCE_S = 0.01
-"""Waits may end so much early: they are counted in milliseconds."""
+"""Waits may end this much early, because they are counted in milliseconds."""
 
 
 def test_waiting_is_not_working() -> None:
@@ -20,7 +20,7 @@ def test_waiting_is_not_working() -> None:
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         elapsed, busy = runner.run(wait(0.3))
-    # However long others kept the processor from waking it up, so much of that it has waited.
+    # A late wake-up may make the wait longer than 0.3 s, never shorter.
     assert 0 <= busy <= elapsed - 0.3 + TOLERANCE_S
 
 

@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[str, Any] = {
 
 
 def below(parameters: Parameters, prefix: str) -> Parameters:
-    """The parameters that a prefix begins, without it."""
+    """The parameters whose names begin with the prefix, which is removed."""
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
 
 
@@ -49,7 +49,7 @@ def normed(x: Floats, norm: Norm, parameters: Parameters) -> Floats:
 
 
 def rotated(heads: Floats, rotary: Rotary) -> Floats:
-    """Heads [H, L, D], their pairs turned by angles that grow with the position."""
+    """Heads [H, L, D] with their pairs rotated by angles that grow with the position."""
     pairs = np.arange(rotary.width // 2)
     angles = (rotary.offset + np.arange(heads.shape[1]))[:, None] * rotary.base ** (-2.0 * pairs / rotary.width)
     first, second = (2 * pairs, 2 * pairs + 1) if rotary.interleaved else (pairs, pairs + rotary.width // 2)
@@ -62,8 +62,8 @@ def rotated(heads: Floats, rotary: Rotary) -> Floats:
 def attended(
     x: Floats, context: Floats, layer: Attention, parameters: Parameters, offset: int = 0, **options: Any
 ) -> tuple[Floats, oracle.Expected]:
-    """The output of multi-head attention of x [L, inputs] over a context [S, contexts], and what the oracle says of the
-    attention inside. The first input stands at the offset; options of the oracle win over the layer's own.
+    """The output of multi-head attention of x [L, inputs] over a context [S, contexts], and the oracle's result for the
+    attention inside. The first input is at position `offset`; `options`, for the oracle, override the layer's own.
     """
     query, key, value = (
         linear(source, parameters, name).reshape(len(source), heads, width).swapaxes(0, 1)

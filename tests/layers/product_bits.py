@@ -1,5 +1,5 @@
-"""Prints in which dtypes a row's product depends on the other rows: a process of its own, as what MKL and oneDNN use of
-the processor is said by the environment, before they are loaded.
+"""Prints the dtypes in which a row's product depends on the other rows. It runs in a process of its own because the
+environment tells MKL and oneDNN, before they are loaded, which CPU features to use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COUNTS = 32, 96, 192, MAX_ROWS
 
 
 def depends(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether rows are multiplied to other bits among more of them, or in another place."""
+    """Whether a row's product has other bits among more rows, or in another place."""
     multiply = product_of(torch.randn(outputs, inputs).to(dtype), None)
     rows = torch.randn(MAX_ROWS, inputs).to(dtype)
     alone = torch.cat([multiply(part.clone()) for part in torch.split(rows, ROWS)])

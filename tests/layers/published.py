@@ -1,4 +1,4 @@
-"""Checkpoints as publishers write them, small and random, and what definitions with presets make of their files."""
+"""Checkpoints as publishers write them, small and random, and the layers that definitions with presets make of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seed() -> Iterator[None]:
 
 
 def randomised(module: Any) -> Any:
-    """The module in float64, every parameter random: zeros and ones of an initialisation hide mistakes."""
+    """The module in float64 with every parameter random: the zeros and ones of an initialisation hide mistakes."""
     module = module.double().eval()
     for parameter in module.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -56,7 +56,7 @@ def loaded(directory: Path, text: str) -> tuple[LayerSpecification, dict[str, An
 
 
 def run(directory: Path, text: str, x: Any, context: Any = None) -> Any:
-    """The output of the one layer that a definition makes of the checkpoint in a directory."""
+    """The output of the single layer that a definition makes of the checkpoint in a directory."""
     specification, parameters = loaded(directory, text)
     x, context = np.asarray(x), None if context is None else np.asarray(context)
     match specification.architecture:
@@ -86,7 +86,7 @@ def bert_config(**changes: Any) -> Any:
 
 
 def pretrained(directory: Path, model: Any) -> Any:
-    """A model of random parameters, saved as transformers saves it, its config beside it."""
+    """A model of random parameters, saved with its config as transformers saves it."""
     model = randomised(model)
     model.save_pretrained(directory)
     return model

@@ -33,7 +33,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def random_parameters(architecture: Architecture, seed: int = 0, dtype: Dtype = "float32") -> dict[str, torch.Tensor]:
-    """Weights that keep unit-normal rows about as large as they are; vectors are about 1, of either sign."""
+    """Weights that roughly keep the size of unit-normal rows; vectors are about 1, of either sign."""
     generator = torch.Generator().manual_seed(seed)
     parameters = {}
     for name, shape in architecture.shapes().items():
@@ -68,7 +68,7 @@ def packed(*sequences: torch.Tensor, **fields: Any) -> LayerInput:
 
 
 def batched(rows: torch.Tensor, **fields: Any) -> LayerInput:
-    """A request of sequences of one length, [B, L, width], and of contexts likewise."""
+    """A request of sequences of one length, [B, L, width], with contexts of the same form."""
     context = fields.pop("context", None)
     if context is not None:
         fields |= {"context": context.flatten(0, 1), "context_lengths": [context.shape[1]] * context.shape[0]}
@@ -76,14 +76,14 @@ def batched(rows: torch.Tensor, **fields: Any) -> LayerInput:
 
 
 def run(layer: Layer, *requests: LayerInput) -> list[Any]:
-    """What a layer replies to requests that it has checked, together."""
+    """A layer's replies to requests that it has checked and runs together."""
     for request in requests:
         layer.check(request)
     return list(layer.run(requests))
 
 
 def attention(width: int = 32, heads: int = 4, **fields: Any) -> Attention:
-    """Multi-head attention of one width, with all biases, unless fields say otherwise."""
+    """Multi-head attention of one width, with all biases, unless `fields` say otherwise."""
     head_dim = fields.pop("head_dim", width // heads)
     defaults: dict[str, Any] = {
         "inputs": width,
@@ -102,7 +102,7 @@ def attention(width: int = 32, heads: int = 4, **fields: Any) -> Attention:
 
 
 def block(width: int = 32, heads: int = 4, hidden: int = 64, *, crossed: bool = False, **fields: Any) -> Block:
-    """A post-norm encoder block with ReLU and LayerNorm, or a decoder block, unless fields say otherwise."""
+    """A post-norm encoder block with ReLU and LayerNorm, or a decoder block, unless `fields` say otherwise."""
     defaults: dict[str, Any] = {
         "self_attention": attention(width, heads, causal=crossed),
         "cross_attention": attention(width, heads) if crossed else None,
@@ -119,7 +119,7 @@ def doubles(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, np
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's elements as integers of their bits."""
+    """A tensor's elements reinterpreted as integers."""
     sizes: Sequence[torch.dtype] = (torch.int16, torch.int32, torch.int64)
     integers = next(each for each in sizes if each.itemsize == tensor.itemsize)
     return tensor.contiguous().view(integers).numpy()

@@ -1,4 +1,4 @@
-"""Small layers that tests load, replace and break: scores whose weight shows in what comes out."""
+"""Small layers that tests load, replace and break: scores whose weight is visible in the output."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ BROKEN = {
     "not safetensors": (DEFINITION.format(name="one", file="layers.toml"), "layers.toml"),
     "an unknown key": (ONE_OF_TWO + "colour = 1", "colour"),
 }
-"""Definitions of `one` that nothing can be loaded by, and what the error names."""
+"""Definitions of `one` that cannot be loaded, and what the error names."""
 X = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
 
 
 def weight(value: float, width: int = WIDTH) -> torch.Tensor:
-    """A score's weight that tells itself from others by what comes out."""
+    """A score's weight, recognisable by the layer's output."""
     return torch.eye(width) * value
 
 
 def write(directory: Path) -> None:
-    """Writes the definitions of `one` and `two`, and what they need; removes all else."""
+    """Writes the definitions of `one` and `two` and their checkpoints; removes everything else."""
     for path in directory.iterdir():
         path.unlink()
     for name, value in (("one", 1.0), ("two", -1.0)):

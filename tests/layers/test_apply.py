@@ -1,4 +1,4 @@
-"""Layers of a server, applied over the wire, against the modules that their checkpoints come from."""
+"""A server's layers, applied over the wire, against the modules that their checkpoints come from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [7, 1, 12, 3, 0]
 CONTEXT_LENGTHS = [5, 9, 1, 30, 2]
 
 FLOAT32 = 2e-6
-"""The error of the float32 layers, in proportion to the largest element."""
+"""The float32 layers' error, relative to the largest element."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def contexts(layer: Checkpoint) -> list[torch.Tensor] | None:
 
 
 def references(layer: Checkpoint, module: Any, xs: list[torch.Tensor], zs: list[torch.Tensor] | None) -> torch.Tensor:
-    """What the module makes of each sequence alone, packed."""
+    """The module's output for each sequence alone, packed."""
     alone = [layer.reference(module, x, None if zs is None else zs[n]) for n, x in enumerate(xs) if len(x)]
     return torch.cat(alone)
 
@@ -52,7 +52,7 @@ def typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def packed(xs: list[torch.Tensor], zs: list[torch.Tensor] | None, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The arguments of `apply` for sequences end to end."""
+    """The arguments of `apply` for packed sequences."""
     options: dict[str, Any] = {"lengths": [len(x) for x in xs]}
     if zs is not None:
         options |= {"context": torch.cat(zs).to(dtype), "context_lengths": [len(z) for z in zs]}
@@ -69,7 +69,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
 def test_a_layer_gives_what_its_module_gives(
     layer_client: Client, models: Models, name: str, dtype: torch.dtype
 ) -> None:
-    """Sequences packed, padded and each by itself; the same bits three times."""
+    """Sequences packed, padded and each by itself give the same bits."""
     layer, module = CHECKPOINTS[name], models.modules[name]
     resident, tolerance = (name, layer.tolerance) if dtype == torch.float64 else (f"{name}/float32", FLOAT32)
     xs, zs = sequences(layer), contexts(layer)
@@ -116,7 +116,7 @@ def test_half_precisions(layer_client: Client, models: Models, name: str, dtype:
 @pytest.mark.parametrize("layer_dtype", ["", "/float32", "/bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_an_input_of_another_dtype(layer_client: Client, layer_dtype: str, dtype: torch.dtype) -> None:
-    """It is taken to the layer's, and the reply to that of the input."""
+    """The input is converted to the layer's dtype, and the reply back to the input's."""
     own = torch.float64 if not layer_dtype else getattr(torch, layer_dtype.removeprefix("/"))
     x, z = torch.randn(2, 5, 24).to(dtype), torch.randn(2, 6, 10).to(dtype)
     options: dict[str, Any] = {"return_lse": True, "return_scores": "weights"}
@@ -134,7 +134,7 @@ def test_an_input_of_another_dtype(layer_client: Client, layer_dtype: str, dtype
 
 @pytest.mark.parametrize("average", [True, False])
 def test_torchs_attention_weights(layer_client: Client, models: Models, average: bool) -> None:
-    """Of a padded batch, whose padding torch is told of by its own mask."""
+    """For a padded batch; torch gets the padding as its own mask."""
     x, z = torch.randn(3, 5, 24).double(), torch.randn(3, 6, 10).double()
     ends = torch.tensor([6, 2, 4])
     module = models.modules["attention/over"]
@@ -154,7 +154,7 @@ def test_torchs_attention_weights(layer_client: Client, models: Models, average:
 
 @pytest.mark.parametrize("name", ["encoder/relu/post", "bert"])
 def test_a_mask_of_every_self_attention(layer_client: Client, models: Models, name: str) -> None:
-    """A mask says the same as lengths."""
+    """A mask has the same effect as lengths."""
     layer = CHECKPOINTS[name]
     x, length = sequences(layer, [9])[0], 6
     found = layer_client.apply(name, x[None], mask=torch.arange(9)[None, None, None] < length).output[0, :length]
@@ -162,7 +162,7 @@ def test_a_mask_of_every_self_attention(layer_client: Client, models: Models, na
 
 
 def test_a_whole_transformer_step_by_step(layer_client: Client, models: Models) -> None:
-    """An encoder, then a decoder over what it gave: prefixes of the target give prefixes of the output."""
+    """An encoder, then a decoder over its output: prefixes of the target give prefixes of the output."""
     source, target = torch.randn(9, 24).double(), torch.randn(5, 24).double()
     memory = layer_client.apply("encoder/stack", source).output
     whole = layer_client.apply("decoder/stack", target, context=memory).output
@@ -175,10 +175,10 @@ def test_a_whole_transformer_step_by_step(layer_client: Client, models: Models) 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_positions_of_a_later_part(layer_client: Client, name: str) -> None:
-    """`query_offset` is where a sequence begins: a part of it is embedded as at its place.
+    """`query_offset` is the position where a sequence begins: a part of it is embedded as at its place.
 
-    The one token at position p attends itself alone. With learned positions that differs from place to place; with
-    rotary ones it does not, for only distances count.
+    The one token at position p attends to itself alone. With learned positions its output depends on p; with rotary
+    ones it does not, since only distances count.
     """
     ids = torch.full((6, 1), 9)
     found = layer_client.apply(name, ids, query_offset=range(6)).output[:, 0]

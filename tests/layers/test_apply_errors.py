@@ -1,4 +1,4 @@
-"""Requests to a layer that break the contract: which field is at fault, and that nobody else notices."""
+"""Requests to a layer that break the contract: the error names the field, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fields = dict[str, Any]
 
 
 def tensor(array: Any, **changes: Any) -> tensor_pb2.Tensor:
-    """An array as it travels; changes break it."""
+    """An array as a message; `changes` break it."""
     data = np.ascontiguousarray(array)
     fields = {"dtype": _dtypes.WIRE[data.dtype], "shape": np.shape(array), "data": data.tobytes()}
     return tensor_pb2.Tensor(**fields | changes)
@@ -43,7 +43,7 @@ def ids(*shape: int) -> NDArray[Any]:
 
 
 def request(fields: Fields) -> pb.ApplyRequest:
-    """A request; arrays become tensors, None is absent."""
+    """A request; arrays become tensors, None means absent."""
     given: Fields = {name: tensor(each) if isinstance(each, np.ndarray) else each for name, each in fields.items()}
     return pb.ApplyRequest(**given)
 
@@ -111,7 +111,7 @@ BROKEN: dict[str, list[tuple[Fields, str]]] = {
         (SELF | {"mask": np.ones((2, 3, 5, 5), np.bool_)}, "mask.shape"),
         (SELF | {"mask": np.ones((1, 2, 4, 5, 5), np.bool_)}, "mask.shape"),
         (CROSS | {"mask": np.ones((5, 5), np.bool_)}, "mask.shape"),
-        (DECODER | {"mask": np.ones((5, 6), np.bool_)}, "mask.shape"),  # that of its self-attention
+        (DECODER | {"mask": np.ones((5, 6), np.bool_)}, "mask.shape"),  # the shape for its self-attention
         (PACKED | {"mask": np.ones((1, 1, 10, 10), np.bool_)}, "mask.shape"),
     ],
     "bias": [
@@ -153,7 +153,7 @@ BROKEN: dict[str, list[tuple[Fields, str]]] = {
         (BERT | {"segments": np.full((2, 5), 2)}, "segments"),
     ],
 }
-"""For each field of `ApplyRequest`, requests that it makes impossible, and the path that the error names."""
+"""For each field of `ApplyRequest`, requests that it makes invalid, and the path that the error names."""
 
 CASES = [
     pytest.param(fields, path, id=f"{name}-{n}")
@@ -169,7 +169,7 @@ def channel(layer_server: Server) -> Iterator[grpc.Channel]:
 
 
 def apply(channel: grpc.Channel, message: bytes) -> pb.ApplyResponse:
-    """A unary call. Raises the error of the SDK's tree that it ends with."""
+    """A unary call. Raises the SDK error that it ends with."""
     method: Any = channel.unary_unary(SERVICE + "Apply")
     try:
         return pb.ApplyResponse.FromString(method(message, timeout=PATIENCE_S))
@@ -197,7 +197,7 @@ def test_the_field_is_named(channel: grpc.Channel, fields: Fields, path: str) ->
 
 
 def test_bad_requests_among_good_ones(channel: grpc.Channel, layer_server: Server) -> None:
-    """Every bad one between two good ones in a single message: each gets its own reply, the good ones run together."""
+    """Every bad one between good ones in a single message: each gets its own reply, the good ones run together."""
     broken = [case for cases in BROKEN.values() for case in cases]
     unknown: Fields = SELF | {"layer": "nobody"}
     sent = []
@@ -245,7 +245,7 @@ def test_what_is_no_message(channel: grpc.Channel, message: bytes) -> None:
 
 
 def test_sequences_without_rows_cost_nothing(channel: grpc.Channel) -> None:
-    """However many a request says there are: two thousand million in a message of some bytes."""
+    """However many a request claims: two thousand million in a message of a few bytes."""
     many = (1 << 31) - 1
     empty = np.zeros((1, 0, 24))
     begin = time.perf_counter()

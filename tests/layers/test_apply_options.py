@@ -1,4 +1,4 @@
-"""Everything that can be asked of a layer of one attention, over the wire, against the oracle in float64."""
+"""Everything that can be asked of a layer with one attention, over the wire, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTEXT_WIDTHS = {"rotary": 24, "alibi": 24, "single": 10, "additive": 10, "gene
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: sequences, one by one, and the options that are for all of them."""
+    """A request: its sequences, one by one, and the options that apply to all of them."""
 
     xs: list[Floats]
     zs: list[Floats] | None
@@ -41,7 +41,7 @@ class Question:
     average: bool = False
 
     def ask(self, layer: str, layout: str) -> dict[str, Any]:
-        """The arguments of `apply`, for sequences packed or padded."""
+        """The arguments of `apply` for packed or padded sequences."""
         arguments: dict[str, Any] = {"layer": layer, "lengths": [len(x) for x in self.xs], **self.options}
         arguments |= {"return_lse": True, "return_scores": self.stage, "average_scores": self.average}
         join = np.concatenate if layout == "packed" else padded
@@ -53,7 +53,7 @@ class Question:
 
 
 def padded(sequences: list[Floats]) -> Floats:
-    """Sequences as one array [B, longest, width], NaN where they have ended: nobody may look there."""
+    """Sequences as one array [B, longest, width], padded with NaN, which must never be read."""
     longest = max(map(len, sequences))
     return np.stack([np.pad(x, ((0, longest - len(x)), (0, 0)), constant_values=np.nan) for x in sequences])
 
@@ -67,7 +67,7 @@ def resident(directory: Path, name: str) -> tuple[LayerSpecification, dict[str, 
 
 
 def inside(models: Models, name: str, x: Floats, z: Floats, **options: Any) -> tuple[Floats, oracle.Expected]:
-    """The output of one sequence, and what the oracle says of the attention inside."""
+    """The output of one sequence, and the oracle's result for the attention inside."""
     specification, parameters = resident(models.directory, name)
     layer = specification.architecture
     if isinstance(layer, Attention):
@@ -89,7 +89,7 @@ def inside(models: Models, name: str, x: Floats, z: Floats, **options: Any) -> t
 
 
 def check(models: Models, name: str, question: Question, layout: str, result: LayerResult[Array]) -> None:
-    """Asserts that a reply is what the oracle makes of each sequence, wherever the layout has put it."""
+    """Asserts that a reply equals the oracle's result for each sequence, wherever the layout puts it."""
     lengths, zs = [len(x) for x in question.xs], question.zs or question.xs
     heads = getattr(resident(models.directory, name)[0].architecture, "heads", 1)
     full = (len(lengths), heads, max(lengths), max(map(len, zs)))
@@ -151,7 +151,7 @@ def question(name: str, seed: int = 0, *, self_attention: bool | None = None, **
 
 
 def answer(client: Client, models: Models, name: str, asked: Question) -> None:
-    """Asks for it packed and padded, and checks both."""
+    """Applies the layer to it packed and padded, and checks both."""
     for layout in ("packed", "padded"):
         arguments = asked.ask(name, layout)
         check(models, name, asked, layout, client.apply(arguments.pop("layer"), arguments.pop("input"), **arguments))
@@ -193,7 +193,7 @@ def test_masks_and_biases_broadcast(layer_client: Client, models: Models, name: 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["rotary", "alibi"])
 def test_query_offsets(layer_client: Client, models: Models, name: str, causal: bool, self_attention: bool) -> None:
-    """Rotations and masks count from them; negative ones leave the first queries with nothing to attend."""
+    """Rotations and masks count from them; negative ones leave the first queries with nothing to attend to."""
     asked = question(name, offsets=[2, -1, 4], options={"causal": causal}, self_attention=self_attention)
     answer(layer_client, models, name, asked)
 
@@ -206,7 +206,7 @@ def test_one_offset_for_all(layer_client: Client, models: Models) -> None:
 
 
 def test_decoding_token_by_token_over_a_context(layer_client: Client, models: Models) -> None:
-    """A token's row, asked for alone at its place over all tokens, is that of the whole sequence."""
+    """A token's row, computed alone at its position over all tokens, is that of the whole sequence."""
     rng = np.random.default_rng(8)
     x = rng.standard_normal((6, 24))
     whole = layer_client.apply("rotary", x, causal=True)
@@ -220,7 +220,7 @@ def test_decoding_token_by_token_over_a_context(layer_client: Client, models: Mo
 @pytest.mark.parametrize("lengths", [[0, 0], [3, 0, 2], [0, 4]])
 @pytest.mark.parametrize("name", PLAIN)
 def test_sequences_without_anything(layer_client: Client, models: Models, name: str, lengths: list[int]) -> None:
-    """Inputs over no context are 0 inside, and have the bias of the output; nothing is NaN."""
+    """Inputs over an empty context are 0 inside, so the output is its bias; nothing is NaN."""
     asked = question(name, lengths=lengths, context_lengths=[0, 3, 0][: len(lengths)], stage="weights")
     for layout in ("packed", "padded"):
         arguments = _without_layer(asked.ask(name, layout))
@@ -281,7 +281,7 @@ def test_everything_at_random(layer_client: Client, models: Models, drawn: tuple
 
 
 async def test_transports(layer_client: Client, layer_server: Server) -> None:
-    """Threads and tasks, on a stream and by themselves: the same bits, and all that comes with a result."""
+    """Sync and async, streaming and unary: the same bits, and everything that comes with a result."""
     arguments = _without_layer(question("rotary", stage="capped").ask("rotary", "padded"))
     expected = layer_client.apply("rotary", **arguments)
     with Client(layer_server.address, transport="unary") as client:

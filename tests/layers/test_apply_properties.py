@@ -1,4 +1,4 @@
-"""What holds of layers whatever their weights, over the wire: order, causality, and that company changes no bit."""
+"""Properties of layers whatever their weights, over the wire: order, causality, and bits independent of the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def near(found: Array, expected: Array) -> None:
 
 @pytest.mark.parametrize("name", ["attention", "original/encoder_self", "encoder/relu/post", "encoder/stack"])
 def test_permuting_inputs_permutes_outputs(layer_client: Client, name: str) -> None:
-    """Of self-attention without positions."""
+    """For self-attention without positions."""
     rng = np.random.default_rng(1)
     x, order = rows(rng, WIDTHS[name][0], 2, 9), rng.permutation(9)
     near(layer_client.apply(name, x[:, order]).output, layer_client.apply(name, x).output[:, order])
@@ -51,7 +51,7 @@ def test_the_order_of_the_context_changes_nothing(layer_client: Client, name: st
 
 
 def test_positions_are_what_makes_order_count(layer_client: Client) -> None:
-    """The two properties above are no accident of weights that do nothing."""
+    """Shows that the two properties above are not due to weights that do nothing."""
     rng = np.random.default_rng(3)
     x = rows(rng, 24, 9)
     found = layer_client.apply("rotary", x[::-1].copy()).output[::-1]
@@ -66,7 +66,7 @@ def test_positions_are_what_makes_order_count(layer_client: Client) -> None:
     ["original/decoder_self", "alibi", "gpt2", "llama", "decoder/relu/post", "decoder/gelu/pre", "decoder/stack"],
 )
 def test_no_row_depends_on_later_ones(layer_client: Client, name: str) -> None:
-    """Of causal layers: other inputs, NaN among them, leave the rows before them as they were."""
+    """In causal layers other inputs, even NaN, leave the rows before them unchanged."""
     rng = np.random.default_rng(4)
     width, context_width = WIDTHS[name]
     x = rows(rng, width, 11)
@@ -106,7 +106,7 @@ def questions(seed: int) -> list[tuple[str, Array, dict[str, Any]]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_callers_at_once(layer_client: Client, layer_server: Server, seed: int) -> None:
-    """Each reply has the bits that it has alone, and reaches who asked; several of each layer share its batches."""
+    """Each caller gets its own reply, with the bits it has alone; several requests to each layer share its batches."""
     asked = [question for part in range(4) for question in questions(100 * seed + part)]
     alone = [layer_client.apply(name, x, **options) for name, x, options in asked]
     assert {result.batch_size for result in alone} == {1}
@@ -134,7 +134,7 @@ def test_many_callers_at_once(layer_client: Client, layer_server: Server, seed: 
 
 
 def test_a_request_for_many_sequences_is_as_each_alone(layer_client: Client) -> None:
-    """One call of ragged sequences and a call for each of them: a batch of either kind, the same bits."""
+    """One call of ragged sequences and one call per sequence: either kind of batch gives the same bits."""
     rng = np.random.default_rng(6)
     lengths = [int(length) for length in rng.integers(1, 33, 40)]
     ids = rows(rng, 0, sum(lengths))

@@ -1,4 +1,4 @@
-"""Layers of one multi-head attention: against the oracle, torch's own module, and what holds of any attention."""
+"""Layers of one multi-head attention: against the oracle, torch's own module, and properties of any attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnserve_server.layers.specification import Attention, Dtype, Rotary
 
 WIDE = 1e-12
 TOLERANCES = {"float64": WIDE, "float32": 5e-6, "float16": 2e-2, "bfloat16": 1.5e-1}
-"""Against float64 of the same numbers, for outputs of magnitudes of about 4."""
+"""Against float64 of the same numbers, for outputs of magnitude about 4."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def device(devices: dict[int, CpuDevice]) -> CpuDevice:
 
 
 def rotated(heads: oracle.Floats, positions: oracle.Floats, rotary: Rotary) -> oracle.Floats:
-    """Heads [n, H, D] of these positions, each pair turned as a complex number."""
+    """Heads [n, H, D] at these positions, each pair rotated as a complex number."""
     half = rotary.width // 2
     angles = (positions[:, None] + rotary.offset) * rotary.base ** (-2 * np.arange(half) / rotary.width)
     turns = np.exp(1j * angles)[:, None]
@@ -50,7 +50,7 @@ def rotated(heads: oracle.Floats, positions: oracle.Floats, rotary: Rotary) -> o
 
 
 def expected(architecture: Attention, parameters: make.Parameters, request: LayerInput) -> tuple[oracle.Floats, Any]:
-    """The output, and what the oracle says of the attention inside, in NumPy float64."""
+    """The output, and the oracle's result for the attention inside, in NumPy float64."""
     arrays, options = make.doubles(parameters), request.options
     contexts = request.input if request.context is None else request.context
     kv_lengths = request.lengths if request.context_lengths is None else request.context_lengths
@@ -98,7 +98,7 @@ def expected(architecture: Attention, parameters: make.Parameters, request: Laye
 
 
 def assert_matches(architecture: Attention, dtype: Dtype, device: CpuDevice, *requests: LayerInput) -> None:
-    """Asserts that a layer of random weights gives what it should, for requests that run together."""
+    """Asserts that a layer of random weights matches `expected` for requests that run together."""
     parameters = make.random_parameters(architecture, 1, dtype)
     replies = make.run(make.layer_of(architecture, parameters, device, dtype), *requests)
     for request, reply in zip(requests, replies, strict=True):
@@ -197,7 +197,7 @@ def test_work_that_all_threads_share(device: CpuDevice) -> None:
 
 
 def test_the_original_transformers_attention(device: CpuDevice) -> None:
-    """With h = 8, d_k = d_v = 64 (Vaswani et al. 2017): of an encoder, a decoder, and between the two."""
+    """With h = 8, d_k = d_v = 64 (Vaswani et al. 2017): encoder, decoder, and encoder-decoder attention."""
     own, context = make.random_rows(20, 512, 0), make.random_rows(33, 512, 1)
     for causal, fields in ((False, {}), (True, {}), (False, {"context": context, "context_lengths": [33]})):
         architecture = make.attention(512, 8, causal=causal)
@@ -206,7 +206,7 @@ def test_the_original_transformers_attention(device: CpuDevice) -> None:
 
 
 def test_single_query_attention(device: CpuDevice) -> None:
-    """One head, one query against a context of another width, all with biases."""
+    """One head, one query over a context of another width, all with biases."""
     architecture = make.attention(24, 1, contexts=40, head_dim=16, value_dim=48)
     contexts = [make.random_rows(length, 40, length) for length in (1, 9, 130)]
     drawn = [
@@ -217,7 +217,7 @@ def test_single_query_attention(device: CpuDevice) -> None:
 
 
 def torchs(width: int = 32, heads: int = 4, **options: Any) -> nn.MultiheadAttention:
-    """A module of torch's with biases that are not 0, as they are at first."""
+    """A torch module whose biases are not their initial zeros."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(width, heads, batch_first=True, **options).eval().requires_grad_(False)
     if module.in_proj_bias is not None:
@@ -290,7 +290,7 @@ def test_against_torchs_module_over_contexts_of_another_width(device: CpuDevice,
 
 
 def test_against_llamas_attention(device: CpuDevice) -> None:
-    """Grouped heads and rotary positions, by transformers' own code."""
+    """Grouped heads and rotary positions, against transformers' own code."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(
         hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8, max_position_embeddings=64

@@ -1,4 +1,4 @@
-"""A reply's bits do not depend on what else is computed with it, on threads, or on the order of a batch."""
+"""A reply's bits do not depend on the rest of the batch, on its order, or on threads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def random_request(architecture: Architecture, dtype: Dtype, lengths: list[int], seed: int) -> LayerInput:
-    """A request that asks for all that the layer has, or for nothing but its output, by the seed."""
+    """A request that, depending on the seed, uses optional features of the layer or asks only for its output."""
     total, context_lengths = sum(lengths), [(seed + 3 * n) % 9 for n in range(len(lengths))]
     generator = torch.Generator().manual_seed(seed)
     if not isinstance(architecture, Transformer):
@@ -113,7 +113,7 @@ def random_request(architecture: Architecture, dtype: Dtype, lengths: list[int],
 
 
 def assert_company_changes_nothing(layers: dict[int, Layer], requests: list[LayerInput]) -> None:
-    """Alone and together, with one thread and with two, in either order."""
+    """Compares requests alone with requests together, with one thread and with two, in either order."""
     alone = [make.run(layers[1], request)[0] for request in requests]
     for threads, layer in layers.items():
         for place, reply in enumerate(make.run(layer, *requests)):
@@ -148,7 +148,7 @@ def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[t
 def test_random_company_where_no_weight_is_packed(
     tensor_devices: Devices, name: str, drawn: list[tuple[list[int], int]]
 ) -> None:
-    """As where there is no native library, on processors for which oneDNN's products are not taken."""
+    """As without the native library, on processors for which oneDNN's products are not used."""
     architecture = ARCHITECTURES[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product, "packs", lambda dtype: False)
@@ -160,7 +160,7 @@ def test_random_company_where_no_weight_is_packed(
 @EVERY_DTYPE
 @pytest.mark.parametrize("lengths", [[[700]], [[250], [250]], [[3], [600], [1, 1], [64]]], ids=str)
 def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, lengths: list[list[int]]) -> None:
-    """Wide enough that even one thread computes it in several ranges of rows, and two threads in others."""
+    """Wide enough that even one thread computes it in several ranges of rows, and two threads in different ones."""
     feed_forward = FeedForward(width=128, hidden=200, activation="gelu")
     architecture = Transformer(blocks=1, block=make.block(128, 4, feed_forward=feed_forward))
     layers = layers_of(architecture, devices, dtype)
@@ -173,10 +173,10 @@ def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, leng
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", ["plain", "encoder"])
 def test_what_is_not_finite_stays_where_it_is(devices: Devices, name: str, dtype: Dtype) -> None:
-    """A request of NaNs beside others, of the same length too."""
+    """A request of NaNs beside others, even of the same length."""
     architecture = ARCHITECTURES[name]
     layers = layers_of(architecture, devices, dtype)
-    if name == "encoder":  # its inputs are ids: a table with a NaN in it
+    if name == "encoder":  # its inputs are ids, so a row of its table is NaN
         parameters = make.random_parameters(architecture, 0, dtype)
         parameters["embedding.token.weight"][7] = torch.nan
         layers = {n: make.layer_of(architecture, parameters, device, dtype) for n, device in devices.items()}
@@ -191,7 +191,7 @@ def test_what_is_not_finite_stays_where_it_is(devices: Devices, name: str, dtype
 
 @EVERY_DTYPE
 def test_what_is_not_finite_among_work_that_is_divided(devices: Devices, dtype: Dtype) -> None:
-    """A NaN late in one of several causal sequences: what comes before it, and beside it, is as it was."""
+    """A NaN late in one of several causal sequences: what comes before it, and the other sequences, do not change."""
     architecture = make.attention(128, 4, causal=True)
     layers = layers_of(architecture, devices, dtype)
     clean = [make.packed(make.random_rows(300, 128, seed, dtype)) for seed in range(3)]

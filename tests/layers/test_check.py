@@ -1,4 +1,4 @@
-"""`attnserve-server layers check`: what it says, its exit status, and that it reads headers only."""
+"""`attnserve-server layers check`: its output, its exit status, and that it reads only headers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_command_lines_that_are_none(arguments: list[str], capsys: pytest.Captur
 
 
 def test_a_file_of_many_gigabytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sparse: 96 GiB of weights that take no room on the disk, and could not be read in time."""
+    """A sparse file: 96 GiB of weights that take no disk space, and could not be read in time."""
     width, blocks = 2**14, 96
     size = 4 * width * width
     header = json.dumps(
@@ -148,7 +148,7 @@ def test_a_file_of_many_gigabytes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_it_starts_nothing_and_needs_no_torch(tmp_path: Path) -> None:
-    """In a process of its own: the real checkpoint, checked before torch could even be imported."""
+    """In a separate process: checks the real checkpoint while torch cannot even be imported."""
     definitions = tmp_path / "layers.toml"
     definitions.write_text('[[layers]]\nname = "minilm"\npreset = "bert"\nfile = "."\n')
     code = """if True:
@@ -175,7 +175,7 @@ def test_it_starts_nothing_and_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_it_is_cut_short(definitions: Path) -> None:
-    """By `head`, say, which closes its end."""
+    """By a reader that closes its end, such as `head`."""
     nobody_reads, out = os.pipe()
     os.close(nobody_reads)
     command = [sys.executable, "-m", "attnserve_server", "layers", "check", str(definitions), "--json"]

@@ -1,4 +1,4 @@
-"""Checkpoints: headers, shards, paths that try to leave the model directory, and what is loaded."""
+"""Checkpoints: headers, shards, paths that try to leave the model directory, and the loaded tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_files_that_are_not_what_they_say(tmp_path: Path, what: str) -> None:
 def test_any_damage_of_a_header_is_an_error_or_a_header(
     tmp_path_factory: pytest.TempPathFactory, at: int, value: int
 ) -> None:
-    """Nothing but HeaderError comes out, and what is accepted fills the file exactly."""
+    """Only HeaderError is raised, and an accepted header accounts for the whole file."""
     data = bytearray(save({"first": torch.ones(2, 3), "second": torch.ones(4)}))
     path = tmp_path_factory.getbasetemp() / "damaged"
     data[min(at, len(data) - 1)] = value
@@ -157,7 +157,7 @@ def test_no_path_leaves_the_model_directory(models: Path, way: str) -> None:
     file = ESCAPES[way](models)
     with pytest.raises(LayerError) as caught:
         inspect(models, file)
-    assert not isinstance(caught.value, NoSuchFileError)  # nor does it say whether there is a file
+    assert not isinstance(caught.value, NoSuchFileError)  # nor does it reveal whether the file exists
     with pytest.raises(LayerError):
         load(general_of(file), models)
 
@@ -182,7 +182,7 @@ def test_shards_do_not_leave_it_either(models: Path) -> None:
 
 
 def test_links_within_it_are_followed(models: Path) -> None:
-    """As a download cache lays its files out."""
+    """As in the file layout of a download cache."""
     link(models / "inner" / "model.safetensors", f"../{FILE}")
     assert inspect(models, "inner")["weight"].shape == (2, 3)
     link(models.parent / "elsewhere", models)
@@ -255,7 +255,7 @@ def test_parameters_are_taken_turned_and_cast(
 
 
 def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
-    """A parameter is a copy: whoever owns the file may cut it, and the pages of a mapping would be gone."""
+    """A parameter is a copy: the file's owner may truncate it, and the pages of a mapping would be gone."""
     save_file({"weight": torch.ones(64, 64)}, tmp_path / FILE)
     parameters = load(general(ParameterSource(tensor="weight"), 64, 64), tmp_path)
     os.truncate(tmp_path / FILE, 0)
@@ -263,7 +263,7 @@ def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with layers is told to whoever asks for them to be loaded."""
+    """Defects are reported to whoever asks for layers to be loaded."""
     save_file({"weight": torch.ones(2, 2)}, tmp_path / FILE)
     (tmp_path / "config.json").write_text("{}")
 
@@ -276,7 +276,7 @@ def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeyp
     assert str(caught.value) == "config.json: expected JSON, found Permission denied"
 
     def vanish(*arguments: object, **options: object) -> NoReturn:
-        raise FileNotFoundError(f"No such file or directory: {tmp_path / FILE}")  # as safetensors has it
+        raise FileNotFoundError(f"No such file or directory: {tmp_path / FILE}")  # safetensors' message
 
     monkeypatch.setattr("safetensors.safe_open", vanish)
     with pytest.raises(LayerError) as caught:
@@ -286,7 +286,7 @@ def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeyp
 
 
 def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
-    """nn.Linear(units, 1) keeps the weights of an additive score as [1, units]."""
+    """nn.Linear(units, 1) stores the weights of an additive score as [1, units]."""
     tensors = {"q": torch.randn(4, 3), "k": torch.randn(4, 5), "v": torch.randn(1, 4), "b": torch.randn(4, 1)}
     save_file(tensors, tmp_path / FILE)
     names = {"query.weight": "q", "key.weight": "k", "score.weight": "v", "bias": "b"}
@@ -309,7 +309,7 @@ def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
 def test_a_matrix_with_more_axes_of_length_one(
     tmp_path: Path, shape: tuple[int, ...], transposed: bool, start: int | None, stop: int | None
 ) -> None:
-    """As a convolution of width 1 has: it is turned, and its rows are taken, as if it had two axes."""
+    """As in a convolution of width 1: it is transposed and its rows are sliced as if it had two axes."""
     stored = torch.randn(shape)
     save_file({"weight": stored}, tmp_path / FILE)
     matrix = stored.view(6, 4)

@@ -1,4 +1,4 @@
-"""What a layer refuses, by the name of the field, before anything runs."""
+"""Requests that a layer refuses before anything runs, by the name of the field."""
 
 from __future__ import annotations
 

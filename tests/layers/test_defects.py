@@ -1,4 +1,4 @@
-"""Definitions that are wrong: each defect is told in its words, all of them at once, and nothing else happens."""
+"""Wrong definitions: each defect has its own message, all are reported at once, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["directory"]
 
 
 def test_rows_that_make_no_heads_are_named_with_their_file(directory: Path) -> None:
-    """Either the definition or the tensor is wrong: the defect says where both are."""
+    """Either the definition or the tensor is wrong: the defect locates both."""
     (defect,) = wrong(directory, HEAD + MULTI_HEAD.replace("4", "3"))
     assert (defect.file, defect.parameter, defect.found) == ("layers.toml", "heads", "3")
     assert defect.expected == "a divisor of the 16 rows of query.weight in file.safetensors"
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_told(directory: Path, what: str) -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once(directory: Path) -> None:
-    """In the keys of several layers, in a checkpoint and in a file that is not there."""
+    """In the keys of several layers, in a checkpoint and in a missing file."""
     defects = wrong(
         directory,
         PLAIN + 'cauzal = true\nscale = "x"\ndtype = "int8"',
@@ -211,7 +211,7 @@ OPTIONS = {
 def test_any_shapes_make_a_layer_that_loads_or_defects(
     tmp_path_factory: pytest.TempPathFactory, kind: str, shapes: dict[str, list[int]], options: dict[str, Any]
 ) -> None:
-    """No combination of shapes and options ends in another exception, or in a layer that cannot be loaded."""
+    """No combination of shapes and options causes another exception, or a layer that cannot be loaded."""
     directory = tmp_path_factory.getbasetemp()
     scope = "blocks.0.self." if kind == "transformer" else ""
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "random.safetensors")

@@ -1,4 +1,4 @@
-"""`layers.toml`: what it defines, what is told from the shapes, and what is wrong with it."""
+"""`layers.toml`: what it defines, what is inferred from the shapes, and its defects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "layers.md"
 
 
 def test_dimensions_are_told_from_the_shapes(directory: Path) -> None:
-    """Four heads of 4, half as many for keys and values, which are 6 wide."""
+    """Four heads of 4, half as many for keys and values, with values 6 wide."""
     expected = Attention(
         inputs=12,
         contexts=10,
@@ -182,7 +182,7 @@ def test_rows_parts_and_transposition(directory: Path) -> None:
 
 
 def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
-    """Of matrices and of norms, all of which tell dimensions: the same layers as without them."""
+    """For matrices and norms, which all determine dimensions: the same layers as without those axes."""
     torch.manual_seed(4)
     flat = {name: torch.randn(SHAPES[name]) for name in ("q", "k", "v", "o", "bq", "bk", "bv", "bo", "fused")}
     flat |= {f"0.{name}": torch.randn(SHAPES[name]) for name in ("square", "norm", "up", "down")}
@@ -300,7 +300,7 @@ def test_dtypes(directory: Path) -> None:
 
 
 def test_some_layers_of_a_file(directory: Path) -> None:
-    """Those that are not asked for may be wrong: their checkpoints are not even opened."""
+    """Layers that are not asked for may be wrong: their checkpoints are not even opened."""
     path = directory / "layers.toml"
     tables = (PLAIN, PLAIN.replace('"a"', '"b"').replace("file.s", "nothing.s"))
     path.write_text("".join(f"[[layers]]\n{table}" for table in tables))
@@ -315,7 +315,7 @@ def blocks() -> list[str]:
 
 
 def test_the_documents_examples_are_definitions(tmp_path: Path) -> None:
-    """Each is read, and nothing is wrong with it but that the checkpoints are not there."""
+    """Each is valid, except that the checkpoints are missing."""
     assert len(blocks()) >= 5
     for block in blocks():
         assert tomllib.loads(block)

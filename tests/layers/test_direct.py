@@ -1,4 +1,4 @@
-"""Requests for multi-head layers by one call of the native kernel: what they get, and which are computed otherwise."""
+"""Multi-head requests computed by one call of the native kernel: their results, and which take another path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDTH: Final = 48
-"""Of most inputs here."""
+"""The input width of most layers here."""
 ARCHITECTURES: Final[dict[str, Attention]] = {
     "causal": make.attention(32, 4, inputs=WIDTH, contexts=WIDTH, causal=True),
     "window, no biases": make.attention(
@@ -58,14 +58,14 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 
 
 class Layers:
-    """One registry's worth of layers with random weights, on a device of some threads."""
+    """Stands in for a registry of layers with random weights, on a device with some threads."""
 
     def __init__(self, device: CpuDevice) -> None:
         self.device = device
         self._loaded: dict[str, Loaded] = {}
 
     def get(self, name: str) -> Loaded:
-        """As the registry has it."""
+        """The loaded layer, as the registry returns it."""
         if name not in self._loaded:
             layer = make.layer_of(ARCHITECTURES[name], parameters(name), self.device)
             shape = outline(layer.specification)
@@ -73,13 +73,13 @@ class Layers:
         return self._loaded[name]
 
     def read(self, name: str, rows: Any, shift: int = 0, **options: Any) -> LayerRequest:
-        """A request, received so many bytes behind an aligned address."""
+        """A request received `shift` bytes past an aligned address."""
         message = b"".join(encode_apply(name, rows, **options).pieces)
         registry: Any = self
         return read_layer_request(registry, b"\0" * shift + message + b"\0", shift, shift + len(message))
 
     def outputs(self, *requests: LayerRequest) -> list[Any]:
-        """What requests of one group get together, those that are to run once more by that."""
+        """The outputs of one group of requests run together, with reruns for those that need one."""
         return [reply(request, *each) for request, each in zip(requests, results(self.device, requests), strict=True)]
 
 
@@ -93,7 +93,7 @@ def results(device: CpuDevice, requests: Any) -> list[Any]:
 
 
 def reply(request: LayerRequest, result: Any) -> Any:
-    """The output of an encoded reply."""
+    """The output in an encoded reply."""
     pieces, size = request.encode(result, Phases(0, 0, 0, 0, 0), 1)
     message = b"".join(pieces)
     assert len(message) == size
@@ -122,7 +122,7 @@ def assert_near(found: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def layers() -> Iterator[dict[tuple[str, int], Layers]]:
-    """By instructions and threads. Teams are patient: all who are to compute do."""
+    """By instruction set and threads. Teams are patient: every member that should compute does."""
     before, opened = torch.get_num_threads(), {}
     for instructions in available():
         for threads in (1, 2):
@@ -149,8 +149,8 @@ def best(layers: dict[tuple[str, int], Layers]) -> Layers:
 def test_it_is_the_layer(
     layers: dict[tuple[str, int], Layers], instructions: str, name: str, lengths: list[int], seed: int, shift: int
 ) -> None:
-    """Of sequences packed, padded and each by itself, wherever they were received: the same bits three times, and those
-    that tensors give.
+    """Sequences packed, padded and each by itself, wherever they were received: the same bits three times, equal to
+    those of the tensor path.
     """
     own = layers[instructions, 1]
     sequences = [rows_of(name, length, seed=seed + n) for n, length in enumerate(lengths)]
@@ -182,7 +182,7 @@ def same(one: Any, other: Any) -> None:
 @settings(max_examples=max(8, settings().max_examples // 12))
 @given(drawn=st.lists(st.tuples(LENGTHS.filter(any), st.integers(0, 99)), min_size=2, max_size=6))
 def test_company_changes_nothing(layers: dict[tuple[str, int], Layers], name: str, drawn: Any) -> None:
-    """Alone and together, in either order, by one thread and by two."""
+    """Alone and together, in either order, with one thread and with two."""
     first = layers[available()[0], 1]
     alone = [first.outputs(first.read(name, rows_of(name, sum(n), seed=seed), lengths=n))[0] for n, seed in drawn]
     for threads in (1, 2):
@@ -195,7 +195,7 @@ def test_company_changes_nothing(layers: dict[tuple[str, int], Layers], name: st
 
 
 def test_work_that_is_divided_among_threads(layers: dict[tuple[str, int], Layers]) -> None:
-    """Of rows enough for both threads, and for several units of each."""
+    """With rows enough for both threads, and for several units of each."""
     lengths = [300, 1, 16, 77, 129]
     found = []
     for threads in (1, 2):
@@ -218,7 +218,7 @@ def test_work_that_is_divided_among_threads(layers: dict[tuple[str, int], Layers
     ids=str,
 )
 def test_who_attends_whom(best: Layers, options: Any, changes: Any) -> None:
-    """As the request says, and else as the layer is; those that differ in it are not of one call."""
+    """As the request says, otherwise as the layer's default; requests that differ in it do not share a call."""
     rows = rows_of("causal", 9)
     request = best.read("causal", rows, **options)
     assert request.received is not None
@@ -252,7 +252,7 @@ ROWS: Final = rows_of("causal", 4)
     ids=lambda options: next(iter(options)),
 )
 def test_what_asks_for_more_is_computed_on_tensors(best: Layers, options: Any) -> None:
-    """By the same products, and scores apart by the same kernel: with the same bits, where it means the same."""
+    """With the same products, and scores separately by the same kernel: the same bits where it means the same."""
     request, plain = best.read("causal", ROWS, causal=True, **options), best.read("causal", ROWS)
     assert request.received is None
     assert plain.received is not None
@@ -279,7 +279,7 @@ def test_another_dtype_is_computed_on_tensors(best: Layers) -> None:
     ids=str,
 )
 def test_layers_that_are_computed_on_tensors(best: Layers, changes: Any, dtype: make.Dtype) -> None:
-    """Of widths that are no whole number of panels, among others: what is filled up is not in requests and replies."""
+    """Among others, widths that are not a whole number of panels: padding does not appear in requests and replies."""
     architecture = replace(ARCHITECTURES["causal"], **changes)
     layer = make.layer_of(architecture, make.random_parameters(architecture, 0, dtype), best.device, dtype)
     application = best.read("causal", ROWS).application
@@ -297,8 +297,8 @@ def test_without_the_kernel_all_is_computed_on_tensors() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_what_is_not_finite_is_computed_once_more_alone(best: Layers, value: float) -> None:
-    """The late token of a causal sequence: what comes before it is what it is without, and what is beside it has the
-    same bits.
+    """A late token of a causal sequence: what comes before it is as it would be without it, and the other requests keep
+    the same bits.
     """
     rows = [rows_of("causal", 12, seed=n) for n in range(3)]
     before = best.outputs(*(best.read("causal", each) for each in rows))
@@ -317,7 +317,7 @@ def test_what_is_not_finite_is_computed_once_more_alone(best: Layers, value: flo
 
 
 def test_one_of_several_sequences_that_is_not_finite(best: Layers) -> None:
-    """Its request runs once more, whichever piece of it that was."""
+    """Its request is rerun, whichever of its sequences it was."""
     rows = rows_of("causal", 9)
     lengths = [2, 0, 4, 3]
     first = best.read("causal", rows_of("causal", 5, seed=1), lengths=[3, 2])
@@ -331,14 +331,14 @@ def test_one_of_several_sequences_that_is_not_finite(best: Layers) -> None:
 
 
 def test_calls_are_counted(best: Layers) -> None:
-    """One a sequence, as everywhere."""
+    """One per sequence, as everywhere."""
     best.device.take_kernel_calls()
     requests = [best.read("causal", ROWS), best.read("causal", ROWS, lengths=[1, 0, 3])]
     assert sum(requests[0].run_batch(best.device, requests).kernel_calls.values()) == 3
 
 
 def test_a_request_keeps_its_message_and_its_layer(best: Layers) -> None:
-    """And neither outlives it, without the garbage collector."""
+    """And neither outlives it, even without the garbage collector."""
     own = Layers(best.device)
     expected = best.outputs(best.read("causal", ROWS))[0]
     request = own.read("causal", ROWS)

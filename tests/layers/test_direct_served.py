@@ -1,4 +1,4 @@
-"""Multi-head layers by one call of the native library, asked of a server: beside others that are computed otherwise."""
+"""Multi-head layers computed by one call of the native library, on a server, beside others that take another path."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def exact(rows: Any) -> Any:
 async def test_all_at_once(
     start_server: Callable[..., Server], tmp_path: Path, transport: Literal["stream", "unary"]
 ) -> None:
-    """Rows alone, rows for which more is asked, and rows that are not finite: each gets its own reply, with the bits
-    that it has alone.
+    """Requests for output alone, requests that ask for more, and non-finite ones: each gets its own reply, with the
+    bits that it has alone.
     """
     save_file(dict(PARAMETERS), tmp_path / "heads.safetensors")
     (tmp_path / "layers.toml").write_text(DEFINITION)

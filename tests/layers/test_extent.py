@@ -1,4 +1,4 @@
-"""What requests come to in their layer: counted once for headers that are the same, and for each layer by itself."""
+"""The extents of layer requests: computed once for equal headers, and separately for each layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def version_in_reply(request: LayerRequest, device: CpuDevice) -> int:
 
 @pytest.fixture
 async def registry(tmp_path: Path, devices: dict[int, CpuDevice]) -> Registry:
-    """With the layers of `write`."""
+    """A registry with the layers of `write`."""
     write(tmp_path)
     registry = Registry(devices[1], tmp_path)
     await registry.load("layers.toml")
@@ -48,7 +48,7 @@ async def test_headers_that_are_the_same_are_counted_once(registry: Registry) ->
 
 
 async def test_a_layer_that_is_loaded_anew_counts_anew(registry: Registry, devices: dict[int, CpuDevice]) -> None:
-    """Of one header, and whichever layer is asked: replies tell the version that computed them."""
+    """For the same header, and whichever version is asked: replies name the version that computed them."""
     before = read_layer_request(registry, message())
     await registry.load("layers.toml")
     after = read_layer_request(registry, message())
@@ -61,7 +61,7 @@ async def test_a_layer_that_is_loaded_anew_counts_anew(registry: Registry, devic
 
 @pytest.mark.parametrize("name", ["lengths", "context_lengths", "query_offset"])
 async def test_what_contents_say_is_not_remembered(registry: Registry, name: str) -> None:
-    """Headers that are the same, with other lengths or offsets."""
+    """Equal headers with other lengths or offsets."""
     rows = np.zeros((2, 5, WIDTH))
     asked: dict[str, Any] = {"context": rows.astype(np.float32)} if name == "context_lengths" else {}
     requests = [read_layer_request(registry, message(rows=rows, **asked, **{name: each})) for each in ([1, 5], [3, 2])]
@@ -75,7 +75,7 @@ async def test_what_contents_say_is_not_remembered(registry: Registry, name: str
 
 
 async def test_limits_hold_for_what_is_remembered(registry: Registry) -> None:
-    """A refusal is not remembered as anything else, nor is what is refused by one limit taken by another."""
+    """A refusal is never remembered as accepted, nor is a request that one limit refuses accepted by another."""
     flops = read_layer_request(registry, message()).flops
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="FLOPs"):

@@ -1,4 +1,4 @@
-"""Layers whose weights are in memory that the host cannot read, as that of a CUDA device."""
+"""Layers whose weights are in memory that the host cannot read, such as a CUDA device's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnserve_server.layers.specification import Architecture, Rotary, Transfor
 
 
 class Asked:
-    """A request whose reply has what the layer gives."""
+    """A request that replies with the layer's output."""
 
     def __init__(self, given: LayerInput) -> None:
         self.input = given

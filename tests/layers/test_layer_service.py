@@ -1,4 +1,4 @@
-"""Layers come and go while a server runs: listed, loaded, replaced, unloaded."""
+"""Layers managed on a running server: listed, loaded, replaced, unloaded."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def changing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture
 def directory(changing_server: tuple[Server, Path]) -> Path:
-    """Its model directory, as it was."""
+    """The server's model directory, restored to its initial contents."""
     write(changing_server[1])
     return changing_server[1]
 
 
 @pytest.fixture
 def changing(changing_server: tuple[Server, Path], directory: Path) -> Iterator[tuple[Server, Client]]:
-    """The server, with the layers that it had when it started, loaded anew; and a client of it."""
+    """The server with its initial layers, freshly loaded, and a client of it."""
     server, _ = changing_server
     with Client(server.address) as client:
         client.layers.load("layers.toml")
@@ -53,7 +53,7 @@ def changing(changing_server: tuple[Server, Path], directory: Path) -> Iterator[
 
 
 def metrics(server: Server, name: str) -> dict[str, float]:
-    """The values of a metric now, by layer ("" where it has no such label)."""
+    """A metric's current values by layer ("" where it has no such label)."""
     with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=PATIENCE_S) as page:
         text = page.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -61,7 +61,7 @@ def metrics(server: Server, name: str) -> dict[str, float]:
 
 
 async def test_what_is_there(layer_server: Server, layer_client: Client, models: Models) -> None:
-    """As the definitions say; the asynchronous client sees the same."""
+    """Layers are listed as defined; the asynchronous client sees the same."""
     layers = layer_client.layers.list()
     names = sorted(name + suffix for name in (*CHECKPOINTS, *PLAIN) for suffix in ("", *(f"/{d}" for d in DTYPES[1:])))
     assert [layer.name for layer in layers] == names
@@ -128,7 +128,7 @@ def test_unloading_and_loading_again(changing: tuple[Server, Client]) -> None:
 
 
 def test_a_new_version_swaps_at_once(changing: tuple[Server, Client], directory: Path) -> None:
-    """Of callers that never stop asking, each reply is of one version or of the other, and after a load of the new."""
+    """Callers that never stop asking get each reply from one version or the other, after a load from the new one."""
     _, client = changing
     old = client.layers.get("one")
     known = {old.version: expected(X, 1.0)}
@@ -167,13 +167,13 @@ def test_requests_in_flight_finish_on_the_old_version(changing: tuple[Server, Cl
     old = client.layers.get("one")
     alone = client.apply("one", X).output
     x = np.random.default_rng(1).standard_normal((8, 1024, 64))
-    # Each keeps a CPU busy for some tenths of a second, being of float64, and is too much for one batch.
+    # Each keeps a CPU busy for a few tenths of a second, since it is float64, and is too large to share a batch.
     blocking = [client.submit(x, x, x, softcap=1.0) for _ in range(4)]
 
     def wait() -> Future[Any]:
         future = client.submit_apply("one", X)
         with pytest.raises(NotFoundError):
-            client.apply("nobody", X)  # a stream is read in order: when this has its answer, the other has been read
+            client.apply("nobody", X)  # streams are read in order: once this one is answered, the other has been read
         return future
 
     first = wait()
@@ -194,7 +194,7 @@ def test_requests_in_flight_finish_on_the_old_version(changing: tuple[Server, Cl
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_load_that_fails_changes_nothing(changing: tuple[Server, Client], directory: Path, what: str) -> None:
-    """Not even what is well in the same file, before the broken layer and behind it."""
+    """Not even the good layers of the same file, before the broken one or after it."""
     _, client = changing
     before, output = client.layers.list(), client.apply("one", X).output
     text, named = BROKEN[what]
@@ -208,7 +208,7 @@ def test_a_load_that_fails_changes_nothing(changing: tuple[Server, Client], dire
 
 
 def test_more_defects_than_a_status_has_room_for(changing: tuple[Server, Client], directory: Path) -> None:
-    """Some are told, and how many more there are."""
+    """Some are reported, with the number of the others."""
     _, client = changing
     long = "x" * 100
     bad = "".join(DEFINITION.format(name=f"{n}/{long}", file="two.safetensors") + "inputs = 7" for n in range(300))
@@ -220,7 +220,7 @@ def test_more_defects_than_a_status_has_room_for(changing: tuple[Server, Client]
 
 @pytest.mark.parametrize("way", ["parent", "absolute", "link", "link of a directory", "home", "zero"])
 def test_no_path_leaves_the_model_directory(changing: tuple[Server, Client], directory: Path, way: str) -> None:
-    """Neither that of the definitions nor that of the weights, though there is a good file at its end."""
+    """Neither the path of the definitions nor that of the weights, even if it leads to a good file."""
     _, client = changing
     outside = directory.parent / "outside"
     outside.mkdir(exist_ok=True)
@@ -249,7 +249,7 @@ def test_no_path_leaves_the_model_directory(changing: tuple[Server, Client], dir
 
 
 def test_a_link_within_the_directory_is_followed(changing: tuple[Server, Client], directory: Path) -> None:
-    """What is refused above is refused because it leads out."""
+    """The links above are refused only because they lead outside."""
     _, client = changing
     (directory / "link.safetensors").symlink_to(directory / "one.safetensors")
     (directory / "link.toml").write_text(DEFINITION.format(name="three", file="link.safetensors"))
@@ -258,8 +258,8 @@ def test_a_link_within_the_directory_is_followed(changing: tuple[Server, Client]
 
 
 def test_unloading_gives_the_memory_back(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    """64 MiB, again and again: replaced, and in the end unloaded. Of a server that has done nothing else: what large
-    messages took is kept (`host.allocator`), and there would be room for a layer in it.
+    """A layer of 64 MiB, replaced several times and finally unloaded. The server has done nothing else, because memory
+    that large messages took is kept (`host.allocator`), and a layer would fit into it.
     """
     directory = tmp_path / "models"
     directory.mkdir()
@@ -270,8 +270,8 @@ def test_unloading_gives_the_memory_back(start_server: Callable[..., Server], tm
     x = np.ones((1, width), np.float32)
 
     def resident() -> float:
-        """In sizes of the layer. Without pages of files, libraries among them, which the kernel takes back when it
-        likes.
+        """Resident memory in units of the layer's size. Excludes file pages (libraries among them), which the kernel
+        reclaims when it likes.
         """
         status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
         (line,) = (line for line in status if line.startswith("RssAnon:"))
@@ -299,7 +299,7 @@ def test_unloading_gives_the_memory_back(start_server: Callable[..., Server], tm
 
 
 def test_loads_one_after_the_other(changing: tuple[Server, Client], directory: Path) -> None:
-    """Many at once are one after the other: what is there in the end is of one of them, whole."""
+    """Concurrent loads run one after the other: the final state comes from one of them, whole."""
     _, client = changing
     with ThreadPoolExecutor(8) as callers:
         loads = list(callers.map(lambda _: client.layers.load("layers.toml"), range(16)))

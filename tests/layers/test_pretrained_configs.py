@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says and what its tensors have, where a preset cannot do as they say: defects."""
+"""Defects where a checkpoint's `config.json` or its tensors ask for something that a preset cannot do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["seed"]
 
 
 def config_defects(directory: Path, preset: str, changes: dict[str, Any], text: str = "") -> dict[str, str]:
-    """What is wrong with a config that is changed, by field."""
+    """The defects of a changed config, by field."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     definitions = directory / "layers.toml"
@@ -112,7 +112,7 @@ def test_what_a_llama_does_not_say_has_to_be_declared(tmp_path: Path) -> None:
 
 
 def test_tensors_that_a_preset_has_no_place_for(tmp_path: Path) -> None:
-    """Llama's names with norms of queries and keys: another model."""
+    """Llama's names with query and key norms: another model."""
     model = transformers.LlamaModel(transformers.LlamaConfig(**SMALL_LLAMA))
     tensors = {**model.state_dict(), "layers.1.self_attn.q_norm.weight": torch.ones(8)}
     model.save_pretrained(tmp_path)
@@ -137,7 +137,7 @@ def test_a_bias_that_one_block_lacks(tmp_path: Path) -> None:
 
 
 def test_a_misshapen_block_is_the_one_that_differs(tmp_path: Path) -> None:
-    """The first of three: the others tell what it should be."""
+    """The first of three: the others show what it should be."""
     model = transformers.BertModel(bert_config(num_hidden_layers=3))
     model.save_pretrained(tmp_path)
     intermediate = dict(model.state_dict())

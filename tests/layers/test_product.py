@@ -1,4 +1,4 @@
-"""Products of rows with one weight, whichever library computes them: what they give, and what they may depend on."""
+"""Products of rows with one weight, on every library's path: their results, and what these may depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OUTPUTS = st.sampled_from([1, 5, 16, 77, 128, 384, 1100])
 
 @pytest.fixture(scope="module", autouse=True)
 def device(devices: dict[int, CpuDevice]) -> CpuDevice:
-    """With torch's threads as the server has them."""
+    """A device with torch's threads set as on the server."""
     return devices[1]
 
 
@@ -88,7 +88,7 @@ def test_it_is_the_product(path: str, dtype: Dtype, outputs: int, inputs: int, b
 def test_a_rows_bits_do_not_depend_on_other_rows(
     path: str, dtype: Dtype, outputs: int, inputs: int, biased: bool, blocks: int, data: st.DataObject
 ) -> None:
-    """Any number of rows that the device hands over, and any place among them."""
+    """Any number of rows that the device passes, and any position among them."""
     multiply = made(path, *weight_and_bias(outputs, inputs, dtype, biased))
     rows = make.random_rows(MAX_ROWS, inputs, 3, dtype)
     first = data.draw(st.integers(0, MAX_ROWS // ROWS - blocks)) * ROWS
@@ -100,7 +100,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(
 
 
 def test_nor_do_they_with_avx2_alone() -> None:
-    """As on older processors, or as far as MKL and oneDNN can be told to compute as there."""
+    """As on older processors, as far as MKL and oneDNN can be told to behave so."""
     fewer = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     program = [sys.executable, str(Path(__file__).with_name("product_bits.py"))]
     found = subprocess.run(program, env={**os.environ, **fewer}, stdout=subprocess.PIPE, text=True, check=True)
@@ -123,7 +123,7 @@ def test_what_is_not_finite_stays_in_its_row(path: str, dtype: Dtype) -> None:
 
 
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what oneDNN is known to compute faster: not without it, not on a processor that MKL knows how to use."""
+    """Only what oneDNN is known to compute faster: not without oneDNN, nor on a processor that MKL knows how to use."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(product, "is_amd", lambda: True)
@@ -141,7 +141,7 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @PACKED
 def test_a_packed_weight_is_there_once(device: CpuDevice) -> None:
-    """Nothing holds what it was packed from; tables of embeddings are looked up in, and stay."""
+    """Nothing holds the tensor that it was packed from; embedding tables are used as they are, and stay."""
     architecture = Transformer(
         blocks=2,
         block=make.block(32, 4, 48, crossed=True, pre_norm=True),
@@ -159,7 +159,7 @@ def test_a_packed_weight_is_there_once(device: CpuDevice) -> None:
 
 @PACKED
 def test_no_thread_computes_but_the_one_that_asks() -> None:
-    """Even in a thread that torch has not computed in: oneDNN would start one for each processor."""
+    """Even in a thread new to torch: oneDNN would start one for each processor."""
     weight, _ = weight_and_bias(512, 512, "float32", False)
     multiply = made("without a library", weight, None)
     rows = make.random_rows(MAX_ROWS, 512, 0)
@@ -177,7 +177,7 @@ def test_no_thread_computes_but_the_one_that_asks() -> None:
 def test_queries_keys_and_values_of_the_same_rows_are_one_product(
     tensor_devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where weights are not packed; and the weight is there once for these and for rows that have other keys."""
+    """Where weights are not packed; these rows and rows with other keys share one copy of the weight."""
     monkeypatch.setattr(product, "packs", lambda dtype: False)
     multiplied: list[torch.Tensor] = []
 

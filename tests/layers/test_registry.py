@@ -1,4 +1,4 @@
-"""The registry in process: when a layer is freed, and what it does where there is no room for one."""
+"""The registry in process: when a layer is freed, and what happens when there is no room for one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
-    """In process: unloaded, it is freed with the last of them, at once, without the garbage collector."""
+    """An unloaded layer is freed with the last of them, at once, without the garbage collector."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 0)
     try:
@@ -46,7 +46,7 @@ async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
         requests.pop().run_batch(device, requests)
         assert not gone.is_set()
         requests.clear()
-        # The thread that loaded it may not have let go of it yet.
+        # The thread that loaded it may not have released it yet.
         assert await asyncio.to_thread(gone.wait, PATIENCE_S)
         with pytest.raises(NotFound):
             read_layer_request(registry, message)
@@ -62,7 +62,7 @@ async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
 async def test_layers_for_which_there_is_no_memory(
     directory: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two does not fit: none is loaded, and what was there stays."""
+    """The second of two does not fit: neither is loaded, and the existing layers stay."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 0)
     load, loads = registries.load, itertools.count()
@@ -86,7 +86,7 @@ async def test_layers_for_which_there_is_no_memory(
 
 
 async def test_no_more_layers_than_there_may_be(directory: Path) -> None:
-    """Those that are there may be replaced; one more is refused, and nothing is loaded."""
+    """Existing layers may be replaced; one more is refused, and nothing is loaded."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 0)
     try:

@@ -1,4 +1,4 @@
-"""Packing: every sequence gets its own rows back, in whatever order they were computed; and how rows are divided."""
+"""Packing: every sequence gets its own rows back, whatever order they were computed in; and how rows are divided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnserve_server.layers.specification import Dtype
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[LayerInput]:
-    """Requests whose rows are all different: each holds the number of its request, sequence and row."""
+    """Requests whose rows all differ: each row holds the number of its request, sequence and row."""
     requests = []
     for request in range(draw(st.integers(1, 5))):
         lengths = draw(st.lists(st.integers(0, 4), max_size=5))
@@ -75,7 +75,7 @@ def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput
                 assert (stack.mask is not None) == (stack.kind.mask is not None)
                 seen.append(stack.kind)
         assert sorted(map(repr, seen)) == sorted(map(repr, kinds))
-        if not attention:  # of its first attention a batch makes no more calls than there are kinds
+        if not attention:  # for its first attention a batch makes only one call per kind
             assert len(stacks) == len(set(kinds))
 
 

@@ -1,4 +1,4 @@
-"""Requests shared out among threads: who gets what, and that replies are the same, in their order."""
+"""Requests shared out among threads: which thread gets which, and that replies are the same, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_item_is_in_one_part(costs: list[int], threads: int) -> None:
     assert len(parts) == min(threads, len(costs))
     assert all(part == sorted(part) for part in parts)
     loads = [sum(costs[place] for place in part) for part in parts]
-    # Nobody has more than another by more than one item, the smallest of its own.
+    # No load exceeds another by more than the smallest item in it.
     for part, load in zip(parts, loads, strict=True):
         assert load - min(costs[place] for place in part) <= min(loads)
 
@@ -61,7 +61,7 @@ def test_equal_items_are_shared_out_in_halves(devices: dict[int, CpuDevice]) -> 
     both = threading.Barrier(2)
 
     def compute(items: Sequence[int]) -> list[int]:
-        both.wait(60)  # neither goes on before the other has begun
+        both.wait(60)  # neither continues before the other has begun
         return [item * 10 for item in items]
 
     assert devices[2].share(compute, range(8), [EACH] * 8) == [item * 10 for item in range(8)]
@@ -73,7 +73,7 @@ def test_equal_items_are_shared_out_in_halves(devices: dict[int, CpuDevice]) -> 
     ids=["one thread", "little", "one item", "uneven", "nothing"],
 )
 def test_what_is_not_shared_out(devices: dict[int, CpuDevice], costs: list[int], threads: int) -> None:
-    """All at once, by the thread that asks, which divides each step among the others."""
+    """All are computed at once by the calling thread, which divides each step among the others."""
     calls = []
 
     def compute(items: Sequence[int]) -> list[int]:
@@ -85,7 +85,7 @@ def test_what_is_not_shared_out(devices: dict[int, CpuDevice], costs: list[int],
 
 
 def test_a_thread_divides_nothing_of_its_share(devices: dict[int, CpuDevice]) -> None:
-    """It would wait for itself, had every thread a share."""
+    """If every thread had a share, it would wait for itself."""
     device = devices[2]
 
     def compute(items: Sequence[int]) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ def test_an_error_in_a_share_is_the_callers(devices: dict[int, CpuDevice]) -> No
 
 @pytest.mark.parametrize("dtype", make.DTYPES)
 def test_replies_do_not_depend_on_it(devices: dict[int, CpuDevice], dtype: make.Dtype) -> None:
-    """Of each alone, of all in one call, and shared out: the same bits, and as many calls of kernels are counted."""
+    """Alone, all in one call, and shared out: the same bits, and the same number of kernel calls counted."""
     architecture = make.attention(128, 4, causal=True)
     layer = make.layer_of(architecture, make.random_parameters(architecture, dtype=dtype), devices[2], dtype)
     requests = [

@@ -32,7 +32,7 @@ def device(devices: dict[int, CpuDevice]) -> CpuDevice:
 
 
 def randomised(module: nn.Module) -> Any:
-    """A module in which nothing is 0 or 1, as biases and norms are at first."""
+    """A module in which nothing is 0 or 1, as biases and norms initially are."""
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
@@ -67,7 +67,7 @@ def parameters_of_torchs(state: Mapping[str, torch.Tensor], prefix: str) -> dict
 
 
 def block_like(width: int, heads: int, hidden: int, activation: Activation, **fields: Any) -> Block:
-    """A block as torch's layers are."""
+    """A block like torch's layers."""
     return make.block(
         width, heads, feed_forward=FeedForward(width=width, hidden=hidden, activation=activation), **fields
     )
@@ -203,7 +203,7 @@ def test_llama(device: CpuDevice) -> None:
         LayerInput(input=ids[1], lengths=[19], offsets=[7]),
     )
     torch.testing.assert_close(torch.stack([first.output, second.output]), wanted, rtol=0, atol=1e-5)
-    # Rotations are relative: where a sequence stands makes no difference to it.
+    # Rotations are relative: a sequence's position makes no difference to it.
     torch.testing.assert_close(shifted.output, second.output, rtol=0, atol=1e-5)
 
 
@@ -267,7 +267,7 @@ def test_norms(device: CpuDevice, kind: Any, unit_offset: bool, there: tuple[boo
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_half_precisions(device: CpuDevice, dtype: Dtype, activation: Activation, gated: bool) -> None:
-    """Against the same numbers in float64: what rounding costs in two blocks, and no more."""
+    """Against the same numbers in float64: only the rounding error of two blocks."""
     feed_forward = FeedForward(width=64, hidden=100, activation=activation, gated=gated)
     architecture = Transformer(blocks=2, block=make.block(64, 4, feed_forward=feed_forward, pre_norm=True))
     parameters = make.random_parameters(architecture, 0, dtype)

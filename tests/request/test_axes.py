@@ -1,4 +1,4 @@
-"""Queries, keys and values against those that are resident: which fit, and what an error says if they do not."""
+"""Queries, keys and values against resident ones: which shapes fit, and what the error says if they do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def problem(
     resident: KeyShape = RESIDENT,
     **fields: Any,
 ) -> Problem:
-    """What a request with tensors of these shapes asks of resident keys."""
+    """The problem that a request with tensors of these shapes poses to resident keys."""
     shapes = {"query": query, "key": key, "value": value}
     tensors = {name: messages.tensor(np.zeros(shape, np.float32)) for name, shape in shapes.items() if shape}
     buffer = pb.AttendRequest(**tensors, **fields).SerializeToString()

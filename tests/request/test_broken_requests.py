@@ -1,4 +1,4 @@
-"""What breaks the contract, field by field: every field of a request is broken here, and named by its error.
+"""Broken requests, field by field: every field of a request is broken here, and named by the error.
 
 Contents (lengths that lie, offsets beyond all bounds) are broken in `test_request`.
 """
@@ -40,17 +40,17 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
 
 CANNOT_BE_BROKEN = {"causal", "return_lse"}
-"""Bools: whatever is given is legal."""
+"""Bools: any value is legal."""
 OF_CACHES = {"caches.name", "caches.layer", "caches.expected_length", "caches.append_id"}
-"""Fields that make it a request to caches, whose tests are tests/caches."""
+"""Fields of requests to caches, whose tests are in tests/caches."""
 
 
 Case = tuple[str, str, Any, str]
-"""A base, the path of a field, what to put there (None: nothing), and the field that the error names."""
+"""A base, the path of a field, its new value (None: cleared), and the field that the error names."""
 
 
 def tensor_cases() -> Iterator[Case]:
-    """What is wrong with any tensor, whatever it is for."""
+    """Ways to break any tensor, whatever it is for."""
     for path, (base, dtype) in TENSORS.items():
         wrong = FLOAT if dtype == MASK else MASK
         shape = list(at(BASES[base](), path).shape)
@@ -61,9 +61,9 @@ def tensor_cases() -> Iterator[Case]:
         yield base, f"{path}.shape", [-1, *shape[1:]], f"{path}.shape"
         yield base, f"{path}.shape", [-(2**63), *shape[1:]], f"{path}.shape"
         yield base, f"{path}.shape", [2**63 - 1] * 4, f"{path}.shape"
-        overflow = "shape" if path == "query_lengths" else "data"  # whose rank is looked at first
+        overflow = "shape" if path == "query_lengths" else "data"  # for lengths the rank is checked first
         yield base, f"{path}.shape", [2**31 - 1] * 4, f"{path}.{overflow}"  # 2 ** 124 elements
-        yield base, f"{path}.shape", [2**16] * 4, f"{path}.{overflow}"  # 2 ** 64 elements: 0, to 64 bits
+        yield base, f"{path}.shape", [2**16] * 4, f"{path}.{overflow}"  # 2 ** 64 elements: 0 in 64 bits
         yield base, f"{path}.data", b"", f"{path}.data"
         for length in (size - 1, size + 1, 2 * size):
             yield base, f"{path}.data", bytes(length), f"{path}.data"
@@ -81,7 +81,7 @@ CASES: list[Case] = [
     ("dot", "window.right", -2, "window.right"),
     *(("dot", "scale", value, "scale") for value in (math.nan, math.inf, -math.inf)),
     *(("dot", "softcap", value, "softcap") for value in (math.nan, math.inf, -math.inf, -1.0)),
-    # required tensors
+    # missing required tensors
     *((TENSORS[path][0], path, None, path) for path in ("query", "key", "value", "general.weight")),
     *(("additive", f"additive.{name}", None, f"additive.{name}") for name in ("query_weight", "key_weight")),
     *(("packed", name, None, name) for name in ("query_lengths", "kv_lengths")),
@@ -91,13 +91,13 @@ CASES: list[Case] = [
     ("packed", "query", tensor(1, 7, HQ, D), "query.shape"),
     ("packed", "query", tensor(7, D), "query.shape"),
     ("dot", "layout", pb.LAYOUT_PACKED, "query.shape"),
-    # dtypes that differ
+    # differing dtypes
     *(
         ("dot", name, tensor(B, HK, S, width, dtype=dtype), f"{name}.dtype")
         for name, width in (("key", D), ("value", DV))
         for dtype in (np.float16, np.float64, ml_dtypes.bfloat16)
     ),
-    # axes that differ
+    # differing axes
     ("dot", "key", tensor(B + 1, HK, S, D), "key.shape"),
     ("dot", "value", tensor(B + 1, HK, S, DV), "value.shape"),
     ("dot", "value", tensor(B, HK + 1, S, DV), "value.shape"),
@@ -109,7 +109,7 @@ CASES: list[Case] = [
     ("dot", "key", tensor(B, 0, S, D), "value.shape"),
     ("dot", "key", tensor(B, HK, S, 0), "key.shape"),
     ("dot", "value", tensor(B, HK, S, 0), "value.shape"),
-    ("dot", "layout", pb.LAYOUT_LENGTH_FIRST, "query.shape"),  # 3 heads of queries, 5 of keys
+    ("dot", "layout", pb.LAYOUT_LENGTH_FIRST, "query.shape"),  # 3 query heads, 5 key heads
     # parameters
     *(("dot", name, tensor(HQ + 1), f"{name}.shape") for name in ("alibi_slopes", "sinks")),
     *(("dot", name, tensor(1), f"{name}.shape") for name in ("alibi_slopes", "sinks")),
@@ -168,7 +168,7 @@ def test_a_broken_field_is_named(base: str, path: str, value: Any, field: str) -
 
 
 def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of all fields that are no messages."""
+    """The paths of all fields that are not messages."""
     for field in descriptor.fields:
         path = f"{prefix}{field.name}"
         if field.type == FieldDescriptor.TYPE_MESSAGE:

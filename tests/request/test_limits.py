@@ -1,4 +1,4 @@
-"""The limits of one request: what passes them just so, what does not, and that the error says the limit."""
+"""The limits of one request: what just passes them, what does not, and that the error states the limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(message: pb.AttendRequest, **limits: int) -> None:
 
 
 def packed(sequences: int) -> pb.AttendRequest:
-    """So many sequences without a query or a key."""
+    """That many sequences, without queries or keys."""
     empty, lengths = np.zeros((0, 2, 8), np.float32), np.zeros(sequences, np.int64)
     return messages.attend(empty, empty, empty, layout=pb.LAYOUT_PACKED, query_lengths=lengths, kv_lengths=lengths)
 
@@ -54,7 +54,7 @@ def test_a_limit_is_the_most_that_passes(
     message: pb.AttendRequest, limit: str, least: int, field: str, words: str
 ) -> None:
     read(message, **{limit: least})
-    for _ in range(2):  # never seen, and remembered
+    for _ in range(2):  # unseen, then remembered
         with pytest.raises(InvalidRequest) as caught:
             read(message, **{limit: least - 1})
         assert (caught.value.field, caught.value.reason) == (field, "LIMIT_EXCEEDED")
@@ -63,7 +63,7 @@ def test_a_limit_is_the_most_that_passes(
 
 
 def test_headers_are_remembered_for_each_server_apart() -> None:
-    """Two servers in one process: what one takes, the other may not."""
+    """Two servers in one process: a request that one accepts may be refused by the other."""
     generous, strict = RequestLimits(), RequestLimits(max_rank=3)
     data = ATTEND.SerializeToString()
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_a_cpu_takes_what_it_can_compute_in_seconds() -> None:
 
 
 def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
-    """Set, shown by ServerInfo, kept, and said by the errors: of requests, caches and layers."""
+    """Set by flags, shown by ServerInfo, enforced, and stated by the errors: of requests, caches and layers."""
     limits = {
         "max_rank": 3,
         "max_elements": 1000,

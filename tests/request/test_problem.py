@@ -1,4 +1,4 @@
-"""What a request means: defaults, layouts, what broadcasts; and which requests can run together."""
+"""What a request means: defaults, layouts and broadcasting; and which requests can run together."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_lengths_contents_and_priorities_do_not_keep_requests_apart() -> None:
 
 
 def test_only_an_additive_score_needs_memory_for_its_hidden_units() -> None:
-    """Keys projected to them, twice, in float64."""
+    """For keys projected to them, twice, in float64."""
     assert messages.read(additive()).problem.scratch_bytes(S) == 2 * 8 * U * HK * S
     for other in (dot(), general()):
         assert messages.read(other).problem.scratch_bytes(S) == 0

@@ -1,4 +1,4 @@
-"""Replies in pieces: what differs from one to the next is kept out of what is the same for all of these shapes."""
+"""Replies in pieces: what varies between replies is kept out of what is shared by all of the same shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ parameters.score.weight = "weight"
 
 @pytest.fixture
 def device() -> Iterator[CpuDevice]:
-    """A CPU; it sets torch's threads for the whole process, which are set back."""
+    """A CPU device; it sets torch's thread count for the whole process, which is restored afterwards."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 0)
     yield device
@@ -40,7 +40,7 @@ def device() -> Iterator[CpuDevice]:
 
 @pytest.fixture(params=["attend", "apply"])
 async def work(request: pytest.FixtureRequest, tmp_path: Path, device: CpuDevice) -> Work:
-    """A request for its lse and its scores too."""
+    """A request that also asks for its lse and its scores."""
     if request.param == "attend":
         return messages.read(messages.random_attend(0, return_lse=True, return_scores=pb.SCORE_STAGE_WEIGHTS))
     save_file({"weight": torch.randn(4, 4)}, tmp_path / "weights.safetensors")
@@ -57,7 +57,7 @@ async def work(request: pytest.FixtureRequest, tmp_path: Path, device: CpuDevice
 
 
 def test_replies_of_equal_shapes_are_taken_apart_once(work: Work, device: CpuDevice) -> None:
-    """However much their timings differ: else each would push another header out of what is remembered."""
+    """However much their timings differ: otherwise each would evict another header from the cache."""
     (result,) = work.run_batch(device, [work]).results
     misses = []
     for number in range(1, 4):

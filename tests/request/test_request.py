@@ -1,4 +1,4 @@
-"""Requests: what follows from the contents of lengths and offsets, what they cost, and headers seen before."""
+"""Requests: what follows from the contents of lengths and offsets, their costs, and headers seen before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnserve_server.requests.request import Span
 from attnserve_server.settings.config import Config
 
 FAR = 2**40
-"""Offsets beyond are refused."""
+"""Offsets beyond this are refused."""
 
 
 def ints(*values: int) -> messages.Array:
@@ -138,7 +138,7 @@ def test_contents_that_lie_are_named(message: pb.AttendRequest, field: str) -> N
                     key_weight=messages.tensor(np.zeros((6, 8), np.float32)),
                 )
             },
-            # each pair: an addition, a tanh (as two) and a multiply-add for each of 6 hidden units
+            # each pair: an addition, a tanh (counted as two) and a multiply-add for each of 6 hidden units
             2 * (2 * 3 * 5) * 4 * (2 * 6 + 8) + 2 * 6 * 8 * (2 * 3 * 4 + 2 * 5 * 2),
         ),
     ],
@@ -160,7 +160,7 @@ def test_what_is_as_wide_as_heads_are_costs_its_flops() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rows", "keys", "batch"),
     [
-        (1 << 20, 1 << 20, 1, 1, 1),  # a third of a second, and more: see `Problem.effort`
+        (1 << 20, 1 << 20, 1, 1, 1),  # a third of a second or more: see `Problem.effort`
         (1 << 20, 1, 1, 1, 1),
         (1, 1, 1 << 20, 1, 1),
         (1, 1, 1, 1 << 20, 1),
@@ -264,7 +264,7 @@ plans = st.fixed_dictionaries(
 @settings(max_examples=settings().max_examples // 2)
 @given(st.lists(plans, min_size=2, max_size=6), st.data())
 def test_headers_seen_before_are_not_mixed_up(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Requests of many shapes, again and again in any order: each is read as if it were the first."""
+    """Requests of many shapes, repeated in any order: each is read as if it were the first."""
     for seed in range(3 * len(drawn)):
         plan = data.draw(st.sampled_from(drawn))
         message = messages.random_attend(seed, **plan)

@@ -1,4 +1,4 @@
-"""Requests with everything that a request can have, and the same with a field of them changed."""
+"""Requests with every field that a request can have, and copies with one field changed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ TENSORS: dict[str, tuple[str, np.dtype[Any]]] = {
     "additive.bias": ("additive", FLOAT),
     "additive.output_weight": ("additive", FLOAT),
 }
-"""Every tensor of a request, a base that has it, and a dtype that it may have."""
+"""Every tensor of a request, with a base that has it and a dtype that it may have."""
 
 
 def at(message: Any, path: str) -> Any:
@@ -101,7 +101,7 @@ def at(message: Any, path: str) -> Any:
 
 
 def broken(base: str, path: str, value: Any) -> pb.AttendRequest:
-    """The base with a value at a path."""
+    """The base with its field at `path` set to a value."""
     message = BASES[base]()
     *parents, name = path.split(".")
     owner = at(message, ".".join(parents)) if parents else message

@@ -1,4 +1,4 @@
-"""The calls that a message of a stream holds: read as protobuf reads them, and bounded."""
+"""The calls in a message of a stream: parsed as protobuf parses them, and bounded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_message_is_read_as_protobuf_reads_it(one: pb.AttendStreamRequest, oth
 
 
 def test_what_is_read_at_a_glance_is_read_alike_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with a call that looks like most: cut off, a byte more or less, another one behind it."""
+    """Whatever is wrong with a call that looks like most: truncated, a bit flipped, doubled, a second id in front."""
     whole = pb.AttendStreamCall(id=300, timeout=Duration(seconds=2), apply=pb.ApplyRequest(layer="a"))
     body = whole.SerializeToString()
     bodies = [body[:cut] for cut in range(len(body) + 1)] + [body + body, b"\x08\x05" + body, body[3:]]
@@ -112,7 +112,7 @@ def test_ids_to_cancel_are_counted_however_they_are_given(packed: bool) -> None:
 
 @pytest.mark.parametrize("field", [b"\x78\x01", b"\x7a\x00", b"\x7b" + b"\x08\x01" * 50 + b"\x7c"])
 def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
-    """Unknown ones, requests in parts, and groups: to go through what fits into a message would take minutes."""
+    """Unknown fields, requests in parts, and groups: parsing all that fit into a message would take minutes."""
     others = pb.AttendStreamCall(id=1, attend=pb.AttendRequest(causal=True))
     body = b"\x08\x07" + field * 64
     message = b"".join(
@@ -126,11 +126,11 @@ def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
     assert (read[1].error.field, read[1].error.reason) == ("calls", "LIMIT_EXCEEDED")
     late = field * 64 + b"\x08\x07"
     _, (call,) = read_message(b"\x12" + _fields.varint(len(late)) + late, 1)
-    assert (call.id, isinstance(call.error, InvalidRequest)) == (0, True)  # it is not looked for behind so many
+    assert (call.id, isinstance(call.error, InvalidRequest)) == (0, True)  # no id is looked for behind so many
 
 
 def test_a_request_in_parts_is_the_merger_of_them() -> None:
-    """A field that holds a message and is given twice means both, one behind the other."""
+    """A message field given twice means the merger of both, in order."""
     request = messages.random_attend(0)
     head, tail = pb.AttendRequest(query=request.query, causal=True), pb.AttendRequest(key=request.key)
     parts = [pb.AttendStreamCall(id=7), pb.AttendStreamCall(attend=head), pb.AttendStreamCall(attend=tail)]

@@ -1,4 +1,4 @@
-"""Coroutines that begin before anybody waits for them."""
+"""Coroutines that start running before anybody awaits them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnserve_server.rpc.eager import EagerCoroutine
 
 
 class Steps:
-    """A coroutine that notes how far it has come, and waits in the middle."""
+    """A coroutine that records how far it has come, and waits in the middle."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -85,7 +85,7 @@ async def test_what_nobody_asks_for_is_closed_and_nobody_told(answered: bool) ->
     steps = Steps()
     coroutine = EagerCoroutine(steps.run(), steps.ended)
     if answered:
-        steps.gate.set_result(None)  # it would go on in the loop's next turn
+        steps.gate.set_result(None)  # it would continue in the loop's next turn
     coroutine.close()
     assert steps.seen == ["begun", "left"]
     assert answered or steps.gate.cancelled(), "an error there would be logged, as one that was never retrieved"

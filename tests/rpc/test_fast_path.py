@@ -1,5 +1,5 @@
-"""The fast path: what it answers it answers as the way of all others would, counted alike, and what is not for it goes
-that way.
+"""The fast path: its answers, and how it counts them, equal those of the ordinary path, which takes whatever it does
+not answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INLINE = 10**7
 
 
 def message_of(*requests: pb.AttendRequest, first_id: int = 1, **fields: Any) -> bytes:
-    """The message of a stream that asks for these."""
+    """A stream message with a call for each of these requests."""
     numbered = enumerate(requests, first_id)
     return pb.AttendStreamRequest(
         calls=[pb.AttendStreamCall(id=number, attend=request, **fields) for number, request in numbered]
@@ -38,7 +38,7 @@ def message_of(*requests: pb.AttendRequest, first_id: int = 1, **fields: Any) ->
 
 
 class Path:
-    """The fast path of an engine, and the engine."""
+    """An engine and its fast path."""
 
     def __init__(self, device: CpuDevice, **limits: Any) -> None:
         native = library.best()
@@ -51,20 +51,20 @@ class Path:
         return self.path.answer_message(CALLER, message, perf_counter(), in_flight)
 
     def comes(self, request: pb.AttendRequest) -> None:
-        """Has a request go the way of others."""
+        """Sends a request through the ordinary path, which may teach its layout."""
         message = request.SerializeToString()
         assert self.path.answer_request(CALLER, message, perf_counter(), None) is None
         if self.path.lacks_layout:
             self.path.came(messages.read_request(message), message, 0)
 
     def learn(self, *requests: pb.AttendRequest) -> None:
-        """Has each come twice."""
+        """Sends each request twice."""
         for request in requests:
             self.comes(request)
             self.comes(request)
 
     def replies(self, answered: Answered | None) -> list[pb.AttendStreamReply]:
-        """The replies of an answer, which have left."""
+        """The replies of an answer, once it has been sent."""
         assert answered is not None
         self.bench.engine.release(answered)
         return list(pb.AttendStreamResponse.FromString(answered.message).replies)
@@ -93,7 +93,7 @@ async def test_a_layout_that_has_come_twice_is_answered_at_once(device: CpuDevic
     answered = path.answer(message_of(*requests, first_id=7))
     assert answered is not None
     assert answered.requests == 5
-    assert path.bench.admission.requests == 5  # until it has left
+    assert path.bench.admission.requests == 5  # until the answer has been sent
     assert not await path.bench.engine.drain(0.0)
     replies = path.replies(answered)
     assert await path.bench.engine.drain(0.0)
@@ -135,13 +135,13 @@ async def test_a_unary_request_is_answered_at_once(device: CpuDevice) -> None:
         assert answered is not None
         path.bench.engine.release(answered)
         calls.assert_answers(pb.AttendResponse.FromString(answered.message), request)
-    assert answer(1e-3) is None  # whether that is enough is for deadlines to say
+    assert answer(1e-3) is None  # the deadline logic decides whether that is enough time
 
 
 async def test_nothing_is_answered_while_the_device_computes_or_something_waits(held: HeldDevice) -> None:
     path, message = Path(held), message_of(messages.random_attend(1))
     path.learn(messages.random_attend(1))
-    running = path.bench.submit(messages.random_attend(2, 256, heads=8, width=64))  # beside the loop
+    running = path.bench.submit(messages.random_attend(2, 256, heads=8, width=64))  # not on the event loop
     assert path.answer(message) is None  # it waits
     held.may_run.clear()
     await held.until_entered()
@@ -245,7 +245,7 @@ async def test_layouts_that_take_turns_are_all_learnt(device: CpuDevice) -> None
 
 
 async def test_what_lies_elsewhere_than_in_its_message_is_not_learnt(device: CpuDevice) -> None:
-    """As the payloads of a message of thousands of fields do, which are those of a copy."""
+    """As with the payloads of a message of thousands of fields, which lie in a copy."""
     path, message = Path(device), messages.random_attend(1).SerializeToString()
     elsewhere = messages.read_request(bytes(bytearray(message)))
     for _ in range(3):

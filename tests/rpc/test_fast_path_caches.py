@@ -1,4 +1,4 @@
-"""Requests to caches on the fast path of an engine: learnt, answered and counted like all others."""
+"""Requests to caches on an engine's fast path: learnt, answered and counted like all others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ME = caller("me")
 
 
 class Path:
-    """The fast path of an engine with caches, and both."""
+    """An engine with caches, the caches, and the engine's fast path."""
 
     def __init__(self, device: CpuDevice) -> None:
         assert device.native is not None
@@ -37,8 +37,8 @@ class Path:
         self.path = FastPath(self.bench.engine, self.bench.metrics, of, 64, 1 << 20, self.caches.at_once)
 
     def answer(self, request: pb.AttendRequest) -> pb.AttendResponse | None:
-        """The answer to a message that asks for one thing, which has left, if there is one; if not, it goes the way of
-        others.
+        """The fast path's answer to a message with one call, which is then sent; None if the request has to take the
+        ordinary path.
         """
         message = message_of(request)
         answered = self.path.answer_message(ME, message, perf_counter(), ())
@@ -111,7 +111,7 @@ async def test_they_are_counted_like_others(path: Path) -> None:
 async def test_several_are_staged_together_and_each_cache_is_a_call(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As elsewhere: what a request without caches comes to is one, and staging is that of the batch."""
+    """As elsewhere: a request without caches counts as one kernel call, and staging time is that of the whole batch."""
     caches = [path.caches.create(count, owner="me") for count in (5, 9)]
     other, steps = messages.random_attend(0, batch=3), step(*caches, append=True)
     learn(path.caches.messages, other.SerializeToString())

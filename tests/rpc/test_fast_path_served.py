@@ -1,4 +1,4 @@
-"""The fast path of a real server, as it is seen from outside."""
+"""The fast path of a real server, seen from outside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(stream: calls.Stream, request: pb.AttendRequest, call_id: int) -> pb.Att
 
 
 def test_a_stream_is_answered_at_once_from_the_third_time_on(server: Server, channel: grpc.Channel) -> None:
-    """Nothing waits there, not even for a moment: that is how it is seen."""
+    """A queue time of exactly 0 shows that a request took the fast path."""
     calls.until_nothing_is_in_flight(server.http_address)
     counted = {"operation": "attend_stream", "code": "OK"}
     before = calls.metric(server.http_address, "attnserve_requests_total", **counted)
@@ -106,7 +106,7 @@ def spoil(request: pb.AttendRequest) -> None:
 
 @pytest.mark.parametrize("times", [1, 6])
 def test_nan_and_duplicate_ids_are_what_they_are_elsewhere(server: Server, channel: grpc.Channel, times: int) -> None:
-    """However often requests of the layout came before."""
+    """However often requests of this layout came before."""
     calls.until_nothing_is_in_flight(server.http_address)
     stream = calls.Stream(channel)
     request = messages.random_attend(0, 9, causal=True)
@@ -118,7 +118,7 @@ def test_nan_and_duplicate_ids_are_what_they_are_elsewhere(server: Server, chann
     spoil(request)
     reply = ask(stream, request, 60)
     found = messages.array(reply.attend.output)
-    assert np.isnan(found[0, 0]).all()  # every query of the first head sees the first key
+    assert np.isnan(found[0, 0]).all()  # every query of the first head attends to the first key
     assert np.isfinite(found[0, 1]).all()
 
 

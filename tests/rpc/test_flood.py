@@ -1,4 +1,4 @@
-"""A caller that sends more than the server can do, and never stops: what becomes of it, and of the others."""
+"""A caller that sends more than the server can compute and never stops: what happens to it, and to others."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ IN_FLIGHT = 200
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that bounds how long requests wait, as that which other tests share does not."""
+    """A server that bounds queue time, unlike the one that other tests share."""
     server = Server((), tmp_path_factory.mktemp("flooded") / "stderr")
     yield server
     assert server.stop() == 0, server.stderr()
 
 
 class Flood:
-    """Calls of some hundredths of a second, each answered or refused one followed by the next.
+    """Calls of a few hundredths of a second each; every answer or refusal is followed by the next call.
 
-    They are of float64, which no fast kernel computes.
+    They are float64, which no fast kernel computes.
     """
 
     def __init__(self, address: str, priority: int) -> None:
@@ -69,13 +69,13 @@ class Flood:
             if reply.error.code == code_pb2.RESOURCE_EXHAUSTED:
                 delay = calls.detail(reply.error, error_details_pb2.RetryInfo).retry_delay
                 self.delays.append(delay.seconds + delay.nanos * 1e-9)
-                self._stop.wait(0.02)  # sooner than it is told, and still not all that the machine can do
+                self._stop.wait(0.02)  # sooner than told, but still less than all that the machine can do
             self._send()
 
 
 @contextmanager
 def flooded(server: Server, priority: int = 0) -> Iterator[Flood]:
-    """While the block runs; it begins when calls are refused."""
+    """Floods the server while the block runs, which starts once calls are refused."""
     calls.until_nothing_is_in_flight(server.http_address)
     flood = Flood(server.address, priority)
     flood.start()
@@ -88,7 +88,7 @@ def flooded(server: Server, priority: int = 0) -> Iterator[Flood]:
 
 
 def test_a_flood_is_refused_with_a_delay_and_another_caller_gets_through(server: Server) -> None:
-    """Its calls wait for a batch or two, and are not refused; the flood gets all that is left."""
+    """The other's calls wait for a batch or two and are not refused; the flood gets the rest."""
     request = messages.random_attend(1)
     with flooded(server) as flood, grpc.insecure_channel(server.address, OPTIONS) as other:
         for _ in range(5):
@@ -99,7 +99,7 @@ def test_a_flood_is_refused_with_a_delay_and_another_caller_gets_through(server:
         calls.until(lambda: flood.codes[code_pb2.OK] > served, "the flood is served, too")
     assert set(flood.codes) <= {code_pb2.OK, code_pb2.RESOURCE_EXHAUSTED}
     assert all(0.005 <= delay <= 10 for delay in flood.delays)
-    # Once all is done, there is room at once.
+    # Once the flood is over, there is room at once.
     with grpc.insecure_channel(server.address, OPTIONS) as other:
         calls.unary(other, "Attend", request.SerializeToString())
 
@@ -112,9 +112,9 @@ def test_low_priority_is_served_beside_a_flood_of_high_priority(server: Server) 
 
 
 def test_a_deadline_that_a_flood_makes_impossible_is_refused_at_once(server: Server) -> None:
-    """As the flood's own next call would be, which has to wait for those before it."""
+    """Like the flood's own next call, it has to wait for that caller's earlier ones."""
     with flooded(server), grpc.insecure_channel(server.address, OPTIONS) as other:
-        # Of a caller that floods as well.
+        # From a caller that floods as well.
         heavy = messages.random_attend(0, 1024, heads=8, kv_heads=1, width=16, dtype=np.float64)
         stream = calls.Stream(other)
         stream.send(*(calls.call(number, heavy) for number in range(1, 4)))

@@ -1,4 +1,4 @@
-"""Callers who no longer wait, in every way there is: what they asked for leaves the queue and is never computed."""
+"""Callers who stop waiting, in every way there is: their requests leave the queue and are never computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from occupied import Occupied
 from attnserve.v1 import attention_pb2 as pb
 
 QUEUED = 6
-"""Calls that wait while the device is busy."""
+"""Number of calls that wait while the device is busy."""
 
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
@@ -102,7 +102,7 @@ def test_what_nobody_waits_for_is_not_computed(server: Server, channel: grpc.Cha
 def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
     start_server: Callable[..., Server],
 ) -> None:
-    """600 MiB of replies are asked for and not read, of a server that holds 192 MiB."""
+    """A caller asks for 600 MiB of replies and does not read them; the server may hold 192 MiB."""
     bound = 192 << 20
     server = start_server("--max-bytes", str(bound), "--max-message-bytes", "16MiB", "--cache-bytes", "1MiB")
     large = messages.random_attend(0, 1024, kv_length=1024, heads=1, width=1, return_scores=pb.SCORE_STAGE_WEIGHTS)
@@ -117,7 +117,7 @@ def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
         stream = calls.Stream(deaf)
         for first in range(0, 150, 10):
             stream.send(*(calls.call(number, large) for number in range(first + 1, first + 11)))
-        # It is read from until so much is unread.
+        # The server reads from the stream until this much is unread.
         calls.until(lambda: in_flight() > 16 << 20, "replies are not read")
         request = messages.random_attend(1)
         for _ in range(20):
@@ -130,8 +130,8 @@ def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process' own memory")
 def test_the_memory_of_what_waits_is_let_go_with_its_stream(server: Server, channel: grpc.Channel) -> None:
-    """At once, not when garbage is collected, which is late where there is much memory in few objects: what waits next
-    takes the same place.
+    """At once, not at the next garbage collection, which comes late when few objects hold much memory: what waits next
+    reuses that memory.
     """
 
     def own_bytes() -> int:

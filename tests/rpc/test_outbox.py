@@ -1,5 +1,5 @@
-"""Replies on their way to a caller that takes one message after the other, when it likes: in which order they go, and
-that nothing is held for them when they have left or never will.
+"""Replies to a caller that takes one message at a time, when it likes: the order in which they are sent, and that
+nothing is held for those that have been sent or never will be.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ME = "me"
 
 
 class Unread:
-    """What gRPC gives the server of a stream: what is written has left when the caller takes it."""
+    """Stands in for gRPC's context of a stream: a written message has been sent once the caller takes it."""
 
     def __init__(self) -> None:
         self.messages: list[pb.AttendStreamResponse] = []
@@ -34,14 +34,14 @@ class Unread:
         await self._left
 
     async def take(self) -> None:
-        """The caller takes the message that is being written, and all that follows from that happens."""
+        """The caller takes the message being written, and everything that follows from that happens."""
         assert self._left is not None
         self._left.set_result(None)
         await asyncio.sleep(0)
 
 
 class Sending:
-    """An outbox, whose replies are each too large to be joined with another."""
+    """An outbox whose replies are each too large to be joined with another."""
 
     def __init__(self) -> None:
         self.bench = Bench(HeldDevice(BESIDE))
@@ -49,7 +49,7 @@ class Sending:
         self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics)
 
     def put(self, number: int) -> None:
-        """A reply is ready, for which the server holds a request."""
+        """Adds a reply to a request that the server still holds."""
         reply = pb.AttendStreamReply(id=number)
         reply.attend.output.data = bytes(MAX_JOINED_BYTES)
         message = pb.AttendStreamResponse(replies=[reply]).SerializeToString()
@@ -64,7 +64,7 @@ class Sending:
 
     @property
     def written(self) -> list[int | str]:
-        """What has been written: ids, and where the caller was asked to leave."""
+        """What has been written: reply ids, and where the caller was asked to close."""
         written: list[int | str] = []
         for message in self.context.messages:
             written += ["close"] * message.closing + [reply.id for reply in message.replies]
@@ -72,7 +72,7 @@ class Sending:
 
 
 async def test_who_has_always_more_to_be_told_is_asked_to_leave_before_that() -> None:
-    """Otherwise one that reads slowly would never be asked, and be cut off with calls that nobody has read."""
+    """Otherwise a slow reader would never be asked, and would be cut off with calls that nobody has read."""
     sending = Sending()
     for number in range(3):
         sending.put(number)

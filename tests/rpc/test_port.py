@@ -1,4 +1,4 @@
-"""What gRPC's core is told of connections and messages, and on which addresses it listens."""
+"""Options for gRPC's core on connections and messages, and the addresses it listens on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "name.test"
 
 
 def test_grpc_knows_every_option() -> None:
-    """It says nothing of those that it does not know: with one, idle callers were sent away for their pings."""
+    """GRPC ignores unknown options silently: because of one, idle callers were disconnected for their pings."""
     settings = Settings("name:1", "stream", None, 0, 1, (), tls=TLS(server_name="other"))
     server = [*channel_options(Config()), *StreamLife(age=1.0, grace=1.0).channel_options]
     core = Path(cygrpc.__file__).read_bytes()
@@ -39,7 +39,7 @@ def test_grpc_knows_every_option() -> None:
 
 @pytest.fixture
 async def server() -> AsyncIterator[aio.Server]:
-    """One that has not started."""
+    """A server that has not started."""
     server = aio.server(options=list(channel_options(Config())))
     yield server
     await server.stop(0)
@@ -47,7 +47,7 @@ async def server() -> AsyncIterator[aio.Server]:
 
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `name.test` resolves to: addresses of this machine, and others."""
+    """The addresses that `name.test` resolves to: some of this machine, some of others."""
     hosts = ["127.0.0.1", "192.0.2.1", "127.0.0.2", "2001:db8::1", "127.0.0.1"]
     resolve = socket.getaddrinfo
 
@@ -61,7 +61,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether something answers there."""
+    """Whether something accepts connections there."""
     try:
         socket.create_connection((host, port), timeout=10.0).close()
     except ConnectionRefusedError:
@@ -71,7 +71,7 @@ def listens(host: str, port: int) -> bool:
 
 @pytest.mark.usefixtures("resolved")
 async def test_a_name_is_served_on_all_its_addresses_of_this_machine_at_one_port(server: aio.Server) -> None:
-    """Those of other machines, and of a family that is not there, are not what is taken."""
+    """Addresses of other machines, and of a family that is not available, are not served."""
     name, _, port = bind(server, f"{NAME}:0", None).rpartition(":")
     await server.start()
     assert name == NAME
@@ -90,7 +90,7 @@ async def test_a_name_of_which_one_address_is_taken_is_refused(server: aio.Serve
 async def test_a_free_port_is_free_on_all_addresses_of_a_name(
     server: aio.Server, resolved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that the first address has free, and another has not, is passed over."""
+    """A port that is free on the first address but not on another is skipped."""
     resolved[:] = ["127.0.0.1", "127.0.0.2"]
     with socket.create_server(("127.0.0.2", 0)) as taken:
         numbers = [taken.getsockname()[1]]
@@ -100,7 +100,7 @@ async def test_a_free_port_is_free_on_all_addresses_of_a_name(
             ask(probe, (address[0], address[1] or (numbers.pop() if numbers else 0)))
 
         with monkeypatch.context() as patch:
-            numbers *= 2  # once to see whether the address is of this machine
+            numbers *= 2  # once for the check that the address is of this machine
             patch.setattr(socket.socket, "bind", bind_there_first)
             port = int(bind(server, f"{NAME}:0", None).rpartition(":")[2])
         assert numbers == []
@@ -122,7 +122,7 @@ async def test_what_has_no_address_here_is_refused(
 
 
 def test_localhost_is_both_loopback_addresses(start_server: Callable[..., Server]) -> None:
-    """As far as this machine has them, and at the one port that it says."""
+    """As far as this machine has both, and at the one port that the server reports."""
     server = start_server("--listen", "localhost:0")
     name, _, port = server.address.rpartition(":")
     assert name == "localhost"

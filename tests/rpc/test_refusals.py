@@ -1,4 +1,4 @@
-"""Log lines of refused requests: the reason and the request's id, and few of a kind however many there are."""
+"""Log lines for refused requests: the reason and the request's id, and only a few per reason however many there are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = b"never-in-a-log!!"
 
 
 class Lines(logging.Handler):
-    """What has been logged."""
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], m
     monkeypatch.setattr("attnserve_server.rpc.refusals.SUMMARY_AFTER", 0.0)
     refusals = Refusals(lambda: 0.0)
     note(refusals, invalid(), int(BURST) + 7)
-    for _ in range(100):  # turns of the loop, in one of which the timer fires
+    for _ in range(100):  # turns of the event loop, in one of which the timer fires
         await asyncio.sleep(0)
     assert (len(lines), lines[-1].left_out) == (BURST + 1, 7)
 
 
 def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
-    """Over a socket: lines have the ids that callers gave, there are few, and nothing that was sent is in them."""
+    """Over a socket: lines carry the callers' request ids, there are few, and they hold nothing of the payload."""
     server = start_server("--log-format", "json", "--device", "cpu")
     bad = messages.random_attend(0, kv_lengths=np.array([99]))
     bad.query.data = (SECRET * len(bad.query.data))[: len(bad.query.data)]

@@ -1,4 +1,4 @@
-"""The unary RPCs and the limits of a server, over a real socket, in raw messages."""
+"""The unary RPCs and a server's limits, over a real socket, with raw messages."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_unary(channel: grpc.Channel) -> None:
     assert all(
         0 < phase < calls.PATIENCE_S * 1e9 for phase in (timings.decode_ns, timings.queue_ns, timings.compute_ns)
     )
-    # The native kernel reads what was received, and writes what is sent.
+    # The native kernel reads the received message and writes the reply in place, so these may be 0.
     assert all(0 <= phase < calls.PATIENCE_S * 1e9 for phase in (timings.staging_ns, timings.encode_ns))
 
 
 def test_a_burst_of_unary_calls_that_there_is_room_for_is_taken_whole(server: Server) -> None:
-    """Faster than the event loop can begin them: gRPC's core cancels none."""
+    """They come faster than the event loop can begin them: gRPC's core must cancel none."""
     request = messages.random_attend(0)
     options = (("grpc.use_local_subchannel_pool", 1),)
     with grpc.insecure_channel(server.address, options) as one, grpc.insecure_channel(server.address, options) as other:
@@ -110,7 +110,7 @@ def test_server_info(channel: grpc.Channel) -> None:
     assert sorted(info.dtypes) == sorted(tensor_pb2.DataType.Value(f"DATA_TYPE_{name}") for name in floating)
     config = Config()
     no_settings = {
-        "max_request_flops": default_request_flops(info.threads, config.max_flops),  # which depends on the device
+        "max_request_flops": default_request_flops(info.threads, config.max_flops),  # depends on the device
         "max_header_bytes": (1 << 16) + 64 * config.max_sequences,
         "max_request_fields": 1 << 18,
         "max_call_fields": 64,
@@ -147,7 +147,7 @@ def test_a_deadline_that_passes_in_the_queue(server: Server, channel: grpc.Chann
 
 
 def assert_tells_when_to_retry(status: Any) -> float:
-    """The status says that the server is full; for how long, in seconds."""
+    """Asserts that the status says that the server is full; returns the retry delay in seconds."""
     assert status.code == code_pb2.RESOURCE_EXHAUSTED
     assert calls.detail(status, error_details_pb2.ErrorInfo).metadata["bound"] == "requests"
     delay: float = calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() / 1e9
@@ -185,7 +185,7 @@ def test_a_full_server_says_when_to_come_back(start_server: Callable[..., Server
 
 
 def test_messages_above_the_limits(start_server: Callable[..., Server]) -> None:
-    """What is too long is refused by gRPC before it is read; too many calls end their stream. The server lives on."""
+    """GRPC refuses messages that are too long unread; too many calls end their stream. The server lives on."""
     server = start_server("--max-message-bytes", "64KiB", "--max-message-calls", "1024")
     request = messages.random_attend(0)
     too_long = messages.random_attend(0, 1000, heads=4)

@@ -32,7 +32,7 @@ def stream(channel: grpc.Channel) -> calls.Stream:
 
 
 def codes(replies: list[pb.AttendStreamReply]) -> dict[int, int]:
-    """The code of each reply by its id, 0 for a result."""
+    """The code of each reply by its id; 0 for a result."""
     assert all(reply.WhichOneof("result") for reply in replies)
     assert len({reply.id for reply in replies}) == len(replies)
     return {reply.id: reply.error.code for reply in replies}
@@ -53,7 +53,7 @@ def test_many_calls_in_one_message_are_a_batch(server: Server, stream: calls.Str
         assert all(
             0 < phase < calls.PATIENCE_S * 1e9 for phase in (timings.decode_ns, timings.queue_ns, timings.compute_ns)
         )
-        # The native kernel reads where messages lie, and writes as replies have it.
+        # The native kernel reads the received message and writes the reply in place, so these may be 0.
         assert max(timings.staging_ns, timings.encode_ns) < calls.PATIENCE_S * 1e9
 
 
@@ -105,7 +105,7 @@ def test_a_call_without_operation(stream: calls.Stream) -> None:
 
 
 def test_garbage_in_the_place_of_a_request_is_its_calls_own_error(stream: calls.Stream) -> None:
-    garbage = b"\x08\x05" + b"\x7a\x03\xff\xff\xff"  # id 5, and in the field of the request no message
+    garbage = b"\x08\x05" + b"\x7a\x03\xff\xff\xff"  # id 5, and a request field that is no message
     stream.send_bytes(b"\x12" + bytes([len(garbage)]) + garbage)
     (reply,) = stream.replies(1)
     assert (reply.id, reply.error.code) == (5, code_pb2.INVALID_ARGUMENT)
@@ -116,7 +116,7 @@ def test_garbage_in_the_place_of_a_request_is_its_calls_own_error(stream: calls.
     ("garbage", "call_id"), [(b"\x08\xff", 0), (b"\x08\x05\x12\x01\xff", 5), (b"\x08\x05\xff", 5), (b"\x12\x7f", 0)]
 )
 def test_a_malformed_call_is_its_own_error(stream: calls.Stream, garbage: bytes, call_id: int) -> None:
-    """Its id is told as far as it can be read, and the calls around it are answered."""
+    """Its id is reported as far as it can be read, and the calls around it are answered."""
     request = messages.random_attend(0)
     good = pb.AttendStreamRequest(calls=[calls.call(number, request) for number in (1, 2)]).SerializeToString()
     stream.send_bytes(good + b"\x12" + bytes([len(garbage)]) + garbage)
@@ -169,7 +169,7 @@ def test_a_timeout_that_has_passed(stream: calls.Stream, timeout: Duration) -> N
 
 
 def test_a_timeout_that_passes_in_the_queue(server: Server, stream: calls.Stream) -> None:
-    """It is known when the call comes that its time will not do."""
+    """It is clear on arrival that the call's time will not be enough."""
 
     def expired() -> float:
         return calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="deadline")
@@ -197,7 +197,7 @@ def test_what_is_cancelled_in_the_queue_does_not_run(server: Server, stream: cal
         calls.until(lambda: cancelled() == before + 1, "it is cancelled")
     stream.half_close()
     outcome = codes(stream.rest())
-    outcome.pop(2, None)  # no reply is promised
+    outcome.pop(2, None)  # a reply is not promised
     assert outcome == {1: 0, 3: 0}
     calls.until_nothing_is_in_flight(server.http_address)
 
@@ -258,7 +258,7 @@ def test_a_connection_that_breaks_leaves_nothing_behind(server: Server) -> None:
 
 
 def test_a_caller_that_does_not_read_is_not_read_from(server: Server, channel: grpc.Channel) -> None:
-    """Replies of 4 MiB are asked for and not read: the server stops reading when 16 MiB of them lie around."""
+    """Replies of 4 MiB are requested but not read: the server stops reading once 16 MiB of them are waiting."""
 
     def received() -> float:
         return calls.metric(server.http_address, "attnserve_received_bytes_total")
@@ -284,7 +284,7 @@ def test_a_caller_that_does_not_read_is_not_read_from(server: Server, channel: g
 
 
 def test_what_is_answered_while_others_are_written_comes_after_them(server: Server, channel: grpc.Channel) -> None:
-    """A stream takes one message at a time, and 12 MiB wait for their reader when more is answered at once."""
+    """A stream writes one message at a time; 12 MiB wait for their reader when more replies become ready at once."""
     before = calls.metric(server.http_address, "attnserve_received_bytes_total")
 
     def have_been_read(given: list[pb.AttendStreamCall]) -> None:

@@ -1,4 +1,4 @@
-"""Connections and streams that become old: their callers are asked to leave, and lose nothing."""
+"""Connections and streams that grow old: callers are asked to leave, and lose nothing."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_old_streams_are_asked_to_leave_and_end_in_good_order(start_server: Call
             polite.send(calls.call(sent, request))
             (reply,) = polite.replies(1)
             calls.assert_answers(reply.attend, request)
-        # What is asked to be closed still answers, until it is closed.
+        # A stream asked to close still answers until it is closed.
         polite.send(calls.call(sent + 1, request))
         polite.half_close()
         assert [reply.id for reply in polite.rest()] == [sent + 1]
-        # What is not closed ends by itself, and with it no call that was answered.
+        # One that its caller does not close ends by itself, and loses no answered call.
         assert [reply.id for reply in stubborn.rest()] == [1]
         assert stubborn.closing
 
-        # And callers are told where this very server is.
+        # And callers learn the address of this very server.
         info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
         create = channel.unary_unary("/attnserve.v1.CacheService/Create")
         shape = caches_pb2.CacheServiceCreateRequest(num_kv_heads=1, head_dim=8, dtype=tensor_pb2.DATA_TYPE_FLOAT32)
@@ -64,14 +64,14 @@ def test_the_sdk_goes_from_stream_to_stream_and_sends_nothing_twice(start_server
 def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
     life = StreamLife(age=100.0, grace=30.0)
     options = dict(life.channel_options)
-    tenth = 1.1  # which gRPC adds to the age, or takes from it
+    tenth = 1.1  # gRPC varies the age by up to a tenth either way
     assert options["grpc.max_connection_age_ms"] * tenth < 100_000, "a stream that retires meets a new connection"
-    # The youngest stream has begun when the connection ended, retires a tenth late, and takes all its grace.
+    # The youngest stream began as the connection's age ran out, retires a tenth late, and uses its whole grace.
     assert options["grpc.max_connection_age_grace_ms"] > 110_000 + 30_000
 
 
 def test_ages_and_graces_that_grpc_cannot_count_are_as_long_as_they_can_be(start_server: Callable[..., Server]) -> None:
-    """It takes numbers of 32 bits, of which it takes the greatest for no end."""
+    """GRPC takes 32-bit integers, the greatest of which means no limit."""
     options = dict(StreamLife(MOST_CONNECTION_AGE, 1e308).channel_options)
     assert 0.7 * MOST_CONNECTION_AGE * 1000 < options["grpc.max_connection_age_ms"] < 2**31 - 1
     assert options["grpc.max_connection_age_grace_ms"] == 2**31 - 1

@@ -1,6 +1,6 @@
-"""Messages of many calls: others have their turns while one is read.
+"""Messages of many calls: others get their turns while one is being read.
 
-The stream is a real one, whose caller is a list of messages; it is seen in which order calls are read and others run.
+The stream is a real one whose caller is a list of messages; the order of reading calls and running others is recorded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CALLS = 50
 
 
 class ListedContext:
-    """What gRPC gives the server of a stream whose caller sends some messages, and no end of them."""
+    """Stands in for gRPC's context of a stream whose caller sends some messages and never ends it."""
 
     def __init__(self, *requests: Message) -> None:
         self._messages = [request.SerializeToString() for request in requests]
         self.replies: list[int] = []
         self.answered = asyncio.Event()
-        """Set when there is a reply to each call."""
+        """Set once each call has a reply."""
 
     async def read(self) -> object:
         if self._messages:
@@ -53,10 +53,10 @@ class ListedContext:
 
 
 class Reading:
-    """A stream that is served one message of many calls, and what happens meanwhile."""
+    """A stream that serves one message of many calls, and a record of what happens meanwhile."""
 
     def __init__(self, then: Callable[[int], object] = bool) -> None:
-        """`then` is told the number of each call that has been read."""
+        """`then` gets the number of each call that has been read."""
         self.bench = Bench(HeldDevice(BESIDE))
         self.events: list[str] = []
         self.then = then
@@ -80,7 +80,7 @@ class Reading:
         return messages.read_request(buffer, at, end)
 
     async def other(self) -> None:
-        """Somebody else, who has something to do in every turn of the loop."""
+        """Somebody else with something to do in every turn of the loop."""
         while self.events.count("call") < CALLS:
             self.events.append("other")
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ class Reading:
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call is as much as is read in one turn."""
+    """Only one call is read per turn."""
     monkeypatch.setattr(stream, "MAX_TURN_SECONDS", 0.0)
 
 
@@ -107,7 +107,7 @@ async def test_others_have_their_turns_between_calls(no_patience: None) -> None:
 
 
 async def test_what_has_been_read_runs_while_the_rest_is_read(no_patience: None) -> None:
-    """Or the device, and who has a deadline, would wait for the last call of the message."""
+    """Otherwise the device, and calls with a deadline, would wait for the message's last call."""
     busy: list[bool] = []
     reading = Reading(lambda number: busy.append(bool(reading.bench.engine.worker.runs)))
     reading.bench.device.may_run.clear()
@@ -135,7 +135,7 @@ async def test_few_calls_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_stream_that_is_ended_meanwhile_answers_the_whole_message(no_patience: None) -> None:
-    """As when the server drains: whose call was received is not left without an answer."""
+    """As when the server drains: no caller whose call was received is left without an answer."""
     reading = Reading(lambda number: reading.stream.end() if number == 3 else None)
     async with asyncio.timeout(calls.PATIENCE_S):
         await reading.stream.serve()

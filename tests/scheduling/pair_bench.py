@@ -1,6 +1,6 @@
-"""A device that takes two batches at a time, each of which ends when a test says so, and what it is asked to compute.
+"""A device that takes two batches at a time, each of which ends when the test says so, with an engine that feeds it.
 
-Its batches wait on the worker's threads for events, never for time: at each moment a test knows what is under way.
+Its batches block worker threads on events, never on time: a test knows at each moment what is in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attnserve_server.scheduling.entry import Entry, Outcome
 
 @dataclass(eq=False)
 class Asked:
-    """A request: what it costs, what it can share a batch with, and what it needs for itself."""
+    """A request: what it costs, which requests it can share a batch with, and what it needs exclusively."""
 
     cost: int = 1
     kin: str = "one"
@@ -42,11 +42,11 @@ class Asked:
     reply_bytes: int = 1
     scratch_bytes: int = 0
     said: list[str] = field(default_factory=list)
-    """What the engine has told it of its life."""
+    """The lifecycle calls that the engine has made on it."""
 
     @property
     def group(self) -> Hashable:
-        """What needs something is in no batch with what needs nothing."""
+        """A request that needs something never shares a batch with one that needs nothing."""
         return self.kin, bool(self.needs)
 
     @property
@@ -70,7 +70,7 @@ class Asked:
 
 
 class Batch:
-    """A batch that the device has, until it is let go."""
+    """A batch that the device holds until it is released."""
 
     def __init__(self, requests: Sequence[Asked]) -> None:
         self.requests = list(requests)
@@ -78,18 +78,18 @@ class Batch:
 
 
 class PairDevice:
-    """A device for two batches at a time, which fails for requests as these say."""
+    """A device for two batches at a time, which fails as its requests say."""
 
     inline_flops = -1
     depth = 2
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        """All that it was ever given, in that order."""
+        """All batches that it was ever given, in order."""
         self.held = True
-        """Whether batches wait until they are let go."""
+        """Whether batches wait until they are released."""
         self.holds_again = True
-        """Whether it holds what it has been given before, too, such as what has failed."""
+        """Whether it also holds requests that it has seen before, such as retries of failed ones."""
         self.lost = False
         self._entered = threading.Semaphore(0)
 
@@ -99,7 +99,7 @@ class PairDevice:
         if known:
             batch.may_end.set()
         self.batches.append(batch)
-        if not self.held:  # looked at only now, lest it be let go in between, and not be among those that are
+        if not self.held:  # checked only after the append: otherwise `end_all` could come in between and miss this one
             batch.may_end.set()
         if not known:
             self._entered.release()
@@ -117,7 +117,7 @@ class PairDevice:
         return Counter()
 
     async def until_entered(self, batches: int = 1) -> None:
-        """Waits until so many batches more have come."""
+        """Waits until that many more batches have arrived."""
         for _ in range(batches):
             entered = asyncio.get_running_loop().run_in_executor(
                 None, lambda: self._entered.acquire(timeout=PATIENCE_S)
@@ -125,23 +125,23 @@ class PairDevice:
             assert await entered
 
     def costs(self) -> list[list[int]]:
-        """What the requests of each batch cost."""
+        """The costs of each batch's requests."""
         return [[request.cost for request in batch.requests] for batch in self.batches]
 
     def end(self, *places: int) -> None:
-        """Lets batches go, by their places among all."""
+        """Releases batches by their positions among all."""
         for place in places:
             self.batches[place].may_end.set()
 
     def end_all(self) -> None:
-        """Lets go what there is, and what will be."""
+        """Releases all batches, present and future."""
         self.held = False
         for batch in list(self.batches):
             batch.may_end.set()
 
 
 class PairBench:
-    """An engine on such a device, and the callers' side of it."""
+    """An engine on a `PairDevice`, and the callers' side of it."""
 
     def __init__(self, max_batch_requests: int = 64, max_batch_flops: int = 10**12) -> None:
         self.device: Any = PairDevice()
@@ -154,7 +154,7 @@ class PairBench:
         self._answered = asyncio.Event()
 
     def submit(self, *requests: Asked, deadline: float = float("inf")) -> list[Entry]:
-        """Requests that come in one turn of the loop."""
+        """Submits requests within one turn of the event loop."""
         entries = []
         for request in requests:
             entry = Entry(request, self._reply, perf_counter(), deadline, 0.0, "me")  # type: ignore[arg-type]
@@ -164,13 +164,13 @@ class PairBench:
         return entries
 
     async def given(self, *requests: Asked) -> list[Entry]:
-        """Requests that come in one turn of the loop, once the device has a batch of them."""
+        """Submits requests within one turn of the event loop and waits until the device has a batch of them."""
         entries = self.submit(*requests)
         await self.device.until_entered()
         return entries
 
     async def answers(self, entries: Sequence[Entry]) -> list[Outcome | RequestError]:
-        """What came of some entries, once all have been answered: each once, and nobody with another's result."""
+        """The replies to some entries, once all have one: each exactly one, and nobody another's result."""
         async with asyncio.timeout(PATIENCE_S):
             while not all(self.replies[entry] for entry in entries):
                 self._answered.clear()
@@ -184,7 +184,7 @@ class PairBench:
         return found
 
     async def finish(self) -> None:
-        """Lets everything go; nothing may be left anywhere."""
+        """Releases everything; nothing may be left anywhere."""
         self.device.end_all()
         await self.answers(list(self.replies))
         assert await self.engine.drain(PATIENCE_S)

@@ -1,6 +1,6 @@
-"""The real server on a CPU whose kernel for what is written out is slow, however little there is to compute.
+"""The real server on a CPU whose written-out kernel is slow, however little there is to compute.
 
-In: the server's flags. Every sequence takes that kernel `SECONDS` more; all others are as fast as they are.
+In: the server's flags. Each sequence takes `SECONDS` longer in that kernel; the other kernels keep their speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS: Final = 0.01
 
 
 class SlowDevice(CpuDevice):
-    """A CPU that sleeps before it computes what has a softcap."""
+    """A CPU that sleeps before it computes calls with a softcap."""
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """Computes calls."""

@@ -1,4 +1,4 @@
-"""Who comes in: bounds by count, bytes, cost and time, shares of them, and the delay that the refused are told."""
+"""Admission: bounds by count, bytes, cost and time, shares of them per caller, and the retry delay of the refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counts(admission: Admission) -> tuple[int, int, int]:
 
 
 def refused(admission: Admission, size: int, flops: int, caller: str = ME) -> Overloaded:
-    """The error of a request that is refused; nothing may have been counted."""
+    """The error of a refused request; refusing it must not have counted anything."""
     before = counts(admission)
     with pytest.raises(Overloaded) as caught:
         admission.admit(caller, size, flops)
@@ -78,7 +78,7 @@ def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int) ->
 
 
 def full(flops: int, measure: Callable[[Admission], None]) -> Admission:
-    """An admission with one request in flight, of so many FLOPs, after some measurements."""
+    """An admission after some measurements, with one request of that many FLOPs in flight."""
     admission = Admission(max_requests=1, max_bytes=10, max_flops=10**15)
     measure(admission)
     admission.admit(ME, 1, flops)
@@ -93,7 +93,7 @@ def compute(flops: int, seconds: float) -> Callable[[Admission], None]:
 
 
 def at(flops: int, seconds: float) -> Callable[[Admission], None]:
-    """Measurements after which so many FLOPs take so many seconds."""
+    """Measurements that say that so many FLOPs take so many seconds."""
 
     def measure(admission: Admission) -> None:
         for _ in range(200):
@@ -103,7 +103,7 @@ def at(flops: int, seconds: float) -> Callable[[Admission], None]:
 
 
 def test_the_delay_is_the_time_of_half_the_queue_at_the_measured_rate() -> None:
-    queue = full(8 * 10**9, at(10**9, 0.25))  # 4e9 a second: 2 s of queue
+    queue = full(8 * 10**9, at(10**9, 0.25))  # 4e9 FLOPs a second: a queue of 2 s
     assert refused(queue, 1, 1).retry_delay == pytest.approx(1.0, rel=0.01)
 
 
@@ -121,7 +121,7 @@ def test_the_delay_is_bounded(flops: int, delay: float) -> None:
 
 
 def queue_of(count: int, seconds: float, max_queue_time: float, caller: str = ME) -> Admission:
-    """An admission with requests in flight that take so long each."""
+    """An admission with `count` requests in flight that take `seconds` each."""
     admission = Admission(10**6, 10**9, 10**18, max_queue_time=max_queue_time)
     at(10**9, seconds)(admission)
     for _ in range(count):
@@ -138,9 +138,9 @@ def test_a_queue_is_bounded_by_the_time_it_takes() -> None:
     assert error.retry_delay == pytest.approx(0.5, rel=0.05)
     assert admission.requests == pytest.approx(100, abs=3)
     assert admission.seconds == pytest.approx(1.0, rel=0.05)
-    # Now that requests had to be refused, it is kept short: a few are admitted again once those before them are done.
+    # Once requests had to be refused, the queue is kept short: new ones get in only as earlier ones are computed.
     for caller in range(90):
-        admission.computed(caller, 10**9)  # not released: what is computed waits no longer
+        admission.computed(caller, 10**9)  # not released: a computed request no longer waits
     admission.admit(ME, 1, 10**9)
 
 
@@ -160,7 +160,7 @@ def test_an_idle_server_takes_anything_whatever_it_has_measured() -> None:
 
 
 def flood(admission: Admission, caller: str, size: int, flops: int) -> Overloaded:
-    """Has a caller send requests until one is refused: with which error."""
+    """Sends requests of one caller until one is refused; returns the error."""
     while True:
         try:
             admission.admit(caller, size, flops)
@@ -170,7 +170,7 @@ def flood(admission: Admission, caller: str, size: int, flops: int) -> Overloade
 
 @pytest.mark.parametrize("bound", ["requests", "bytes", "flops", "queue_time"])
 def test_one_caller_leaves_room_for_another(bound: str) -> None:
-    """One takes all it can get; another then gets in at once, with more than one request."""
+    """One caller takes all it can get; another then gets in at once, with more than one request."""
     size, flops = {"requests": (0, 1), "bytes": (10, 1), "flops": (1, 10**9), "queue_time": (1, 10**9)}[bound]
     admission = Admission(
         100 if bound == "requests" else 10**6,
@@ -181,7 +181,7 @@ def test_one_caller_leaves_room_for_another(bound: str) -> None:
     at(10**9, 0.01)(admission)
     error = flood(admission, ME, size, flops)
     assert error.bound == bound
-    if bound != "queue_time":  # of which others need none: their turn comes before all that waits
+    if bound != "queue_time":  # others need no share of queue time: their turn comes before everything that waits
         assert isinstance(error, ShareExceeded)
         assert (error.reason, error.rejection) == ("SHARE_EXCEEDED", "share")
         assert admission.requests == pytest.approx(100 * SHARE / (SHARE + 1), abs=2)
@@ -197,7 +197,7 @@ def test_two_that_want_everything_get_the_same_whoever_was_there_first() -> None
     for _ in range(1000):
         for caller in (ME, OTHER):
             flood(admission, caller, 1, 1)
-            admission.computed(caller, 1)  # both are served alike
+            admission.computed(caller, 1)  # both are served equally
             admission.release(caller, 1)
     mine, others = (admission._callers[caller].requests for caller in (ME, OTHER))
     assert mine == pytest.approx(others, abs=5)
@@ -209,7 +209,7 @@ def test_the_delay_of_who_has_its_share_is_that_of_its_own_requests() -> None:
     error = flood(admission, ME, 1, 10**9)
     assert isinstance(error, ShareExceeded)
     own = admission._callers[ME].waiting * 0.01
-    assert error.retry_delay == pytest.approx(2 * own / 2, rel=0.05)  # of two callers
+    assert error.retry_delay == pytest.approx(2 * own / 2, rel=0.05)  # two callers
 
 
 def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
@@ -225,7 +225,7 @@ def test_what_costs_something_else_after_all_is_counted_anew() -> None:
     admission = Admission(max_requests=2, max_bytes=100, max_flops=1000, max_reply_bytes=50)
     admission.admit(ME, 40, 400)
     admission.admit(OTHER, 10, 100)
-    admission.recount(ME, (40, 400), (90, 900), 50)  # all the room that there is
+    admission.recount(ME, (40, 400), (90, 900), 50)  # all the room there is
     assert counts(admission) == (2, 100, 1000)
     admission.recount(ME, (90, 900), (20, 200), 0)
     assert counts(admission) == (2, 30, 300)
@@ -255,7 +255,7 @@ def test_nothing_is_kept_of_callers_who_have_gone() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 600), st.booleans()), max_size=40))
 def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[int, int, bool]]) -> None:
-    """Each request of a caller of its own, so that no share is exceeded."""
+    """Each request has a caller of its own, so that no share is exceeded."""
     admission = Admission(max_requests=5, max_bytes=100, max_flops=1000)
     inside: list[tuple[str, int, int]] = []
 
@@ -279,7 +279,7 @@ def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[in
 
 
 def overdone() -> Admission:
-    """An admission in which one caller waits, who has its share of the time that a queue may take."""
+    """An admission in which one caller waits that has used up its share of the queue time."""
     admission = queue_of(0, 0.1, 1.0)
     flood(admission, ME, 1, 10**9)
     return admission

@@ -1,4 +1,4 @@
-"""Room for several requests at once, which are computed before they are admitted."""
+"""Room for several requests at once that are computed before they are admitted."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_there_is_no_room_for_several_while_something_waits_or_was_refused() -> 
     assert admission.has_room_for(ME, 10, 1)
     with pytest.raises(Overloaded):
         admission.check(ME, 1000)
-    assert not admission.has_room_for(ME, 10, 1)  # who was told is told so again, until something changes
+    assert not admission.has_room_for(ME, 10, 1)  # a refused caller is told the same again until something changes
     admission.release(OTHER, 10)
     assert admission.has_room_for(ME, 10, 1)

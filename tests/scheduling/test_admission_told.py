@@ -1,4 +1,4 @@
-"""What callers have been told is remembered, and decides nothing: all that is let in or refused is as without it."""
+"""Remembered refusals decide nothing: exactly the same requests are admitted or refused as without remembering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.pace import Pace
 
 Action = tuple[str, str, int, int]
-"""What happens, to whom, and how many bytes and FLOPs a request has, or which of all those in flight it is."""
+"""What happens, to which caller, and a request's bytes and FLOPs (or, from the bytes, which one in flight it is)."""
 
 ACTIONS = st.tuples(
     st.sampled_from(["admit", "admit", "check", "computed", "release", "learn"]),
@@ -24,7 +24,7 @@ ACTIONS = st.tuples(
 
 
 class Forgetful(Admission):
-    """Looks at everybody again."""
+    """An admission that checks every request anew."""
 
     def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
         try:
@@ -35,7 +35,7 @@ class Forgetful(Admission):
 
 
 class Life:
-    """One admission, to which it all happens."""
+    """One admission and the actions applied to it."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -43,7 +43,7 @@ class Life:
         self.computed: list[tuple[str, int, int]] = []
 
     def act(self, action: Action) -> bool:
-        """Whether somebody was refused for want of room."""
+        """Applies an action; returns whether a request was refused for want of room."""
         what, caller, size, flops = action
         if what == "admit":
             refused = self._refused(lambda: self.admission.admit(caller, size, flops))
@@ -71,7 +71,7 @@ class Life:
 
 
 AVERAGE = [*[("admit", "a", 1, 1)] * 12, *[("admit", "b", 1, 1)] * 4, ("check", "a", 1, 1)]
-"""One of two callers has its share of a queue, which is as long as its requests are slow on average."""
+"""One of two callers has its share of a queue whose length depends on how slow its requests are on average."""
 
 
 @example([*AVERAGE, ("admit", "b", 1, 3000), ("check", "a", 1, 1)], 0.001)

@@ -1,4 +1,4 @@
-"""The decision what runs together: a queue of plain data, with numbers for times."""
+"""Which requests run together: a queue of plain data, with numbers for times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnserve_server.scheduling.pace import Pace
 
 
 def popped(queue: BatchQueue[Entry], now: float = 0.0) -> list[list[Entry]]:
-    """The entries of all batches, one batch after the other, until the queue is empty."""
+    """The entries of all batches, batch by batch, until the queue is empty."""
     batches = []
     while queue.requests:
         batches.append(queue.pop(now).entries)
@@ -68,7 +68,7 @@ def test_within_a_priority_the_oldest_goes_first() -> None:
 
 @pytest.mark.parametrize("work", [0.99, 1.01])
 def test_a_higher_priority_goes_before_an_older_request_up_to_aging(work: float) -> None:
-    """Aging is in time that the device has worked: here, work of so many times as much as two levels are worth."""
+    """Aging is measured in the device's working time: here, `work` times what two levels of priority are worth."""
     queue = queue_of(max_requests=1)
     between = Entry(cost=int(2 * AGING * work * SECOND), priority=8)
     old, urgent = Entry(priority=0, cost=0), Entry(priority=2)
@@ -182,9 +182,9 @@ def test_what_is_due_before_a_request_is_known() -> None:
         pace=pace,
     )
     assert queue.least_seconds == pytest.approx(15.75)
-    # All that it has sent before, and what of the other is due by then.
+    # All that the flood has sent before, and what of the other's is due by then.
     assert queue.least_seconds_before("flood", 0) == pytest.approx(5.75)
-    # What begins at the same time was there before: one of the flood's, and all of the other's own.
+    # Of those that begin at the same time, queued ones come first: one of the flood's, and all of the other's own.
     assert queue.least_seconds_before("other", 0) == pytest.approx(1.75)
     assert queue.least_seconds_before("new", 0) == pytest.approx(1.5)
     assert queue.least_seconds_before("new", 8) == pytest.approx(0.5)
@@ -242,8 +242,8 @@ def test_every_entry_comes_out_once(waiting: list[Entry], now: float) -> None:
 def test_a_steady_stream_of_higher_priority_starves_nobody(
     priority: int, higher: int, other_group: bool, other_caller: bool, work: int, backlog: int
 ) -> None:
-    """One request runs at each tick and one of higher priority comes: the low one runs when the device has worked on
-    others for (levels of priority) * aging, and on those that were there before.
+    """Each tick runs one request and adds one of higher priority: the low one runs once the device has worked for
+    (levels of priority) * aging on others, and on those queued before it.
     """
     above = min(priority + higher, 8)
     queue = queue_of(max_requests=1)
@@ -251,7 +251,7 @@ def test_a_steady_stream_of_higher_priority_starves_nobody(
     queue.push(low)
     for _ in range(backlog):
         queue.push(Entry(priority=above, cost=work))
-    levels = abs(above) + abs(priority)  # each is worth half as much once there are two callers
+    levels = abs(above) + abs(priority)  # each level is worth half as much once there are two callers
     ahead = 2 * backlog + math.ceil(2 * levels * AGING * SECOND / work) + 2
     for _ in range(ahead + 1):
         queue.push(Entry(priority=above, cost=work))
@@ -261,7 +261,7 @@ def test_a_steady_stream_of_higher_priority_starves_nobody(
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue beside a plain list, through any order of pushes, cancellations and batches."""
+    """The queue compared with a plain list, through any order of pushes, cancellations and batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class QueueMachine(RuleBasedStateMachine):
         entry.deadline += self.now - entry.arrival
         entry.arrival = self.now
         entry.cancelled = False
-        entry.caller = None  # how callers share is tested apart
+        entry.caller = None  # sharing between callers is tested separately
         self.queue.push(entry)
         self.model.append(entry)
 
@@ -301,7 +301,7 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             assert batch.entries == []
         for entry in [*batch.entries, *batch.cancelled, *batch.expired]:
-            self.model.remove(entry)  # raises if it came out before
+            self.model.remove(entry)  # raises if it has come out before
         assert all(entry.cancelled for entry in batch.cancelled)
         assert all(not entry.cancelled and entry.deadline <= self.now for entry in batch.expired)
 
@@ -310,7 +310,7 @@ class QueueMachine(RuleBasedStateMachine):
         """The batch holds the entries of one group that are due first, as many as fit."""
         (group,) = {entry.group for entry in batch.entries}
         assert all(entry in living for entry in batch.entries)
-        # The model is in the order in which they came, and sorting keeps it.
+        # The model is in order of arrival, and the sort is stable.
         candidates = sorted((entry for entry in living if entry.group == group), key=lambda entry: -entry.priority)
         assert candidates[0].priority == max(entry.priority for entry in living)
         chosen: list[Entry] = []

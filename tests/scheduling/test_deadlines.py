@@ -1,4 +1,4 @@
-"""What is refused because it would be too late, and what is tried all the same. 1000 FLOPs take a second here."""
+"""Requests refused because they would miss their deadline, and those tried anyway. 1000 FLOPs take a second here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnserve_server.scheduling.pace import Pace
 
 @dataclass(eq=False)
 class Request(Entry):
-    """One that is to be queued."""
+    """A request to be queued."""
 
     decode: float = 0.0
 
@@ -30,7 +30,7 @@ def check(
     decode: float = 0.0,
     priority: int = 0,
 ) -> None:
-    """Raises what a request of so many seconds is refused with, whose caller waits for so many more. It was read until
+    """Checks a request that takes `seconds` and whose caller waits `left` longer; raises its refusal. It was read until
     now, which took `decode` seconds.
     """
     cost = round(seconds * SECOND)
@@ -40,7 +40,7 @@ def check(
 
 def deadlines(*waiting: Entry) -> Deadlines:
     pace = Pace(1 / SECOND, 1e-12)
-    pace.learn(work(1, 10 * SECOND), 10.0)  # so large a request has run, and it took as long as it should
+    pace.learn(work(1, 10 * SECOND), 10.0)  # a request of this size has run, as fast as it should
     queue: Any = queue_of(*waiting, max_cost=100 * SECOND, pace=pace)
     return Deadlines(queue, pace)
 
@@ -49,7 +49,7 @@ def test_what_can_be_in_time_is_taken() -> None:
     check(deadlines(), 1.0, 1.1)
     check(deadlines(), 1.0, 3.1, free_at=2.0)
     check(deadlines(Entry(cost=2 * SECOND)), 1.0, 6.1, free_at=2.0)
-    check(deadlines(Entry(cost=2 * SECOND)), 1.0, 3.1, now=100.0, free_at=99.0)  # it should be done by now
+    check(deadlines(Entry(cost=2 * SECOND)), 1.0, 3.1, now=100.0, free_at=99.0)  # the batch should be done by now
 
 
 def test_only_what_is_due_before_it_counts() -> None:
@@ -58,7 +58,7 @@ def test_only_what_is_due_before_it_counts() -> None:
     with pytest.raises(DeadlineUnreachable):
         check(deadlines(*waiting), 1.0, 2.9, free_at=2.0, priority=200)
     with pytest.raises(DeadlineUnreachable):
-        check(deadlines(*waiting), 1.0, 50.9)  # nothing runs yet, and all of them wait for company
+        check(deadlines(*waiting), 1.0, 50.9)  # nothing runs yet, and all of them wait to be batched
 
 
 def test_time_counts_from_when_it_was_read() -> None:
@@ -74,7 +74,7 @@ def test_what_has_others_before_it_for_too_long_is_not(waiting: tuple[Entry, ...
 
 
 def test_what_nothing_is_known_of_is_not_refused_and_nobody_is_on_its_account() -> None:
-    """Another kind than all that has run, and one that is larger than all of its kind."""
+    """A kind that has never run, and a request larger than any of its kind so far."""
     check(deadlines(Entry(cost=10**6 * SECOND, kind="another")), 1.0, 3.1, free_at=2.0)
     check(deadlines(Entry(cost=10**6 * SECOND)), 1.0, 13.1, free_at=2.0)
     check(deadlines(), 10**6, 12.1, free_at=2.0)
@@ -90,7 +90,7 @@ def test_an_idle_device_tries_what_should_be_too_late_a_tenth_of_the_time() -> N
         check(several, 1.0, 0.5, now=1.9 + TRIAL_PAUSE * 2.0)
     check(several, 1.0, 0.5, now=2.0 + TRIAL_PAUSE * 2.0)
     several.computed(100.0, 1.0)
-    several.computed(1000.0, 50.0)  # which nothing was tried for
+    several.computed(1000.0, 50.0)  # for which no trial was made
     check(several, 1.0, 0.5, now=1000.0)
 
 

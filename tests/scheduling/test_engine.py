@@ -1,4 +1,4 @@
-"""The life of a request: batches that form while the device is busy, what is refused, and the end of it all."""
+"""A request's life in the engine: batches form while the device is busy; refusals; draining and the end."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_batch_forms_while_the_device_is_busy() -> None:
     entries = []
     for message in batch:
         entries.append(bench.submit(message))
-        await asyncio.sleep(0)  # a turn of the loop for each
+        await asyncio.sleep(0)  # a turn of the event loop for each
     assert bench.queue.requests == 7
     device.may_run.set()
     outcomes = await bench.outcomes([first, *entries])
@@ -193,7 +193,7 @@ async def test_a_caller_that_floods_delays_another_by_two_batches() -> None:
     device.may_run.set()
     await bench.outcomes([first, *flood, *other])
     assert {id(entry.request) for entry in other} <= {id(request) for batch in device.batches[:3] for request in batch}
-    assert device.sizes[1:] == [4] * 10 + [2]  # the flood fills the batches of the other
+    assert device.sizes[1:] == [4] * 10 + [2]  # the flood fills up the other caller's batches
 
 
 async def test_drain_refuses_what_comes_and_waits_for_what_is_there() -> None:

@@ -1,6 +1,6 @@
-"""Requests that come upon NaN or infinities take many times as long: they run once more, apart, as what that costs.
+"""Requests that hit NaN or infinities take many times as long: they run again, separately, at their true cost.
 
-The device is a real one with the native kernel, which a test can hold up (`engine_bench.HeldDevice`).
+The device is a real one with the native kernel that a test can hold up (`engine_bench.HeldDevice`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ pytestmark = [
 
 
 class NativeDevice(HeldDevice):
-    """A device that can be held up, and computes by the native kernel."""
+    """A device that can be held up and computes with the native kernel."""
 
     def __init__(self) -> None:
         super().__init__(BESIDE)
         native = CpuDevice(1, BESIDE, library.best())
         self.native, self._native_requests = native.native, native._native_requests
         self.held_at = -1
-        """Which of its batches it waits with until it may run."""
+        """Index of the batch that it holds until it may run."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         if len(self.batches) == self.held_at:
@@ -45,7 +45,7 @@ class NativeDevice(HeldDevice):
 
 
 def spoiled(seed: int, value: float = np.nan) -> pb.AttendRequest:
-    """A request with one value that is not finite, which all queries attend to."""
+    """A request with one non-finite value that all queries attend to."""
     message = messages.random_attend(seed, 4)
     array = messages.array(message.value).copy()
     array.reshape(-1)[0] = value
@@ -98,13 +98,13 @@ async def test_who_leaves_meanwhile_is_not_computed_again() -> None:
 
 
 async def test_a_flood_of_them_has_no_more_than_its_callers_share() -> None:
-    """What they cost counts for the flood: others have their turn before its next one."""
+    """Their rerun cost is charged to the flood: others get their turn before its next one."""
     device = NativeDevice()
     device.held_at = 1
     bench = Bench(device, max_batch_flops=10**6)
     flood = [bench.submit(spoiled(n, np.inf), caller="flood") for n in range(8)]
-    await device.until_entered()  # all of them, by the native kernel
-    await device.until_entered()  # one, written out
+    await device.until_entered()  # all of them, in the native kernel
+    await device.until_entered()  # one, in the written-out kernel
     other = bench.submit(messages.random_attend(100, 4), caller="other")
     device.may_run.set()
     await bench.outcomes([*flood, other])

@@ -1,4 +1,4 @@
-"""Callers who go: what they left in the queue is not run, and what they held is let go, whenever they went."""
+"""Callers who leave: their queued requests do not run, and whatever those held is released, whenever they leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_what_is_cancelled_in_the_queue_is_never_run() -> None:
 
 
 async def test_what_is_cancelled_leaves_the_queue_at_once_and_makes_room() -> None:
-    """While the device is busy still: what nobody waits for must not keep others out."""
+    """Even while the device is busy: a request that nobody waits for must not keep others out."""
     device = HeldDevice(BESIDE)
     bench = Bench(device, max_requests=4)
     first = await hold(bench, device)
@@ -87,7 +87,7 @@ async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypat
 
 
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
-    """Between the outcome and the handler's waking up, the caller may go: what the request held must not stay held."""
+    """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE))
     rpcs = Rpcs(Callers(), bench.metrics)
     service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
@@ -95,7 +95,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     task = asyncio.create_task(
         service._answer(anybody("here"), lambda _, *part: messages.read_request(*part), message, perf_counter(), None)
     )
-    await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the loop
+    await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the event loop
     asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):
         await task

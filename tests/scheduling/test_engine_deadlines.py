@@ -1,4 +1,4 @@
-"""Deadlines in the engine: what passes in the queue, what is refused at once, and the rate by which that is told."""
+"""Deadlines in the engine: those that pass in the queue, immediate refusals, and the rate that these go by."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 def work_of(message: pb.AttendRequest) -> Amount:
-    """What one such request is."""
+    """The work of one such request."""
     request, amount = messages.read(message), Amount()
     amount.add(request.kind, request.cost)
     return amount
 
 
 def taught(bench: Bench, message: pb.AttendRequest, seconds: float) -> None:
-    """Has the engine believe that such a request takes so long."""
+    """Makes the engine believe that such a request takes so long."""
     for _ in range(200):
         bench.admission.pace.learn(work_of(message), seconds)
 
@@ -39,7 +39,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_never_run() -> None:
     late, in_time = (
         bench.submit(messages.random_attend(seed), deadline=perf_counter() + PATIENCE_S) for seed in (1, 2)
     )
-    late.deadline = perf_counter()  # as if so much time had passed
+    late.deadline = perf_counter()  # as if that much time had passed
     device.may_run.set()
     outcomes = await bench.outcomes([first, late, in_time])
     assert isinstance(outcomes[1], DeadlineExceeded)
@@ -57,11 +57,11 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     queued = [bench.submit(message) for _ in range(3)]
     now = perf_counter()
     with pytest.raises(DeadlineUnreachable) as caught:
-        bench.submit(message, deadline=now + 45.0)  # 50 s by the measured rate
+        bench.submit(message, deadline=now + 45.0)  # 50 s at the measured rate
     assert (caught.value.code.name, caught.value.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE")
     assert (bench.queue.requests, bench.admission.requests) == (3, 4)
     in_time = bench.submit(message, deadline=now + 55.0)
-    urgent = bench.submit(messages.random_attend(0, priority=8), deadline=now + 25.0)  # nothing queued is before it
+    urgent = bench.submit(messages.random_attend(0, priority=8), deadline=now + 25.0)  # nothing queued is due before it
     device.may_run.set()
     outcomes = await bench.outcomes([first, *queued, in_time, urgent])
     assert all(isinstance(outcome, Outcome) for outcome in outcomes)
@@ -69,7 +69,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
 
 
 async def test_an_idle_device_tries_now_and_then_what_its_rate_says_is_too_late() -> None:
-    """What runs corrects a rate that is wrong; were it always refused, nothing would."""
+    """What runs corrects a wrong rate; if everything were refused, nothing would run."""
     bench = Bench(HeldDevice(INLINE))
     message = messages.random_attend(0)
     taught(bench, message, 1000.0)
@@ -87,7 +87,7 @@ async def test_an_idle_device_does_not_spend_itself_on_what_will_be_too_late() -
     device.may_run.clear()
     tried = bench.submit(message, deadline=perf_counter() + PATIENCE_S)
     await device.until_entered()
-    await asyncio.sleep(0.5)  # it takes so long at the least, and what is like it is tried nine times as long after it
+    await asyncio.sleep(0.5)  # it takes at least this long, and its like is tried again only after nine times as long
     device.may_run.set()
     assert isinstance(await bench.outcome(tried), Outcome)
     taught(bench, message, 1000.0)

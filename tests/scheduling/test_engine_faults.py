@@ -1,7 +1,7 @@
-"""Batches that fail, and devices that do for good, hang, or have no memory: only the guilty get an error, whoever waits
-is told, and nobody waits for ever.
+"""Failing batches, and devices that are lost, hang or run out of memory: only the requests at fault get an error,
+everyone waiting is told, and nobody waits for ever.
 
-The device is a real one that a test can hold up and hurt (`engine_bench.HeldDevice`).
+The device is a real one that a test can hold up and make fail (`engine_bench.HeldDevice`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 class HurtDevice(HeldDevice):
-    """A device that fails for some requests as the test says, and may be lost by that."""
+    """A device that fails for some requests as the test says, and may be lost as a result."""
 
     def __init__(self, inline_flops: int, failure: Callable[[], BaseException], verdict: Blame | None = None) -> None:
         super().__init__(inline_flops)
@@ -78,7 +78,7 @@ async def test_a_request_that_fails_alone_is_not_tried_twice(caplog: pytest.LogC
     (outcome,) = await bench.outcomes([bench.submit(message)])
     assert isinstance(outcome, ComputationFailed)
     assert device.sizes == [1]
-    assert "/a/path" in caplog.text  # the log, unlike the caller, is told everything
+    assert "/a/path" in caplog.text  # the log, unlike the caller, gets the full text
 
 
 async def test_a_batch_that_is_too_much_for_the_device_runs_one_by_one() -> None:
@@ -131,7 +131,7 @@ def test_other_failures_are_not_for_want_of_memory() -> None:
 
 
 class MemoryOfCuda(RuntimeError):
-    """As torch.AcceleratorError is, where CUDA itself has no memory, such as pinned memory."""
+    """Like torch.AcceleratorError when CUDA itself runs out of memory, such as pinned memory."""
 
     error_code = 2
 
@@ -146,7 +146,7 @@ class MemoryOfCuda(RuntimeError):
     ],
 )
 def test_a_cuda_device_is_lost_if_it_computes_no_more(error: Exception, torch_device: str, blame: Blame) -> None:
-    """Without one: where the tensors of `cpu` can be read, and those of `meta` cannot."""
+    """Simulated without CUDA: tensors on `cpu` can be read, those on `meta` cannot."""
     device = object.__new__(CudaDevice)
     device._device = torch.device(torch_device)
     assert device.blame(error) == blame
@@ -154,7 +154,7 @@ def test_a_cuda_device_is_lost_if_it_computes_no_more(error: Exception, torch_de
 
 @pytest.mark.parametrize("inline_flops", [INLINE, BESIDE])
 async def test_a_device_that_is_lost_is_given_up(inline_flops: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Those in the batch, those that wait and those that come later are told to go elsewhere, each once."""
+    """Requests in the batch, queued ones and later ones are all told to go elsewhere, once each."""
     device = HurtDevice(inline_flops, RuntimeError, "device")
     bench = Bench(device, max_batch_requests=3)
     batch = [messages.random_attend(seed) for seed in range(8)]
@@ -174,7 +174,7 @@ async def test_a_device_that_is_lost_is_given_up(inline_flops: int, caplog: pyte
 
 
 class Death(BaseException):
-    """What no thread catches."""
+    """An exception that no thread catches."""
 
 
 async def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
@@ -227,7 +227,7 @@ async def test_a_bug_met_by_who_leaves_leaves_nobody_waiting(monkeypatch: pytest
 
 
 async def test_a_queue_that_is_broken_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs already is told; the others by the end of the process, which waits for nothing else."""
+    """Callers of running requests are told; the others see the process end, which waits for nothing else."""
 
     def fail(now: float) -> None:
         raise KeyError("a bug")
@@ -273,7 +273,7 @@ async def test_batches_that_end_are_left_alone_however_many() -> None:
 
 
 async def test_a_loop_that_does_not_turn_ends_the_process() -> None:
-    """A batch on the loop keeps everything from being told; the thread then ends the process. Here it says so."""
+    """A batch on the event loop blocks every reply; the watchdog then ends the process. Here it only says so."""
     device = HeldDevice(INLINE)
     bench = Bench(device)
     why: list[str] = []

@@ -1,4 +1,4 @@
-"""An engine whose device takes two batches at a time: what is staged early, and what waits; failures, and ends."""
+"""An engine whose device takes two batches at a time: what is staged early, what waits; failures, and shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_the_next_batch_is_there_while_one_computes() -> None:
 
 
 async def test_less_than_what_computes_waits_for_company() -> None:
-    """Two halves are not computed one after the other where they could have been one."""
+    """Two halves are not computed one after the other if they could be one batch."""
     bench = PairBench()
     await bench.given(Asked(5))
     bench.submit(Asked(2))
@@ -67,7 +67,7 @@ async def test_two_at_most_and_the_third_as_soon_as_one_ends() -> None:
 
 
 async def test_what_needs_the_same_thing_runs_when_the_one_before_has_ended() -> None:
-    """However free the device is: the next step of a cache reads what the one before writes."""
+    """However idle the device is: the next step on a cache reads what the one before writes."""
     bench = PairBench()
     steps = [Asked(n, needs=("cache",)) for n in (1, 2, 3)]
     bench.submit(*steps)
@@ -109,7 +109,7 @@ async def test_a_batch_that_fails_leaves_the_other_alone(caplog: pytest.LogCaptu
 
 
 class Crowded:
-    """Fails for want of memory as long as another batch is there, or always."""
+    """Fails for lack of memory while another batch is there, or always."""
 
     def __init__(self, bench: PairBench, always: bool) -> None:
         self.bench, self.always = bench, always
@@ -126,7 +126,7 @@ async def test_what_has_no_memory_beside_another_is_tried_without_it(always: boo
     other = await bench.given(Asked(1))
     entries = await bench.given(*(Asked(5, failure=Crowded(bench, always)) for _ in range(count)))
     bench.device.end(1)
-    if count > 1:  # the first of them by itself, but in company still
+    if count > 1:  # the first of them by itself, but still beside the other batch
         await bench.device.until_entered()
         bench.device.end(2)
     bench.device.held = False
@@ -154,7 +154,7 @@ async def test_a_device_that_is_lost_is_lost_for_both_and_all_who_wait() -> None
         bench.submit(Asked())
     bench.device.end_all()
     await asyncio.get_running_loop().run_in_executor(bench.engine.worker._threads, bool)
-    await bench.answers([*bad, *good, *waits])  # each still answered once
+    await bench.answers([*bad, *good, *waits])  # each still answered exactly once
     assert bench.device.costs() == [[2, 2], [5, 1]], "nothing is tried again on a device that is lost"
 
 
@@ -186,7 +186,7 @@ async def test_a_bug_met_with_one_batch_tells_those_of_both(monkeypatch: pytest.
 
 
 async def test_who_leaves_while_both_compute() -> None:
-    """Those who wait are answered at once; those in either batch get what comes of it."""
+    """Queued requests are answered at once; those in either batch get its result."""
     bench = PairBench()
     first = await bench.given(Asked(2))
     second = await bench.given(Asked(3, needs=("b",)), Asked(1, needs=("a",)))
@@ -244,7 +244,7 @@ async def test_an_engine_is_closed_without_waiting_for_what_computes() -> None:
 
 async def test_a_batch_that_does_not_end_is_noticed_beside_others_that_do() -> None:
     bench = PairBench()
-    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)  # whose beats are those of this test
+    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)  # the test itself drives its beats
     stuck = await bench.given(Asked(1))
     for _ in range(20):
         entries = await bench.given(Asked(1))
@@ -260,7 +260,7 @@ async def test_a_batch_that_does_not_end_is_noticed_beside_others_that_do() -> N
 
 
 async def test_no_second_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learnt of batches that overlap adds up to the time in which the device was busy."""
+    """The times learnt from overlapping batches add up to the time in which the device was busy."""
     bench = PairBench()
     learnt: list[float] = []
     monkeypatch.setattr(bench.admission.pace, "learn", lambda work, seconds: learnt.append(seconds))
@@ -282,7 +282,7 @@ async def test_no_second_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_deadline_counts_all_that_the_device_has() -> None:
-    """What computes and what is staged behind it both come first."""
+    """The batch that computes and the one staged behind it both come first."""
     bench = PairBench()
     await bench.given(Asked(1))
     alone = bench.engine.worker.free_at
@@ -295,7 +295,7 @@ async def test_a_deadline_counts_all_that_the_device_has() -> None:
 
 
 async def test_who_watches_a_batch_does_not_hold_it() -> None:
-    """It is gone with its last reply, and not seconds later: with it go messages, results and layers."""
+    """The batch is freed with its last reply, not seconds later: with it go messages, results and layers."""
     bench = PairBench()
     watchdog = Watchdog(bench.engine, 1.0, pytest.fail)
     await bench.given(Asked(1))

@@ -1,5 +1,5 @@
-"""An engine with a device for two batches, against what may be said of it whatever comes: requests, ends, failures and
-callers who leave, in any order.
+"""An engine with a device for two batches, checked against a model: requests, batch ends, failures and cancellations
+in any order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACTIONS = st.one_of(
 
 
 class Model:
-    """What has come, and what may be under way."""
+    """The entries submitted so far, and the batches that may be in flight."""
 
     def __init__(self) -> None:
         self.bench = PairBench(MOST_REQUESTS, MOST_COST)
@@ -40,14 +40,14 @@ class Model:
         self.seen = 0
 
     def of(self, batch: Batch) -> list[Entry]:
-        """The entries of a batch that has come to the device."""
+        """The entries of a batch that has reached the device."""
         return [next(each for each in self.entries if each.request is request) for request in batch.requests]
 
     def under_way(self) -> list[Batch]:
         return [batch for batch in self.bench.device.batches if not batch.may_end.is_set()]
 
     async def settle(self) -> None:
-        """Until nothing happens any more by itself: the loop has done what it had to, the device has what it should."""
+        """Waits until nothing more happens by itself: the loop is idle, the device has every batch it should have."""
         turns = 0
         while turns < 4:
             await asyncio.sleep(0)
@@ -96,7 +96,7 @@ class Model:
             self.bench.engine.cancel([entry])
 
     def check_answers(self) -> None:
-        """Each has what it should have had alone."""
+        """Each entry gets what it would have got alone."""
         for entry in self.entries:
             (reply,) = self.bench.replies[entry]
             if isinstance(reply, Cancelled):

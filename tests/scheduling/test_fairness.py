@@ -1,4 +1,4 @@
-"""Equal shares of the device's time, as virtual times; and how batches come out of a queue that goes by them."""
+"""Equal shares of device time, as virtual times, and the order in which a queue that uses them yields batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock
 
 
 def served(entries: list[Entry], *, cost: float) -> Counter[object]:
-    """How much each caller's entries have of the first work of so much cost, were each its own batch."""
+    """Each caller's part of the first `cost` of work, if each entry were a batch of its own."""
     queue, taken = queue_of(*entries, max_requests=1), Counter[object]()
     for _ in entries:
         (entry,) = queue.pop(0.0).entries
@@ -97,7 +97,7 @@ def test_callers_who_have_gone_are_forgotten() -> None:
 
 
 def test_new_callers_without_end_starve_nobody() -> None:
-    """Each of higher priority, and each with a single request."""
+    """Each has a higher priority and sends a single request."""
     low = Entry(caller="low", cost=10, priority=-8)
     queue = queue_of(low, max_requests=1)
     for caller in itertools.count():

@@ -1,4 +1,4 @@
-"""The rate that a real server learns, and whom it refuses by it: `test_pace.py` has what is learnt from what."""
+"""The rate that a real server learns, and what it refuses because of it; `test_pace.py` tests the learning itself."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import slow_kernel
 from conftest import Server
 
 SLOW = messages.random_attend(0, 1, batch=16, heads=1, softcap=1.0)
-"""Sixteen sequences for the slow kernel, of next to no FLOPs."""
+"""Sixteen sequences for the slow kernel, with almost no FLOPs."""
 HEAVY = messages.random_attend(0, 2048, heads=4, kv_heads=1, width=64)
-"""Some hundredths of a second; at the pace of the slow kernel, FLOP for FLOP, most of a minute."""
+"""A few hundredths of a second; at the slow kernel's time per FLOP, most of a minute."""
 TOGETHER = 8
 
 
@@ -30,7 +30,7 @@ def test_slow_tiny_requests_do_not_have_heavy_ones_refused(server: Server) -> No
     """Whatever ran before, heavy requests with a minute's deadline are all computed, one after the other."""
     with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
         stream = calls.Stream(channel)
-        for _ in range(2):  # before any heavy request has run, and when some have
+        for _ in range(2):  # before any heavy request has run, and after some have
             for number in range(12):
                 stream.send(calls.call(number + 1, SLOW))
                 (reply,) = stream.replies(1)

@@ -1,7 +1,7 @@
-"""Too much load, in simulated time: who comes in, whose turn it is and what that means for those who wait.
+"""Overload in simulated time: which requests are admitted, whose turn it is, and what that means for those who wait.
 
 The admission, the queue and the rate are the server's own; the device is a formula and the clock a number, so that an
-hour takes a second and every run is the same. `benchmarks/chaos/overload.py` does it to a real server.
+hour takes a second and every run is the same. `benchmarks/chaos/overload.py` does the same to a real server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_QUEUE_TIME, AGING = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Device:
-    """What a batch takes, in seconds: so much, and so much more for each request and FLOP."""
+    """The seconds that a batch takes: a constant, plus so much for each request and each FLOP."""
 
     batch: float
     request: float
@@ -47,7 +47,7 @@ LARGE = (10**10, 10**11)
 
 
 class Computed(NamedTuple):
-    """A request that was computed: when it came, how long it took, and its FLOPs."""
+    """A computed request: its arrival, its latency and its FLOPs."""
 
     arrival: float
     latency: float
@@ -56,34 +56,34 @@ class Computed(NamedTuple):
 
 @dataclass
 class Seen:
-    """What became of the requests of each caller: those computed, and when the others came that were refused."""
+    """The outcome of each caller's requests: those computed, and the arrival times of those refused."""
 
     computed: dict[Hashable, list[Computed]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def p99(self, *callers: Hashable, since: float = 0.0) -> float:
-        """Of the latencies of these callers, or of all."""
+        """The p99 latency of these callers, or of all."""
         chosen = callers or tuple(self.computed)
         latencies = [each.latency for who in chosen for each in self.computed[who] if each.arrival >= since]
         return float(np.percentile(latencies, 99))
 
     def by(self, end: float) -> list[Computed]:
-        """What was computed until then."""
+        """The requests computed by then."""
         return [each for every in self.computed.values() for each in every if each.arrival + each.latency <= end]
 
     def flops(self, caller: Hashable) -> int:
-        """Those of a caller."""
+        """The FLOPs computed for a caller."""
         return sum(each.flops for each in self.computed[caller])
 
 
 Arrival: TypeAlias = tuple[float, Hashable, int, int]
-"""When, whose, of how many FLOPs and of which priority."""
+"""Time, caller, FLOPs and priority."""
 
 
 def poisson(
     rate: float, seconds: float, sizes: Sequence[int], caller: Hashable, priority: int = 0, begin: float = 0.0
 ) -> Iterator[Arrival]:
-    """Requests of one caller, so many a second."""
+    """Requests of one caller at `rate` a second, as a Poisson process."""
     generator, now = random.Random(f"{caller} {rate}"), begin
     while (now := now + generator.expovariate(rate)) < begin + seconds:
         yield now, caller, generator.choice(sizes), priority
@@ -103,7 +103,7 @@ class Simulation:
         self._end = 0.0
 
     def serve(self, *streams: Iterator[Arrival]) -> Seen:
-        """Serves requests that come whatever becomes of them, until all are done."""
+        """Serves requests that arrive regardless of replies (open loop), until all are done."""
         for now, caller, flops, priority in heapq.merge(*streams):
             self._work_until(now)
             try:
@@ -137,14 +137,14 @@ class Simulation:
 
 
 def capacity(device: Device, sizes: Sequence[int]) -> float:
-    """Requests a second at full load, in batches as full as they can be."""
+    """Requests per second at full load, in batches as full as they can be."""
     mean = sum(sizes) / len(sizes)
     batch = max(1.0, min(MAX_BATCH_REQUESTS, MAX_BATCH_FLOPS / mean))
     return batch / (device.batch + batch * (device.request + mean * device.flop))
 
 
 def offered(times: float, device: Device, sizes: Sequence[int], callers: int, requests: int) -> tuple[Seen, float]:
-    """So many times its capacity, for as long as a server at full load takes for so many requests: what was seen, and
+    """Offers `times` the capacity for as long as a server at full load needs for `requests` requests: the outcome, and
     how long that is.
     """
     rate = capacity(device, sizes)
@@ -160,14 +160,14 @@ def offered(times: float, device: Device, sizes: Sequence[int], callers: int, re
     ids=["small requests", "mixed ones", "large ones", "an accelerator"],
 )
 def test_ten_times_the_load(device: Device, sizes: Sequence[int], requests: int, callers: int) -> None:
-    """The goodput stays, and so does the latency of what is accepted, once the queue that forms at first is done."""
+    """Goodput holds, and so does the latency of accepted requests once the initial queue has drained."""
     full, end = offered(1.5, device, sizes, callers, requests)
     steady, _ = offered(0.9, device, sizes, callers, requests)
     flood, _ = offered(10, device, sizes, callers, requests)
     for goodput in (len, lambda every: sum(each.flops for each in every)):
         assert goodput(flood.by(end)) >= 0.9 * goodput(full.by(end))
     settled = min(end / 2, 3 * MAX_QUEUE_TIME)
-    # Where requests take a fraction of a millisecond, one of each of many callers is a longer queue than is needed.
+    # Where requests take a fraction of a millisecond, one per caller, with many callers, is a longer queue than needed.
     assert flood.p99(since=settled) <= max(3 * steady.p99(), 0.1)
     if callers <= 4:  # with more, there are fewer places than callers, and chance decides
         shares = [flood.flops(caller) for caller in range(callers)]
@@ -187,7 +187,7 @@ def test_a_flood_leaves_alone_who_sends_little() -> None:
 
 def test_low_priority_gets_through_a_flood_of_high_priority() -> None:
     rate, seconds = capacity(SMALL_CPU, MIXED), 30.0
-    for low in ("flood", "another"):  # of the same caller, too
+    for low in ("flood", "another"):  # also when it is the same caller's
         seen = Simulation(SMALL_CPU).serve(
             poisson(10 * rate, seconds, MIXED[:-1], "flood", priority=8),
             poisson(0.2 * rate, seconds, MIXED[-1:], low, priority=-8),
@@ -210,7 +210,7 @@ def test_it_is_back_to_normal_when_the_flood_ends() -> None:
 
 
 def test_a_burst_after_quiet_is_taken_whole() -> None:
-    """A thousand requests at once, of a caller who sends no more: that is no overload."""
+    """A thousand requests at once from a caller that then sends no more: that is no overload."""
     burst = iter([(1.0, "burst", 10**6, 0)] * 1000)
     seen = Simulation(SMALL_CPU).serve(poisson(20, 1.0, SMALL, "before"), burst)
     assert not seen.refused

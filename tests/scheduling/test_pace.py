@@ -16,24 +16,24 @@ from attnserve_server.scheduling.pace import FIRST_FLOP_SECONDS, FIRST_REQUEST_S
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device takes for a request and a FLOP of some kind."""
+    """How long a device takes per request and per FLOP of some kind."""
 
     request: float
     flop: float
 
     def seconds(self, requests: int, flops: float) -> float:
-        """For so many requests of so many FLOPs each."""
+        """The time of `requests` requests of `flops` FLOPs each."""
         return requests * (self.request + flops * self.flop)
 
 
 FAST = Speed(3e-4, 1e-11)
 SLOW = Speed(1e-2, 4e-10)
-"""Forty times as slow, request for request and FLOP for FLOP."""
+"""Forty times as slow, per request and per FLOP."""
 TINY, HEAVY = 1e6, 3e10
 
 
 class Device:
-    """Runs batches, and tells how long they took."""
+    """Runs batches and reports how long they took."""
 
     def __init__(self, noise: float = 0.0) -> None:
         self.pace = Pace()
@@ -41,14 +41,14 @@ class Device:
         self._random = random.Random(0)
 
     def run(self, speed: Speed, *sizes: float, kind: str = "", batches: int = 200) -> None:
-        """Batches of requests of these FLOPs, in turn."""
+        """Runs batches of one request size each, cycling through these FLOPs."""
         for number in range(batches):
             size, requests = sizes[number % len(sizes)], self._random.randint(1, 16)
             seconds = speed.seconds(requests, size) * self._random.lognormvariate(0.0, self._noise)
             self.pace.learn(work(requests, size, kind), seconds)
 
     def error(self, speed: Speed, size: float, kind: str = "") -> float:
-        """How many times as long as it takes one such request is thought to take."""
+        """The ratio of the predicted to the true time of one such request."""
         return self.pace.seconds(work(1, size, kind)) / speed.seconds(1, size)
 
 
@@ -70,7 +70,7 @@ def test_small_requests_leave_alone_what_is_known_of_large_ones() -> None:
 
 
 def test_tiny_requests_to_a_slow_kernel_say_nothing_of_heavy_ones_to_a_fast_one() -> None:
-    """With one figure for all of them a heavy request was thought to take some forty times as long as it does."""
+    """With a single rate for all, a heavy request was predicted to take some forty times as long as it does."""
     device = Device(noise=0.3)
     device.run(FAST, TINY, HEAVY, kind="fast", batches=20)
     for _ in range(100):
@@ -82,7 +82,7 @@ def test_tiny_requests_to_a_slow_kernel_say_nothing_of_heavy_ones_to_a_fast_one(
 @pytest.mark.parametrize("kind", ["slow", "fast"])
 @pytest.mark.parametrize("tiny", [TINY, 10 * TINY])
 def test_a_heavy_request_after_slow_tiny_ones_is_foretold_as_soon_as_one_has_run(kind: str, tiny: float) -> None:
-    """Of the same kind, which only its requests make slow, and of a kind that has not run yet."""
+    """Of the same kind, slow only because of its requests, and of a kind that has not run yet."""
     overhead = Speed(1e-2, 1e-11)
     device = Device(noise=0.1)
     device.run(overhead, tiny, kind="slow")
@@ -128,7 +128,7 @@ def test_one_batch_that_was_held_up_changes_little() -> None:
 
 
 def test_a_first_batch_that_was_held_up_is_soon_made_up_for() -> None:
-    """By what a kernel does when it is called for the first time, such as being compiled."""
+    """Such as by a kernel's first call, which may compile it."""
     device = Device()
     device.pace.learn(work(1, 1e9), 1000 * FAST.seconds(1, 1e9))
     device.run(FAST, 1e9, batches=5)
@@ -153,7 +153,7 @@ def test_what_took_no_time_or_did_nothing_says_nothing() -> None:
 
 
 def test_few_kinds_are_remembered() -> None:
-    """Those that ran last, however many there ever were."""
+    """The most recently run ones, however many there ever were."""
     pace = Pace()
     pace.learn(work(1, 1e9, "often"), 100.0)
     for number in range(3 * MAX_KINDS):

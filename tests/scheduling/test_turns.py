@@ -1,4 +1,4 @@
-"""Whose turn it is, by a model that sees everybody: when nobody before needs the same thing, unless both share it."""
+"""Turns, checked against a model: it is one's turn when nobody earlier needs the same thing, unless both share it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ THINGS = "abcd"
 
 
 class Model:
-    """Who is there, in the order in which they entered."""
+    """Everybody present, in order of entry."""
 
     def __init__(self) -> None:
         self.present: dict[int, tuple[Set[str], bool]] = {}
 
     def ready(self) -> set[int]:
-        """Whose turn it is."""
+        """Everybody whose turn it is."""
         found, needed, alone = set(), set[str](), set[str]()
         for who, (needs, shares) in self.present.items():
             if not needs & (alone if shares else needed):
@@ -40,7 +40,7 @@ def test_turns_are_those_of_the_model(data: st.DataObject) -> None:
     entered = 0
     needs_of = st.tuples(st.lists(st.sampled_from(THINGS), unique=True, max_size=len(THINGS)), st.booleans())
     steps = data.draw(st.lists(st.one_of(st.none(), needs_of), max_size=40), label="enter, or one leaves")
-    # Behind those steps all leave who are there, whoever goes first.
+    # After those steps everybody present leaves, in any order.
     for needs in [*steps, *[None] * len(steps)]:
         before = model.ready()
         if needs is not None:
@@ -68,7 +68,7 @@ def test_of_those_who_need_the_same_thing_each_comes_after_the_one_before(needs:
     ready = [who for who, each in enumerate(needs) if turns.enter(who, each)]
     order = []
     while ready:
-        order.append(ready.pop())  # the last first: fairness is not the callers' doing
+        order.append(ready.pop())  # last first: fairness is not up to the callers
         ready += turns.leave(order[-1])
     assert sorted(order) == list(range(len(needs)))
     for thing in THINGS:
@@ -90,7 +90,7 @@ def test_who_needs_two_things_holds_up_neither_longer_than_the_order_says() -> N
 
 
 def test_who_only_shares_a_thing_has_it_together_with_others() -> None:
-    """But not before who came first and wants it alone."""
+    """But not before an earlier one that wants it exclusively."""
     turns: Turns[str] = Turns()
     assert turns.enter("one", "ab", shares=True)
     assert turns.enter("other", "a", shares=True)
@@ -105,7 +105,7 @@ def test_who_only_shares_a_thing_has_it_together_with_others() -> None:
 
 @given(st.data())
 def test_who_waits_may_give_up(data: st.DataObject) -> None:
-    """Whoever leaves, whether its turn has come or not: it is one's turn when nobody before needs the same."""
+    """One may leave whether or not its turn has come; the others' turns follow the same rule."""
     turns: Turns[int] = Turns()
     model = Model()
     needs_of = st.tuples(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), st.booleans())

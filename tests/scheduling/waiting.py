@@ -1,4 +1,4 @@
-"""What waits in a queue, in tests of the queue."""
+"""Queue entries, work and queues for tests of the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REQUESTS = 4
 
 @dataclass(eq=False)
 class Entry:
-    """Plain data."""
+    """A queue entry of plain data."""
 
     arrival: float = 0.0
     group: str = "a"
@@ -30,7 +30,7 @@ class Entry:
 
 
 def work(requests: int, flops: float, kind: str = "") -> Amount:
-    """So many requests of so many FLOPs each."""
+    """That many requests of that many FLOPs each."""
     amount = Amount()
     for _ in range(requests):
         amount.add(kind, flops)
@@ -38,7 +38,7 @@ def work(requests: int, flops: float, kind: str = "") -> Amount:
 
 
 SECOND = 1000
-"""The FLOPs that take a second: a request takes nothing but what its FLOPs do."""
+"""FLOPs per second: a request takes only as long as its FLOPs do."""
 
 
 def queue_of(

@@ -1,4 +1,4 @@
-"""The command line, in processes of their own: settings, what is said at the start, and how it ends."""
+"""The command line, in separate processes: settings, output at the start, and exit."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 EXTRA = ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
-"""What `attnserve[server]` brings, as modules."""
+"""The modules that `attnserve[server]` installs."""
 CORE = re.compile(r"[DIWEF][0-9]{4} ")
-"""How lines begin that gRPC's core writes by itself."""
+"""How log lines that gRPC's core writes by itself begin."""
 ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("ATTNSERVE_")} | {
     "PYTHONPATH": os.pathsep.join((str(ROOT / "client"), str(ROOT / "server")))
 }
@@ -84,7 +84,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict
 
 
 def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
-    """A server with these flags does not become ready, and says nothing but why; its process does something before."""
+    """Asserts that a server with these flags exits before it is ready, saying only why. `before` runs first in it."""
     addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu")
     code = f"{before}\nimport sys; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *addresses, *flags]
@@ -117,13 +117,13 @@ def test_variables_that_are_nearly_settings_are_told() -> None:
         ("ATTNSERVE_DEVCE", "ATTNSERVE_DEVICE"),
         ("ATTNSERVE_MAX_BYTE", "ATTNSERVE_MAX_BYTES"),
     ]
-    done = run_without_the_extra(ATTNSERVE_DEVCE="cpu")  # which ends at once
+    done = run_without_the_extra(ATTNSERVE_DEVCE="cpu")  # exits at once
     assert "ATTNSERVE_DEVCE is no setting: ATTNSERVE_DEVICE is" in done.stderr
 
 
 @contextmanager
 def first_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A server that is started as the first process of a container is: nothing listens to SIGTERM."""
+    """A server started like a container's first process: SIGTERM has no handler and is ignored."""
     code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code += "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
     addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
@@ -144,7 +144,7 @@ def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
 
 
 def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> None:
-    """They are in a file that never ends."""
+    """Their file never ends."""
     endless = tmp_path / "layers.toml"
     os.mkfifo(endless)
     ends: list[int] = []
@@ -164,10 +164,10 @@ def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> No
 
 
 def test_modules_are_not_looked_through_for_garbage() -> None:
-    """The event loop would stand still for so long; what is made later is looked through."""
+    """That would stall the event loop; objects made later are collected."""
     code = "import gc, sys; from attnserve_server.__main__ import main; main(sys.argv[1:])"
     code += "; print(gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()))"
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends at once
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it exits at once
         addresses = ("--listen", f"127.0.0.1:{taken.getsockname()[1]}", "--http-listen", "127.0.0.1:0")
         command = [sys.executable, "-c", code, *addresses, "--device", "cpu", "--cache-bytes", "1MiB"]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
@@ -188,9 +188,9 @@ def test_what_is_not_installed_is_one_line() -> None:
 
 
 def run_without_the_extra(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The command line where only the SDK and what it needs are installed."""
+    """Runs the command line where only the SDK and its dependencies are installed."""
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({EXTRA}))"  # which is how Python notes what cannot be imported
+        f"import sys; sys.modules.update(dict.fromkeys({EXTRA}))"  # how Python marks modules that cannot be imported
         "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, *argv]
@@ -198,7 +198,7 @@ def run_without_the_extra(*argv: str, **environ: str) -> subprocess.CompletedPro
 
 
 def test_the_command_line_stays_without_torch() -> None:
-    """What is asked for help or a token imports torch nowhere."""
+    """Neither help nor tokens import torch."""
     program = "import sys, attnserve_server.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, timeout=60, check=False).returncode == 0
 
@@ -213,7 +213,7 @@ def test_experiments_of_grpc_are_the_operators_choice(
 def test_startup_says_what_it_runs_on_and_every_setting(
     start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("GRPC_EXPERIMENTS")  # which this process has by importing the server
+    monkeypatch.delenv("GRPC_EXPERIMENTS")  # which this process has from importing the server
     startup = start_server("--max-requests", "77", "--max-batch-flops=1e9", "--cache-bytes=64MiB").startup
     assert startup["attnserve"] == __version__
     assert startup["torch"][0].isdigit()
@@ -229,7 +229,7 @@ def test_startup_says_what_it_runs_on_and_every_setting(
 
 
 def test_for_machines_every_line_is_json(start_server: Callable[..., Server], models: Models) -> None:
-    """On standard output and on standard error, from the first to the last."""
+    """On standard output and standard error, from first to last."""
     layers = str(models.directory / "layers.toml")
     server = start_server("--log-format", "json", "--max-requests", "77", "--log-level", "debug", "--layers", layers)
     facts = {fact["fact"]: fact for fact in map(json.loads, server.said)}
@@ -267,7 +267,7 @@ def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
 
 @pytest.mark.parametrize("host", loopback())
 def test_a_port_that_is_taken_on_one_address_of_a_name_is_taken(host: str) -> None:
-    """The other would be served, and callers of the name come upon either server."""
+    """Otherwise the other address would be served, and callers of the name would reach either server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as taken:
         address = f"localhost:{taken.getsockname()[1]}"

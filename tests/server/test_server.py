@@ -1,4 +1,4 @@
-"""A server from its start to its end: where it listens, and how it drains."""
+"""A server from start to end: where it listens, and how it drains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) -> None:
-    """While it drains a server is alive, not ready, and still takes requests until its delay is over."""
+    """A draining server is alive but not ready, and still accepts requests until its delay is over."""
     server = start_server("--drain-delay", "3s", "--drain-grace", "30s", *PATIENT)
     assert calls.get(server.http_address, "/readyz")[0] == 200
     requests = {number: messages.random_attend(number) for number in range(10)}
@@ -46,7 +46,7 @@ def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) 
             assert calls.get(server.http_address, "/healthz")[0] == 200
             stream.send(*late)
             device.until_waiting(len(requests))
-        replies = {reply.id: reply for reply in stream.rest()}  # the server ends the stream, and ends it well
+        replies = {reply.id: reply for reply in stream.rest()}  # the server ends the stream, with status OK
     assert replies.keys() == requests.keys()
     assert all(reply.error.code == 0 for reply in replies.values())
     for number, request in requests.items():
@@ -56,7 +56,7 @@ def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) 
 
 
 def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Server]) -> None:
-    """A reply has not left, and the delay is over: calls on a stream and unary ones are told to go elsewhere."""
+    """The delay is over and a reply is still unsent: new calls, streamed or unary, are told to go elsewhere."""
     server = start_server()
     with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
         stream = calls.Stream(channel)
@@ -120,7 +120,7 @@ def test_a_unix_socket(start_server: Callable[..., Server], tmp_path: Path) -> N
 
 
 def test_many_callers_at_once_get_their_own_answers(server: Server) -> None:
-    """Threads with channels of their own, unary, all at once: answers are not mixed up."""
+    """Unary calls from threads with channels of their own, all at once: answers are not mixed up."""
     answered: list[int] = []
     failures: list[BaseException] = []
 
@@ -174,7 +174,7 @@ def test_a_socket_that_a_dead_server_left_is_no_hindrance(start_server: Callable
 
 def test_what_is_still_computed_when_the_grace_is_over_is_cut_off(start_server: Callable[..., Server]) -> None:
     server = start_server("--drain-grace", "100ms", "--device", "cpu", "--max-request-flops", "1e13")
-    query = np.ones((4, 16384, 64), np.float64)  # which no fast kernel computes: minutes of it
+    query = np.ones((4, 16384, 64), np.float64)  # no fast kernel computes float64: this takes minutes
     with Client(server.address, retries=0) as client:
         future = client.submit(query, query, query, softcap=5.0)
         calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is admitted")

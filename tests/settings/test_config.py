@@ -90,7 +90,7 @@ def test_values_have_their_units() -> None:
         ("device", "cuda:"),
         ("threads", "-1"),
         ("threads", "two"),
-        ("max_message_bytes", "2GiB"),  # a signed 32-bit number in gRPC
+        ("max_message_bytes", "2GiB"),  # a signed 32-bit integer in gRPC
         ("max_message_bytes", "64QiB"),
         ("max_requests", "0"),
         ("max_requests", "1.5"),
@@ -106,7 +106,7 @@ def test_values_have_their_units() -> None:
         ("cache_page_bytes", "4097"),
         ("cache_page_bytes", "4000"),
         ("cache_page_bytes", "2GiB"),
-        ("cache_ttl", "1e12"),  # more than the Duration of a reply can say
+        ("cache_ttl", "1e12"),  # more than the Duration in a reply can hold
         ("max_connection_age", "721h"),  # gRPC counts milliseconds in 32 bits
         ("log_level", "loud"),
         ("log_format", "xml"),
@@ -174,7 +174,7 @@ def test_a_pool_has_a_page() -> None:
 
 
 def test_pages_are_aligned() -> None:
-    """What may be configured is what the pool takes."""
+    """Every page size that can be configured is accepted by the pool."""
     for page_bytes in (4096, 4096 + CACHE_LINE, 2**30 - CACHE_LINE):
         assert CacheStore(page_bytes, Config(cache_page_bytes=page_bytes).cache_page_bytes, 1).pool_bytes == page_bytes
 
