@@ -58,7 +58,7 @@ export function array({ dtype, data }) {
   return new ARRAYS[dtype](data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength));
 }
 
-// A server. Give a token only along with a certificate: without one, it is sent in plaintext.
+// A server. A token takes a certificate along with it: without TLS, anybody on the way could read it.
 export class Client {
   #attention;
   #caches;
@@ -67,6 +67,7 @@ export class Client {
   #streams = new Set(); // including old ones with replies outstanding
 
   constructor(address, { token, rootCertificate } = {}) {
+    if (token && !rootCertificate) throw new TypeError("token: expected rootCertificate too, since tokens go over TLS");
     const channelCredentials = rootCertificate ? credentials.createSsl(rootCertificate) : credentials.createInsecure();
     const options = { "grpc.max_receive_message_length": MAX_REPLY_BYTES, "grpc.max_send_message_length": -1 };
     this.#attention = new AttentionService(address, channelCredentials, options);

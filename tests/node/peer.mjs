@@ -8,7 +8,7 @@ import { createInterface } from "node:readline";
 import { CallError, Client } from "../../examples/node/attnserve.mjs";
 
 const [address, authority, token] = process.argv.slice(2);
-const client = new Client(address, authority ? { rootCertificate: readFileSync(authority), token } : {});
+const client = new Client(address, { rootCertificate: authority && readFileSync(authority), token });
 const asked = [];
 
 // Bytes in base64, as protobuf has them.

@@ -251,3 +251,11 @@ def test_tls_and_tokens(start_server: Callable[..., Server], ask_by: Callable[..
     for alone in (False, True):
         (error,) = ask_by(server.address, str(authority.ca), new_token()).ask(request, alone=alone)
         assert error["reason"] == "UNKNOWN_TOKEN"
+
+
+def test_a_token_is_not_sent_without_tls(node: str) -> None:
+    done = subprocess.run(
+        [node, str(PEER), "127.0.0.1:1", "", "secret"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode != 0
+    assert "token: expected rootCertificate" in done.stderr
