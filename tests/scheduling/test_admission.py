@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
+from admitted import ME, OTHER, at, counts, flood, queue_of, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import work
 
 from attnserve_server.errors import InvalidRequest, Overloaded, ShareExceeded
 from attnserve_server.scheduling.admission import (
     ALWAYS_WAIT,
     MAX_RETRY_DELAY,
     MIN_RETRY_DELAY,
-    MOST_TOLD,
     SHARE,
     Admission,
 )
-
-ME, OTHER = "me", "another"
-
-
-def counts(admission: Admission) -> tuple[int, int, int]:
-    return admission.requests, admission.bytes, admission.flops
-
-
-def refused(admission: Admission, size: int, flops: int, caller: str = ME) -> Overloaded:
-    """The error of a refused request; refusing it must not have counted anything."""
-    before = counts(admission)
-    with pytest.raises(Overloaded) as caught:
-        admission.admit(caller, size, flops)
-    assert counts(admission) == before
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -85,23 +66,6 @@ def full(flops: int, measure: Callable[[Admission], None]) -> Admission:
     return admission
 
 
-def compute(flops: int, seconds: float) -> Callable[[Admission], None]:
-    def measure(admission: Admission) -> None:
-        admission.pace.learn(work(1, flops), seconds)
-
-    return measure
-
-
-def at(flops: int, seconds: float) -> Callable[[Admission], None]:
-    """Measurements that say that so many FLOPs take so many seconds."""
-
-    def measure(admission: Admission) -> None:
-        for _ in range(200):
-            compute(flops, seconds)(admission)
-
-    return measure
-
-
 def test_the_delay_is_the_time_of_half_the_queue_at_the_measured_rate() -> None:
     queue = full(8 * 10**9, at(10**9, 0.25))  # 4e9 FLOPs a second: a queue of 2 s
     assert refused(queue, 1, 1).retry_delay == pytest.approx(1.0, rel=0.01)
@@ -118,15 +82,6 @@ def test_the_delay_follows_the_rate() -> None:
 @pytest.mark.parametrize(("flops", "delay"), [(1, MIN_RETRY_DELAY), (10**14, MAX_RETRY_DELAY)])
 def test_the_delay_is_bounded(flops: int, delay: float) -> None:
     assert refused(full(flops, at(10**9, 1.0)), 1, 1).retry_delay == delay
-
-
-def queue_of(count: int, seconds: float, max_queue_time: float, caller: str = ME) -> Admission:
-    """An admission with `count` requests in flight that take `seconds` each."""
-    admission = Admission(10**6, 10**9, 10**18, max_queue_time=max_queue_time)
-    at(10**9, seconds)(admission)
-    for _ in range(count):
-        admission.admit(caller, 1, 10**9)
-    return admission
 
 
 def test_a_queue_is_bounded_by_the_time_it_takes() -> None:
@@ -157,15 +112,6 @@ def test_without_a_bound_on_time_there_is_none() -> None:
 
 def test_an_idle_server_takes_anything_whatever_it_has_measured() -> None:
     queue_of(1, 10**6, 0.001)
-
-
-def flood(admission: Admission, caller: str, size: int, flops: int) -> Overloaded:
-    """Sends requests of one caller until one is refused; returns the error."""
-    while True:
-        try:
-            admission.admit(caller, size, flops)
-        except Overloaded as error:
-            return error
 
 
 @pytest.mark.parametrize("bound", ["requests", "bytes", "flops", "queue_time"])
@@ -276,86 +222,3 @@ def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[in
     for each in inside:
         out(*each)
     assert counts(admission) == (0, 0, 0)
-
-
-def overdone() -> Admission:
-    """An admission in which one caller waits that has used up its share of the queue time."""
-    admission = queue_of(0, 0.1, 1.0)
-    flood(admission, ME, 1, 10**9)
-    return admission
-
-
-def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    admission = overdone()
-    told = [refused(admission, 2, 10**9)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Admission, "_check_room", None)
-        told.append(refused(admission, 3, 10**9))
-        told.append(refused(admission, 1, 10**9))
-    first, again, smaller = told
-    assert first is not again is not smaller, "one that is raised twice would keep alive what it met the first time"
-    assert {each.encoded_status() for each in told} == {first.encoded_status()}
-    assert {(type(each), each.rejection, each.retry_delay, str(each)) for each in told} == {
-        (type(first), first.rejection, first.retry_delay, str(first))
-    }
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda admission: admission.computed(ME, 10**9),
-        lambda admission: admission.release(ME, 1),
-        lambda admission: admission.recount(ME, (1, 10**9), (2, 2 * 10**9), 0),
-        lambda admission: admission.again(ME, 10**9, ""),
-        lambda admission: admission.admit(OTHER, 1, 10**9),
-        lambda admission: at(10**9, 0.01)(admission),
-    ],
-    ids=["computed", "release", "recount", "again", "admit of another", "learn"],
-)
-def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
-    change: Callable[[Admission], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admission = overdone()
-    refused(admission, 1, 10**9)
-    looks = []
-    change(admission)
-    look = Admission._check_room
-    monkeypatch.setattr(Admission, "_check_room", lambda self, *given: (looks.append(given), look(self, *given)))
-    with suppress(Overloaded):
-        admission.check(ME, 1)
-    assert looks == [(ME, 1)]
-
-
-def test_what_is_refused_for_its_size_says_nothing_of_what_is_smaller() -> None:
-    admission = Admission(max_requests=9, max_bytes=100, max_flops=10**9)
-    admission.admit(OTHER, 60, 1)
-    assert refused(admission, 41, 1).bound == "bytes"
-    admission.check(ME, 40)
-
-
-def test_of_few_callers_is_remembered_what_they_were_told() -> None:
-    admission = Admission(max_requests=1, max_bytes=100, max_flops=10**9)
-    admission.admit(OTHER, 1, 1)
-    for caller in range(3 * MOST_TOLD):
-        assert refused(admission, 1, 1, str(caller)).bound == "requests"
-    assert len(admission._told) <= MOST_TOLD
-
-
-def test_what_was_told_keeps_nothing_of_the_request_alive() -> None:
-    admission = overdone()
-
-    class Message(bytearray):
-        """One that can be watched."""
-
-    message = Message(10)
-    gone = weakref.ref(message)
-
-    def receive(message: Message) -> None:
-        for _ in range(2):
-            with pytest.raises(Overloaded):
-                admission.check(ME, len(message))
-
-    receive(message)
-    del message
-    gc.collect()
-    assert gone() is None

@@ -1,15 +1,22 @@
-"""Remembered refusals decide nothing: exactly the same requests are admitted or refused as without remembering."""
+"""Refusals are remembered, so that callers who ask again are refused cheaply. That decides nothing: exactly the same
+requests are admitted or refused as without remembering.
+"""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
+import pytest
+from admitted import ME, OTHER, at, flood, queue_of, refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 from waiting import work
 
 from attnserve_server.errors import Overloaded
-from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.admission import MOST_TOLD, Admission
 from attnserve_server.scheduling.pace import Pace
 
 Action = tuple[str, str, int, int]
@@ -89,3 +96,86 @@ def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_ti
         assert refused is expected
         stands, expected_stands = (life.admission._stands for life in lives)
         assert stands is expected_stands, "whether the queue stays"
+
+
+def overdone() -> Admission:
+    """An admission in which one caller waits that has used up its share of the queue time."""
+    admission = queue_of(0, 0.1, 1.0)
+    flood(admission, ME, 1, 10**9)
+    return admission
+
+
+def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = overdone()
+    told = [refused(admission, 2, 10**9)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "_check_room", None)
+        told.append(refused(admission, 3, 10**9))
+        told.append(refused(admission, 1, 10**9))
+    first, again, smaller = told
+    assert first is not again is not smaller, "one that is raised twice would keep alive what it met the first time"
+    assert {each.encoded_status() for each in told} == {first.encoded_status()}
+    assert {(type(each), each.rejection, each.retry_delay, str(each)) for each in told} == {
+        (type(first), first.rejection, first.retry_delay, str(first))
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda admission: admission.computed(ME, 10**9),
+        lambda admission: admission.release(ME, 1),
+        lambda admission: admission.recount(ME, (1, 10**9), (2, 2 * 10**9), 0),
+        lambda admission: admission.again(ME, 10**9, ""),
+        lambda admission: admission.admit(OTHER, 1, 10**9),
+        lambda admission: at(10**9, 0.01)(admission),
+    ],
+    ids=["computed", "release", "recount", "again", "admit of another", "learn"],
+)
+def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
+    change: Callable[[Admission], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = overdone()
+    refused(admission, 1, 10**9)
+    looks = []
+    change(admission)
+    look = Admission._check_room
+    monkeypatch.setattr(Admission, "_check_room", lambda self, *given: (looks.append(given), look(self, *given)))
+    with suppress(Overloaded):
+        admission.check(ME, 1)
+    assert looks == [(ME, 1)]
+
+
+def test_what_is_refused_for_its_size_says_nothing_of_what_is_smaller() -> None:
+    admission = Admission(max_requests=9, max_bytes=100, max_flops=10**9)
+    admission.admit(OTHER, 60, 1)
+    assert refused(admission, 41, 1).bound == "bytes"
+    admission.check(ME, 40)
+
+
+def test_of_few_callers_is_remembered_what_they_were_told() -> None:
+    admission = Admission(max_requests=1, max_bytes=100, max_flops=10**9)
+    admission.admit(OTHER, 1, 1)
+    for caller in range(3 * MOST_TOLD):
+        assert refused(admission, 1, 1, str(caller)).bound == "requests"
+    assert len(admission._told) <= MOST_TOLD
+
+
+def test_what_was_told_keeps_nothing_of_the_request_alive() -> None:
+    admission = overdone()
+
+    class Message(bytearray):
+        """One that can be watched."""
+
+    message = Message(10)
+    gone = weakref.ref(message)
+
+    def receive(message: Message) -> None:
+        for _ in range(2):
+            with pytest.raises(Overloaded):
+                admission.check(ME, len(message))
+
+    receive(message)
+    del message
+    gc.collect()
+    assert gone() is None
