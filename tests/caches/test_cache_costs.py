@@ -169,6 +169,20 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     assert cache.users == 0
 
 
+async def test_a_truncation_that_is_sent_again_announces_no_room(bench: Bench) -> None:
+    """It cuts off nothing, even if the cache has grown to the length that it expects; another one does."""
+    cache = bench.store.create(CacheShape(2, 8, 8, 1, "float32"), None, 0.0)
+    bench.store.truncate(cache, 0, truncation_id=7)
+    reservation = bench.store.reserve([(cache, 0, 9)], 0.0)
+    bench.store.place(reservation, 0.0)
+    bench.store.cancel(reservation)
+    for truncation_id, coming in ((7, 9), (8, 4)):
+        operation = Truncate(bench.host, (Use(cache, 0, 0, 9),), 0, 4, truncation_id)
+        operation.enter()
+        assert cache.coming_length(0) == coming
+        operation.leave()
+
+
 def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store() -> None:
     host = Host(CacheStore(1 << 20, 1 << 16, 10), cast(Any, None))
     query = np.zeros((8, 1, 64), np.float32)
