@@ -32,8 +32,9 @@ demo: $(VENV)/.demo ## start the service and embed sentences through it with a r
 serve: $(VENV)/.demo ## run the service until interrupted
 	$(BIN)/attnserve-server $(ARGS)
 
-test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+# Each file is one worker's. A worker takes up to 2 GB, and starts servers of its own: `ARGS="-n 0"` tests without.
+test: $(VENV)/.dev ## run the tests, up to four files at a time
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
 	$(BIN)/ruff format --check .

@@ -89,7 +89,11 @@ def test_a_file_that_is_not_in_order(text: str, words: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("secret", [tokens.new_token(), HASH[:-1], "md5:" + 64 * "a", "sha256:" + 64 * "g"])
+@pytest.mark.parametrize(
+    "secret",
+    [tokens.new_token(), HASH[:-1], "md5:" + 64 * "a", "sha256:" + 64 * "g"],
+    ids=["the token itself", "a digit short", "another hash", "not a hash"],
+)
 def test_a_token_in_the_place_of_its_hash_is_not_shown(secret: str, tmp_path: Path) -> None:
     file = tmp_path / "callers.toml"
     file.write_text(f'[[tokens]]\nname = "a"\nroles = ["use"]\nhash = "{secret}"')
