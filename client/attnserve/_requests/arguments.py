@@ -92,7 +92,8 @@ def count(field: str, value: Any, least: int, bits: int) -> int:
     """An integer of any type, at least `least` and less than 2 to the power of `bits`."""
     index = integer(field, value, 64)
     if not least <= index < 1 << bits:
-        raise InvalidRequestError(f"{field}: expected an integer of {least} or more, found {index}", field=field)
+        expected = f"an integer of {least} or more" if index < least else f"an integer below 2**{bits}"
+        raise InvalidRequestError(f"{field}: expected {expected}, found {index}", field=field)
     return index
 
 

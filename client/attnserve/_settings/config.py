@@ -138,7 +138,7 @@ def checked_timeout(timeout: Any) -> float | None:
         return None
     try:
         seconds = float(timeout)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not (seconds >= 0 and math.isfinite(seconds)):
         raise InvalidRequestError(f"timeout: expected seconds, 0 or more, or None, found {timeout!r}", field="timeout")
