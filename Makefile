@@ -32,9 +32,10 @@ demo: $(VENV)/.demo ## start the service and embed sentences through it with a r
 serve: $(VENV)/.demo ## run the service until interrupted
 	$(BIN)/attnserve-server $(ARGS)
 
-# Each file is one worker's. A worker takes up to 2 GB, and starts servers of its own: `ARGS="-n 0"` tests without.
-test: $(VENV)/.dev ## run the tests, up to four files at a time
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Servers and kernels use several processors each, so on two there is nothing to gain by testing several files at a
+# time. With more: `ARGS="-n 4 --dist loadfile"`. Each worker takes up to 2 GB, and starts servers of its own.
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
 	$(BIN)/ruff format --check .

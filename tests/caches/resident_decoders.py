@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Models, Server
 from decoders import MISTRAL, write_mistral
+from occupied import PATIENT
 
 from attnserve import Client
 
@@ -38,6 +39,7 @@ def cached_server(
         "4096",
         "--cache-bytes",
         "16777216",
+        *PATIENT,
     )
     server = Server(flags, tmp_path_factory.mktemp("cached-server") / "stderr")
     yield server

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import calls
 import grpc
 import numpy as np
 import pytest
 import torch
-from calls import PATIENCE_S
 from checkpoints import VOCABULARY
 from conftest import Server
 from decoders import create_cache
+from occupied import Occupied
 from resident_decoders import cached_server, client, modules, seed
 
 from attnserve import Cache, Client, FailedPreconditionError, InvalidRequestError, NotFoundError
@@ -34,18 +35,15 @@ def floats(*shape: int) -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(dtype="DATA_TYPE_FLOAT64", shape=shape, data=np.ones(shape).tobytes())
 
 
-def replies(server: Server, requests: Sequence[pb.ApplyRequest]) -> list[pb.AttendStreamReply]:
-    """The replies to calls sent in one message, in their order."""
-    calls = [pb.AttendStreamCall(id=n, apply=request) for n, request in enumerate(requests)]
-    message = pb.AttendStreamRequest(calls=calls).SerializeToString()
+def replies(server: Server, requests: Sequence[pb.ApplyRequest], *, waiting: int = 0) -> list[pb.AttendStreamReply]:
+    """The replies to calls sent in one message, in their order. None runs before so many of them wait."""
     with grpc.insecure_channel(server.address) as channel:
-        method: Any = channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")
-        found = [
-            reply
-            for received in method(iter([message]), timeout=PATIENCE_S)
-            for reply in pb.AttendStreamResponse.FromString(received).replies
-        ]
-    return sorted(found, key=lambda reply: reply.id)
+        stream = calls.Stream(channel)
+        with Occupied(server) as device:  # however long it takes to read them
+            stream.send(*(pb.AttendStreamCall(id=n, apply=request) for n, request in enumerate(requests)))
+            stream.half_close()
+            device.until_waiting(waiting)
+        return sorted(stream.rest(), key=lambda reply: reply.id)
 
 
 def test_requests_with_caches_share_batches(client: Client, cached_server: Server) -> None:
@@ -53,7 +51,8 @@ def test_requests_with_caches_share_batches(client: Client, cached_server: Serve
     caches = [create_cache(client, "gpt2") for _ in range(3)]
     with_caches = [pb.ApplyRequest(layer="gpt2", caches=[reference(cache)], input=ids(4)) for cache in caches]
     without = [pb.ApplyRequest(layer="gpt2", input=ids(4))] * 2
-    found = replies(cached_server, [with_caches[0], without[0], with_caches[1], without[1], with_caches[2]])
+    mixed = [with_caches[0], without[0], with_caches[1], without[1], with_caches[2]]
+    found = replies(cached_server, mixed, waiting=len(mixed))
     assert [reply.apply.batch_size for reply in found] == [3, 2, 3, 2, 3]
     assert [list(reply.apply.cache_lengths) for reply in found] == [[4], [], [4], [], [4]]
     assert len({reply.apply.output.data for reply in found[::2]}) == 1

@@ -105,13 +105,15 @@ def test_two_servers_do_not_share_a_port(server: Server) -> None:
 
 def test_a_unix_socket(start_server: Callable[..., Server], tmp_path: Path) -> None:
     path = tmp_path / "s"
-    server = start_server("--listen", f"unix:{path}", "--max-batch-requests", "3", "--threads", "1")
+    server = start_server("--listen", f"unix:{path}", "--max-batch-requests", "3", "--threads", "1", *PATIENT)
     assert server.address == f"unix:{path}"
     assert path.is_socket()
     request = messages.random_attend(0)
     with grpc.insecure_channel(server.address) as channel:
         stream = calls.Stream(channel)
-        stream.send(*(calls.call(number, request) for number in range(7)))
+        with Occupied(server) as device:  # however long it takes to read them
+            stream.send(*(calls.call(number, request) for number in range(7)))
+            device.until_waiting(7)
         replies = stream.replies(7)
         assert sorted(reply.attend.batch_size for reply in replies) == [1, 3, 3, 3, 3, 3, 3]
         info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
