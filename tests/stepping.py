@@ -17,8 +17,8 @@ import torch
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import ALL_ROLES, Caller
-from attnserve_server.caches.at_once import CachesAtOnce, Turn
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.fast_path import CacheFastPath, Turn
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
@@ -54,7 +54,7 @@ class Stepping:
         self.messages = of
         self.store = CacheStore(pages * PAGE_BYTES, PAGE_BYTES, 1000)
         self.host = Host(self.store, PagePool(pages * PAGE_BYTES, PAGE_BYTES, device.torch_device))
-        self.at_once = CachesAtOnce(self.host, of, DEFAULT_LIMITS)
+        self.fast_path = CacheFastPath(self.host, of, DEFAULT_LIMITS)
 
     def create(
         self,
@@ -91,17 +91,17 @@ class Stepping:
             message = request.SerializeToString()
             read = self.read(message, owner)
             assert isinstance(read, CachedRequest)
-            layout = self.at_once.layout_of(read)
+            layout = self.fast_path.layout_of(read)
             found.append(
                 layout is not None
-                and self.messages.learn(self.at_once.key_of(read), layout, read.payloads, 0, len(message))
+                and self.messages.learn(self.fast_path.key_of(read), layout, read.payloads, 0, len(message))
             )
         return found
 
     def turn(self, message: bytes, owner: str | None = None, most: int = MOST) -> Turn | None:
         """The turn of the requests in a message, all of them to caches; None if they cannot be answered at once."""
         asked = self.messages.read_message(message, 64)
-        return self.at_once.begin(owner, asked, message, most) if asked.requests > 0 else None
+        return self.fast_path.begin(owner, asked, message, most) if asked.requests > 0 else None
 
     def answer(self, message: bytes, owner: str | None = None) -> list[pb.AttendResponse] | None:
         """The replies, if the message can be answered at once."""

@@ -17,7 +17,7 @@ from attnserve_server import __version__
 from attnserve_server.access.callers import Callers
 from attnserve_server.access.grants import GrantsFile
 from attnserve_server.access.tls import ServerTls
-from attnserve_server.caches.at_once import CachesAtOnce
+from attnserve_server.caches.fast_path import CacheFastPath
 from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.request import read_attend
 from attnserve_server.devices import Device, DeviceError, open_device
@@ -142,7 +142,7 @@ class Server:
                 self.device.messages,
                 min(config.max_message_calls, config.max_batch_requests),
                 config.max_message_bytes,
-                CachesAtOnce(self.caches, self.device.messages, limits),
+                CacheFastPath(self.caches, self.device.messages, limits),
             )
         self._service = AttentionService(
             self.engine,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.pool import PageAllocator
-from attnserve_server.caches.stretches import FreeStretches
 
 
 def taken(allocator: PageAllocator, count: int, behind: int | None = None) -> list[int]:
@@ -45,11 +45,11 @@ def test_a_run_starts_half_way_only_behind_a_layer_that_may_grow() -> None:
     assert taken(allocator, 2) == [6, 7]
 
 
-def test_pages_come_from_the_longest_stretches_when_none_is_long_enough() -> None:
+def test_pages_come_from_the_longest_extents_when_none_is_long_enough() -> None:
     allocator = PageAllocator(12)
     pages = taken(allocator, 12)
     allocator.release([1, 2, 5, 6, 7, 10])
-    assert [*allocator.free_stretches()] == [range(1, 3), range(5, 8), range(10, 11)]
+    assert [*allocator.free_extents()] == [range(1, 3), range(5, 8), range(10, 11)]
     assert taken(allocator, 6) == [5, 6, 7, 1, 2, 10]
     assert len(pages) == 12
     assert allocator.free == 0
@@ -64,7 +64,7 @@ def test_a_page_is_free_when_its_last_holder_has_let_go() -> None:
     allocator.release(pages)
     assert (allocator.used, allocator.saved, allocator.free) == (2, 0, 2)
     allocator.release(pages[:2])
-    assert allocator.free_stretches() == [range(4)]
+    assert allocator.free_extents() == [range(4)]
     assert not allocator.holders().any()
 
 
@@ -87,34 +87,34 @@ def test_a_pool_without_pages_has_none() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 40)), max_size=80))
-def test_stretches_are_what_a_set_of_free_pages_says(steps: list[tuple[bool, int, int]]) -> None:
-    """Against a set: pages are freed in any order and shape; stretches never overlap, touch or lose a page."""
-    stretches, free, held = FreeStretches(40), set(range(40)), list[int]()
+def test_extents_are_what_a_set_of_free_pages_says(steps: list[tuple[bool, int, int]]) -> None:
+    """Against a set: pages are freed in any order and shape; extents never overlap, touch or lose a page."""
+    extents, free, held = FreeExtents(40), set(range(40)), list[int]()
     for gives, count, place in steps:
         if gives and held:
             page = held.pop(place % len(held))
-            stretches.add(page, page + 1)
+            extents.add(page, page + 1)
             free.add(page)
         elif free:
-            longest = stretches.longest()
+            longest = extents.longest()
             assert len(longest) == max(map(len, runs(free)))
             start = longest.start + place % len(longest)
-            pages = stretches.take(longest, start, min(count, longest.stop - start))
+            pages = extents.take(longest, start, min(count, longest.stop - start))
             assert free.issuperset(pages)
             free.difference_update(pages)
             held.extend(pages)
-        assert [*stretches] == runs(free)
-        assert stretches.pages == len(free)
-        assert all(stretches.beginning_at(run.start) == run for run in runs(free))
-        assert not any(stretches.beginning_at(page) for page in held)
+        assert [*extents] == runs(free)
+        assert extents.pages == len(free)
+        assert all(extents.beginning_at(run.start) == run for run in runs(free))
+        assert not any(extents.beginning_at(page) for page in held)
 
 
 def test_old_entries_are_forgotten() -> None:
-    """The heap of lengths stays in proportion to the stretches, however often they have changed."""
-    stretches = FreeStretches(10_000)
+    """The heap of lengths stays in proportion to the extents, however often they have changed."""
+    extents = FreeExtents(10_000)
     for page in range(9_999):
-        stretches.take(stretches.beginning_at(page), page, 1)
-    assert len(stretches._by_length) < 100
+        extents.take(extents.beginning_at(page), page, 1)
+    assert len(extents._by_length) < 100
 
 
 def runs(pages: set[int]) -> list[range]:

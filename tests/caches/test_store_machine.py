@@ -342,7 +342,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         held = self.holders()
         allocator = self.store._allocator
         assert [held[page] for page in range(PAGES)] == allocator.holders().tolist()
-        assert {page for stretch in allocator.free_stretches() for page in stretch} == set(range(PAGES)) - set(held)
+        assert {page for extent in allocator.free_extents() for page in extent} == set(range(PAGES)) - set(held)
         assert self.store.free_pages + self.store.used_bytes // PAGE_BYTES == PAGES
         promised = sum(layer.promised for model in self.models for layer in model.cache.layers)
         assert promised == self.store.reserved_pages <= self.store.free_pages

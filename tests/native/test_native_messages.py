@@ -120,7 +120,7 @@ def test_references_that_are_unusual_are_for_others(
     usual = b"\x62" + bytes([len(reference)]) + b"\x0a" + bytes([len(name)]) + name.encode() + rest
     unusual = b"\x62" + bytes([len(reference)]) + reference + rest
     request.caches[0].name = caches.create(3).name
-    (layout,) = [caches.at_once.layout_of(caches.read(request.SerializeToString()))]
+    (layout,) = [caches.fast_path.layout_of(caches.read(request.SerializeToString()))]
     assert layout is not None
     _, payloads = _wire.find(pb.AttendRequest, usual)
     assert native.learn(field, layout, payloads, 0, len(usual))

@@ -34,7 +34,7 @@ class Path:
         self.bench = Bench(device)
         self.caches = Stepping(device, Messages(device.native, lambda effort: None))
         of = self.caches.messages
-        self.path = FastPath(self.bench.engine, self.bench.metrics, of, 64, 1 << 20, self.caches.at_once)
+        self.path = FastPath(self.bench.engine, self.bench.metrics, of, 64, 1 << 20, self.caches.fast_path)
 
     def answer(self, request: pb.AttendRequest) -> pb.AttendResponse | None:
         """The fast path's answer to a message with one call, which is then sent; None if the request has to take the

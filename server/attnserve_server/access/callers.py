@@ -3,7 +3,7 @@
 In: the context of an RPC. Out: a `Caller`, resolved once per RPC (per stream, not per call on it), which is passed to
 the readers of requests and the services, and by whose `share` the queue counts.
 
-A caller proves who it is by a bearer token or by its certificate (mutual TLS); the file of callers says what it may do
+A caller proves who it is by a bearer token or by its certificate (mutual TLS); the callers file says what it may do
 (see `grants`). Without that file, any caller with a certificate may use the service, and where none are asked for,
 anybody may do everything.
 """
@@ -63,7 +63,7 @@ def certified(name: str) -> Caller:
 
 
 class Callers:
-    """Identifies callers: by a file of callers, by certificates, by both, or not at all."""
+    """Identifies callers: by a callers file, by certificates, by both, or not at all."""
 
     def __init__(self, grants: GrantsFile | None = None, *, certificates: bool = False) -> None:
         self._grants = grants
@@ -87,7 +87,7 @@ class Callers:
     def authorize(self, authorization: str | None, role: Role) -> None:
         """Raises Unauthenticated or PermissionDenied unless an HTTP header proves a caller that has the role.
 
-        Without a file of callers, everybody has it.
+        Without a callers file, everybody has it.
         """
         if self._grants is not None:
             _of_token(self._grants.current, authorization).require(role)

@@ -37,7 +37,7 @@ _KEY_BYTES: Final = 8
 
 
 class GrantsError(StartError):
-    """The file of callers cannot be used. The message says where it is wrong, and quotes no hash."""
+    """The callers file cannot be used. The message says where it is wrong, and quotes no hash."""
 
     exit_status = 2
 

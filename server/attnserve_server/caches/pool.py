@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from attnserve_server.caches.stretches import FreeStretches
+from attnserve_server.caches.free_extents import FreeExtents
 
 
 class PageAllocator:
@@ -26,12 +26,12 @@ class PageAllocator:
         # True for the last page of an allocation, until its layer has others behind it. Free pages may have either.
         self._grows = np.zeros(pages, np.bool_)
         self._held = 0
-        self._stretches = FreeStretches(pages)
+        self._extents = FreeExtents(pages)
 
     @property
     def free(self) -> int:
         """Pages that nobody holds, promised or not."""
-        return self._stretches.pages
+        return self._extents.pages
 
     @property
     def available(self) -> int:
@@ -57,7 +57,7 @@ class PageAllocator:
     def allocate(self, count: int, behind: int | None = None) -> list[int]:
         """Takes promised pages for a layer whose last page is `behind`; each has one holder.
 
-        First the free pages right behind that one, then adjacent ones out of the longest stretches.
+        First the free pages right behind that one, then adjacent ones out of the longest extents.
         """
         self.reserve(-count)
         if not count:
@@ -65,9 +65,9 @@ class PageAllocator:
         pages: list[int] = []
         if behind is not None:
             self._grows[behind] = False
-            stretch = self._stretches.beginning_at(behind + 1)
-            if stretch:
-                pages.extend(self._stretches.take(stretch, stretch.start, min(count, len(stretch))))
+            extent = self._extents.beginning_at(behind + 1)
+            if extent:
+                pages.extend(self._extents.take(extent, extent.start, min(count, len(extent))))
         while len(pages) < count:
             pages.extend(self._take_longest(count - len(pages)))
         self._grows[pages] = False
@@ -77,16 +77,16 @@ class PageAllocator:
         return pages
 
     def _take_longest(self, count: int) -> range:
-        """Up to `count` adjacent pages out of the longest stretch.
+        """Up to `count` adjacent pages out of the longest extent.
 
-        If the stretch lies behind the last page of a layer, which may grow into it too, each of the two gets half of
+        If the extent lies behind the last page of a layer, which may grow into it too, each of the two gets half of
         what is left. Otherwise layers that grow at the same time would take alternate pages.
         """
-        stretch = self._stretches.longest()
-        count = min(count, len(stretch))
-        is_behind_a_layer = stretch.start > 0 and self._grows[stretch.start - 1]
-        gap = (len(stretch) - count) // 2 if is_behind_a_layer else 0
-        return self._stretches.take(stretch, stretch.start + gap, count)
+        extent = self._extents.longest()
+        count = min(count, len(extent))
+        is_behind_a_layer = extent.start > 0 and self._grows[extent.start - 1]
+        gap = (len(extent) - count) // 2 if is_behind_a_layer else 0
+        return self._extents.take(extent, extent.start + gap, count)
 
     def share(self, pages: Sequence[int]) -> None:
         """Adds a holder to each of these pages, all different."""
@@ -104,12 +104,12 @@ class PageAllocator:
         freed = np.sort(held[holders == 0])
         if not freed.size:
             return
-        # Where page numbers are not consecutive, one stretch ends and another begins.
+        # Where page numbers are not consecutive, one extent ends and another begins.
         breaks = np.flatnonzero(np.diff(freed) != 1)
         firsts = freed[np.concatenate(([0], breaks + 1))].tolist()
         lasts = freed[np.concatenate((breaks, [-1]))].tolist()
         for first, last in zip(firsts, lasts, strict=True):
-            self._stretches.add(first, last + 1)
+            self._extents.add(first, last + 1)
 
     def is_shared(self, page: int) -> bool:
         """Whether a page has more than one holder."""
@@ -123,6 +123,6 @@ class PageAllocator:
         """How many holders each page has."""
         return self._holders.copy()
 
-    def free_stretches(self) -> list[range]:
-        """The free pages, as stretches of adjacent ones."""
-        return list(self._stretches)
+    def free_extents(self) -> list[range]:
+        """The free pages, as extents of adjacent ones."""
+        return list(self._extents)

@@ -20,7 +20,7 @@ from attnserve_server.scheduling.watchdog import SLOWEST_FLOPS
 
 if TYPE_CHECKING:
     from attnserve_server.access.callers import Caller
-    from attnserve_server.caches.at_once import CachesAtOnce, Turn
+    from attnserve_server.caches.fast_path import CacheFastPath, Turn
     from attnserve_server.native.messages import Asked, Messages
     from attnserve_server.observability.metrics import Metrics
     from attnserve_server.requests.work import Work
@@ -55,7 +55,7 @@ class FastPath:
         messages: Messages,
         max_requests: int,
         max_reply_bytes: int,
-        caches: CachesAtOnce | None = None,
+        caches: CacheFastPath | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -127,7 +127,7 @@ class FastPath:
         finally:
             if turn is not None:
                 turn.end(failed=answer is None)
-        engine.computed_at_once(caller.share, size, requests, compute_ns * 1e-9)
+        engine.computed_inline(caller.share, size, requests, compute_ns * 1e-9)
         encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
         self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
         self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)

@@ -2,8 +2,8 @@
 
 In: a device and entries of one group. Out: results or errors, each with the entries that it is for. A batch that fails
 is computed again request by request; one that then finds no memory beside another batch is computed once more without
-that (`company.py`). What a request appends to caches has its place already, so writing it again changes nothing. If the
-device is lost, the whole batch fails.
+that (`shared_lock.py`). What a request appends to caches has its place already, so writing it again changes nothing.
+If the device is lost, the whole batch fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
 from attnserve_server.requests.work import BatchResult, Work
-from attnserve_server.scheduling.company import Company
+from attnserve_server.scheduling.shared_lock import SharedLock
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -34,37 +34,37 @@ E = TypeVar("E", bound=Entry)
 
 
 def compute(
-    device: Device, entries: list[E], company: Company | None = None
+    device: Device, entries: list[E], lock: SharedLock | None = None
 ) -> list[tuple[list[E], BatchResult | RequestError]]:
     """Computes a batch. Returns all entries in their order, each with its outcome; `DeviceFailed` is for all of them.
 
-    `company` is given if the device may compute another batch meanwhile.
+    `lock` is given if the device may compute another batch meanwhile.
     """
-    if company is None:
+    if lock is None:
         whole = _attempt(device, entries)
     elif len(entries) == 1:
-        whole = _attempt_with_room(device, entries, company)
+        whole = _attempt_with_room(device, entries, lock)
     else:
-        with company.together():
+        with lock.shared():
             whole = _attempt(device, entries)
     if len(entries) == 1 or isinstance(whole, BatchResult | DeviceFailed):
         return [(entries, whole)]
     parts: list[tuple[list[E], BatchResult | RequestError]] = []
     for entry in entries:
-        part = _attempt(device, [entry]) if company is None else _attempt_with_room(device, [entry], company)
+        part = _attempt(device, [entry]) if lock is None else _attempt_with_room(device, [entry], lock)
         if isinstance(part, DeviceFailed):
             return [(entries, part)]
         parts.append(([entry], part))
     return parts
 
 
-def _attempt_with_room(device: Device, entries: Sequence[Entry], company: Company) -> BatchResult | RequestError:
+def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLock) -> BatchResult | RequestError:
     """Computes one request, beside another batch or, if there is no memory for both, alone."""
-    with company.together():
+    with lock.shared():
         found = _attempt(device, entries)
     if not isinstance(found, OutOfMemory):
         return found
-    with company.alone():
+    with lock.exclusive():
         return _attempt(device, entries)
 
 

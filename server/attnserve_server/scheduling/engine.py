@@ -25,12 +25,12 @@ from attnserve_server.errors import (
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batch_times import BatchTimes
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.deadlines import Deadlines
 from attnserve_server.scheduling.delivery import Delivery
 from attnserve_server.scheduling.entry import Entry, Held
-from attnserve_server.scheduling.laps import Laps
-from attnserve_server.scheduling.waiting_room import WaitingRoom
+from attnserve_server.scheduling.pending import PendingRequests
 from attnserve_server.scheduling.worker import Part, Run, Worker
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class Engine:
         self._max_wait = max_wait
         self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
-        self._room = WaitingRoom(queue, admission, self._delivery, metrics)
+        self._pending = PendingRequests(queue, admission, self._delivery, metrics)
         self._deadlines = Deadlines(queue, admission.pace)
-        self._laps = Laps(admission.pace, self._deadlines)
+        self._batch_times = BatchTimes(admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
         self._next_step: asyncio.Handle | None = None
         self._waits = False
@@ -108,7 +108,7 @@ class Engine:
         self.check_open()
         if entry.deadline < inf:
             self._deadlines.check(entry, self.worker.free_at)
-        self._room.enter(entry)
+        self._pending.enter(entry)
         self._idle.clear()
 
     def hurry(self) -> None:
@@ -132,7 +132,7 @@ class Engine:
         """Cancels entries that nobody waits for any longer. They are replied to in the loop's next turn; those that are
         already running go on.
         """
-        if self._room.cancel(entries) and self._drop_due is None:
+        if self._pending.cancel(entries) and self._drop_due is None:
             self._drop_due = self._loop.call_soon(self._drop_cancelled)
 
     @property
@@ -144,13 +144,13 @@ class Engine:
         """Whether a free engine would take that many requests of a caller, of `size` bytes together."""
         return self._admission.has_room_for(caller, size, requests)
 
-    def computed_at_once(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
+    def computed_inline(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
         """Takes such requests, which have meanwhile been computed in `seconds`. No rate is learnt from that: in a
         queue, each takes longer. The caller of this calls `release` when they have been replied to.
         """
         self._admission.admit_computed(caller, size, requests)
         self._idle.clear()
-        self.worker.computed_at_once(seconds)
+        self.worker.computed_inline(seconds)
 
     def release(self, *held: Held) -> None:
         """Releases admitted requests of one caller, whose replies have been sent or never will be."""
@@ -175,7 +175,7 @@ class Engine:
     @property
     def waiting_for_turns(self) -> int:
         """How many admitted requests wait for something that others before them need."""
-        return self._room.waiting_for_turns
+        return self._pending.waiting_for_turns
 
     @property
     def stuck(self) -> bool:
@@ -204,7 +204,7 @@ class Engine:
         except Exception:  # callers of what it holds learn that when the process ends
             logger.exception("the queue is broken")
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
-        for entry in dict.fromkeys([*waiting, *self._room.all_at_turns()]):
+        for entry in dict.fromkeys([*waiting, *self._pending.all_at_turns()]):
             if not entry.answered:
                 self._delivery.reply(entry, DeviceFailed())
         self.failed.set()
@@ -253,10 +253,10 @@ class Engine:
         if self.failure is not None:
             return
         begin = perf_counter()
-        self._laps.learn(begin)
+        self._batch_times.learn(begin)
         batch = self._queue.pop(begin)
         run = self.worker.take(batch, begin)
-        self._room.begin(batch)
+        self._pending.begin(batch)
         if not batch.entries:
             self.worker.give_back(run)
             self._schedule()
@@ -271,7 +271,7 @@ class Engine:
         if self.failure is not None:  # everybody has been told
             return
         try:
-            self._room.drop_cancelled()
+            self._pending.drop_cancelled()
         except Exception as bug:
             self._fail_by(bug)
         self._schedule()  # those whose turn has come
@@ -298,9 +298,9 @@ class Engine:
         if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of a failure says nothing
             # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
-            self._laps.end(batch.work, since, now if apart else None)
+            self._batch_times.end(batch.work, since, now if apart else None)
             if apart:
-                self._loop.call_soon(self._laps.learn)  # once replies are on their way
+                self._loop.call_soon(self._batch_times.learn)  # once replies are on their way
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 failed = isinstance(outcome, RequestError)
@@ -308,7 +308,7 @@ class Engine:
                 for place, entry in enumerate(entries):
                     if place not in again:  # one to run again keeps its turn until it is complete
                         entry.request.end(failed)
-                        self._room.leave(entry)
+                        self._pending.leave(entry)
         whole = [self._whole(entries, outcome) for entries, outcome in parts]
         self._schedule()
         for entries, outcome in whole:
@@ -319,7 +319,7 @@ class Engine:
         if isinstance(outcome, RequestError) or not outcome.again:
             return entries, outcome
         for place, request in outcome.again.items():
-            self._room.enter_again(entries[place], request)
+            self._pending.enter_again(entries[place], request)
         places = [place for place in range(len(entries)) if place not in outcome.again]
         results = [outcome.results[place] for place in places]
         return [entries[place] for place in places], replace(outcome, results=results, again={})

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from attnserve_server.errors import RequestError
 from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.batching import Batch
-from attnserve_server.scheduling.company import Company
 from attnserve_server.scheduling.computation import compute
 from attnserve_server.scheduling.entry import Entry
+from attnserve_server.scheduling.shared_lock import SharedLock
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -57,7 +57,7 @@ class Worker:
         self._died = died
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(device.depth, "attnserve-device")
-        self._company = Company() if device.depth > 1 else None
+        self._lock = SharedLock() if device.depth > 1 else None
         self._counted = 0.0
         self._busy_seconds = 0.0
         self.runs: list[Run] = []
@@ -105,9 +105,9 @@ class Worker:
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
         batch = run.batch
         if batch.cost <= self.inline_flops:
-            self._computed(run, compute(self._device, batch.entries, self._company))
+            self._computed(run, compute(self._device, batch.entries, self._lock))
         else:
-            future = self._loop.run_in_executor(self._threads, compute, self._device, batch.entries, self._company)
+            future = self._loop.run_in_executor(self._threads, compute, self._device, batch.entries, self._lock)
             future.add_done_callback(partial(self._hand_over, run))
 
     def free(self, run: Run, now: float) -> float:
@@ -117,7 +117,7 @@ class Worker:
         self._busy_seconds += now - since
         return since
 
-    def computed_at_once(self, seconds: float) -> None:
+    def computed_inline(self, seconds: float) -> None:
         """Adds busy time of the device, which had no batch, for work that did not come by `take`."""
         self._busy_seconds += seconds
 

@@ -58,7 +58,7 @@ class Turn:
             request.payloads = _NO_PAYLOADS
 
 
-class CachesAtOnce:
+class CacheFastPath:
     """The caches of a server on a CPU, as the fast path uses them."""
 
     def __init__(self, host: Host, messages: Messages, limits: RequestLimits) -> None:

@@ -1,7 +1,7 @@
-"""Free pages as stretches of adjacent ones: finds the longest, and joins stretches when pages come back.
+"""Free pages as extents of adjacent ones: finds the longest, and joins extents when pages come back.
 
-In: ranges of pages. Out: ranges of pages. Every operation on a stretch takes amortised logarithmic time in the number
-of stretches, however long they are.
+In: ranges of pages. Out: ranges of pages. Every operation on an extent takes amortised logarithmic time in the number
+of extents, however long they are.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import heapq
 from collections.abc import Iterator
 
 
-class FreeStretches:
+class FreeExtents:
     """Disjoint ranges of free pages, none of which touches another."""
 
     def __init__(self, pages: int) -> None:
-        """All of the pages 0 to `pages` - 1, in one stretch."""
+        """All of the pages 0 to `pages` - 1, in one extent."""
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        # (-length, start) of every stretch, and of some that have changed since: those are dropped when met.
+        # (-length, start) of every extent, and of some that have changed since: those are dropped when met.
         self._by_length: list[tuple[int, int]] = []
         self.pages = 0
         if pages:
             self.add(0, pages)
 
     def __iter__(self) -> Iterator[range]:
-        """The stretches, in the order of their pages."""
+        """The extents, in the order of their pages."""
         return (range(start, self._ends[start]) for start in sorted(self._ends))
 
     def add(self, start: int, end: int) -> None:
@@ -37,7 +37,7 @@ class FreeStretches:
         self._insert(start, end)
 
     def longest(self) -> range:
-        """The longest stretch, the first of equals. There must be one."""
+        """The longest extent, the first of equals. There must be one."""
         while True:
             length, start = self._by_length[0]
             if self._ends.get(start) == start - length:
@@ -45,17 +45,17 @@ class FreeStretches:
             heapq.heappop(self._by_length)
 
     def beginning_at(self, page: int) -> range:
-        """The stretch that begins at a page; an empty one if none does."""
+        """The extent that begins at a page; an empty one if none does."""
         return range(page, self._ends.get(page, page))
 
-    def take(self, stretch: range, start: int, count: int) -> range:
-        """Takes `count` pages from `start` on out of a stretch that has them."""
+    def take(self, extent: range, start: int, count: int) -> range:
+        """Takes `count` pages from `start` on out of an extent that has them."""
         end = start + count
-        self._remove(stretch.start)
-        if stretch.start < start:
-            self._insert(stretch.start, start)
-        if end < stretch.stop:
-            self._insert(end, stretch.stop)
+        self._remove(extent.start)
+        if extent.start < start:
+            self._insert(extent.start, start)
+        if end < extent.stop:
+            self._insert(end, extent.stop)
         self.pages -= count
         return range(start, end)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnserve_server.scheduling.pace import Amount, Pace
 
 
-class Laps:
+class BatchTimes:
     """The batches of one engine, one after the other."""
 
     def __init__(self, pace: Pace, deadlines: Deadlines) -> None:

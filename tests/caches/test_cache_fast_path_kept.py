@@ -10,7 +10,7 @@ import stepping
 from stepping import SHAPE, Stepping, assert_same, device, message_of, step, stepping_
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.caches import at_once
+from attnserve_server.caches import fast_path
 from attnserve_server.caches.layer import PageTable
 from attnserve_server.caches.pages import PageAddresses
 from attnserve_server.caches.request import CachedRequest
@@ -65,7 +65,7 @@ def test_a_request_that_is_kept_is_not_taken_for_one_of_another_shape(stepping_:
     first, *_ = stepping_.learn(step(cache), step(other))
     assert first
     assert stepping_.answer(message_of(step(cache))) is not None
-    key = stepping_.at_once.key_of(_read(stepping_, step(cache)))
+    key = stepping_.fast_path.key_of(_read(stepping_, step(cache)))
     others = 0
     while stepping_.messages.knows(key):
         others += 1
@@ -110,13 +110,13 @@ def test_requests_that_are_kept_hold_no_message_and_are_bounded(
     stepping_: Stepping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the number of caches that they are to, which may be many, and deleted."""
-    monkeypatch.setattr(at_once, "MOST_KEPT", 4)
+    monkeypatch.setattr(fast_path, "MOST_KEPT", 4)
     caches, most = [stepping_.create(3, SHAPE) for _ in range(9)], 0
     stepping_.learn(step(caches[0]), step(*caches[:2]))
     for first, second in pairwise(caches * 2):
         for requests in ([step(first)], [step(first, second)], [step(first), step(first)]):
             assert stepping_.answer(message_of(*requests)) is not None
-            kept = stepping_.at_once._kept.values()
+            kept = stepping_.fast_path._kept.values()
             most = max(most, sum(len(request.uses) for request in kept))
             assert all(request.payloads.buffer == b"" for request in kept)
     assert most == 4

@@ -18,7 +18,7 @@ from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.turns import Turns
 
 
-class WaitingRoom:
+class PendingRequests:
     """The waiting requests of one engine, in a queue that others may look at."""
 
     def __init__(self, queue: BatchQueue[Entry], admission: Admission, delivery: Delivery, metrics: Metrics) -> None:

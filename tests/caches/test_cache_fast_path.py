@@ -61,32 +61,30 @@ def test_steps_have_the_bits_of_the_way_of_others(
 
 def test_any_steps_and_what_happens_between_them_are_as_without_it(device: CpuDevice) -> None:
     """Two servers get the same requests. One answers at once whatever it can; nothing visible differs between them."""
-    at_once_, ordinary = another(device), another(device)
+    fast, ordinary = another(device), another(device)
     random, answered = Random(5), 0
-    both = [[each.create(count, seed=count) for each in (at_once_, ordinary)] for count in (0, 1, 7, 8, 30)]
+    both = [[each.create(count, seed=count) for each in (fast, ordinary)] for count in (0, 1, 7, 8, 30)]
     for number in range(600):
         match random.randrange(12):
             case 0 if len(both) < 12:
                 source = random.choice(both)
-                both.append(
-                    [w.store.fork(c, None, monotonic()) for w, c in zip((at_once_, ordinary), source, strict=True)]
-                )
+                both.append([w.store.fork(c, None, monotonic()) for w, c in zip((fast, ordinary), source, strict=True)])
             case 1:
                 pair = random.choice(both)
                 length = random.randrange(pair[0].length(0) + 1)
-                for world, cache in zip((at_once_, ordinary), pair, strict=True):
+                for world, cache in zip((fast, ordinary), pair, strict=True):
                     world.store.truncate(cache, length)
             case _:
-                answered += _ask_both(random, at_once_, ordinary, both, number)
+                answered += _ask_both(random, fast, ordinary, both, number)
         assert [pair[0].lengths for pair in both] == [pair[1].lengths for pair in both]
-        assert at_once_.store.used_bytes == ordinary.store.used_bytes
-        assert at_once_.store.tokens == ordinary.store.tokens
-        assert at_once_.store.counts == ordinary.store.counts
-    at_once_.assert_at_rest()
+        assert fast.store.used_bytes == ordinary.store.used_bytes
+        assert fast.store.tokens == ordinary.store.tokens
+        assert fast.store.counts == ordinary.store.counts
+    fast.assert_at_rest()
     assert answered > 300
 
 
-def _ask_both(random: Random, at_once_: Stepping, ordinary: Stepping, both: list[Any], number: int) -> bool:
+def _ask_both(random: Random, fast: Stepping, ordinary: Stepping, both: list[Any], number: int) -> bool:
     """Sends both the same requests and compares. Returns whether one answered at once."""
     drawn = [
         (
@@ -110,14 +108,12 @@ def _ask_both(random: Random, at_once_: Stepping, ordinary: Stepping, both: list
             requests.append(step(*caches, expected=expected, **options))
         asked.append(requests)
     message = message_of(*asked[0])
-    answers = at_once_.answer(message)
+    answers = fast.answer(message)
     expected_answers = [ordinary.ordinary(request) for request in asked[1]]
     if answers is None:
-        others = [at_once_.ordinary(request) for request in asked[0]]
-        if at_once_.messages.read_message(message, 64).requests < 0:
-            at_once_.learn(
-                *[r for r, other in zip(asked[0], others, strict=True) if isinstance(other, pb.AttendResponse)]
-            )
+        others = [fast.ordinary(request) for request in asked[0]]
+        if fast.messages.read_message(message, 64).requests < 0:
+            fast.learn(*[r for r, other in zip(asked[0], others, strict=True) if isinstance(other, pb.AttendResponse)])
         for other, expected in zip(others, expected_answers, strict=True):
             if isinstance(expected, pb.AttendResponse) and isinstance(other, pb.AttendResponse):
                 assert_same(other, expected)
@@ -271,7 +267,7 @@ def test_contents_of_lengths_and_positions_are_read_each_time(stepping_: Steppin
     )
 
 
-def test_more_than_may_be_computed_at_once_is_for_others(stepping_: Stepping) -> None:
+def test_more_than_may_be_computed_inline_takes_the_ordinary_path(stepping_: Stepping) -> None:
     cache = stepping_.create(100)
     stepping_.learn(step(cache))
     message = message_of(step(cache))
