@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from attnserve._errors import AttnServeError, OverloadedError
 from attnserve._fields import Buffer
+from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response
+from attnserve._tracing import CallSpan
 
 T = TypeVar("T")
 
@@ -67,6 +69,17 @@ class Call(Generic[T]):
         """The error that refused the last attempt, if a server had no room."""
         self.resent = False
         """Whether an earlier attempt may have run without a reply; one that was answered UNAVAILABLE did not."""
+
+    @classmethod
+    def of(
+        cls, owner: T, encoded: EncodedCall[Any], now: float, *, span: CallSpan | None = None, pinned: bool = False
+    ) -> Call[T]:
+        """An encoded call, whose time runs from `now` on, and which carries the context of a span if it has one."""
+        call = cls(owner, encoded.operation.number, encoded.pieces, encoded.size, now, encoded.timeout)
+        if span is not None:
+            call.trace = span.fields
+        call.pinned = pinned
+        return call
 
 
 Outcome: TypeAlias = tuple[Call[T], Response | AttnServeError]

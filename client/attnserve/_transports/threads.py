@@ -91,11 +91,7 @@ class StreamTransport:
 
     def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
         """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
-        call = Call(future, encoded.operation.number, encoded.pieces, encoded.size, time.monotonic(), encoded.timeout)
-        if future.span is not None:
-            call.trace = future.span.fields
-        call.pinned = pinned
-        self.adopt(call)
+        self.adopt(Call.of(future, encoded, time.monotonic(), span=future.span, pinned=pinned))
 
     def adopt(self, call: Call[StreamFuture]) -> None:
         """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it.

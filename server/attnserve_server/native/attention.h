@@ -18,7 +18,8 @@ struct call {
     const void *value;      /* [S, Hk, Dv], likewise */
     void *output;           /* [Lq, Hq, Dv] by strides, of query_dtype */
     float *lse;             /* [Hq, Lq] by lse_head, or NULL */
-    const uint8_t *mask;    /* [Hq, Lq, S] by strides, 0 excludes; or NULL. Strides of 0 broadcast; mask_key is 0 or 1. */
+    const uint8_t *mask;    /* [Hq, Lq, S] by strides, 0 excludes; or NULL. Strides of 0 broadcast;
+                               mask_key is 0 or 1 */
     const float *bias;      /* [Hq, Lq, S], likewise, or NULL */
     const float *slopes;    /* ALiBi: [Hq], or NULL */
     const float *sinks;     /* [Hq], or NULL */

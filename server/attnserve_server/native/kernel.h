@@ -120,7 +120,8 @@ static void compute(void *all) {
         int64_t taken = 0, *left = work->left;
         for (int64_t at = 0; at < work->count;) {
             struct call *calls = work->calls + at;
-            int64_t group = group_of(calls, work->count - at), each = unit_rows(calls, group), rows = rows_of_call(calls);
+            int64_t group = group_of(calls, work->count - at);
+            int64_t each = unit_rows(calls, group), rows = rows_of_call(calls);
             struct ranges ranges = ranges_of_group(calls, group);
             int64_t kept = kept_of_group(calls, group, ranges, taken);
             int64_t parts = kept ? count_of(ranges) : (rows + each - 1) / each, units = parts * calls->kv_heads;

@@ -73,7 +73,9 @@ static int take_timeout(const struct known *known, struct rest *rest, int64_t *n
 
 static const int64_t *places_of(const struct layout *layout) { return (const int64_t *)(layout + 1); }
 
-static const uint8_t *fixed_of(const struct layout *layout) { return (const uint8_t *)(places_of(layout) + 2 * layout->pieces); }
+static const uint8_t *fixed_of(const struct layout *layout) {
+    return (const uint8_t *)(places_of(layout) + 2 * layout->pieces);
+}
 
 static int is_of(const struct layout *layout, const uint8_t *request) {
     const int64_t *place = places_of(layout);
@@ -139,7 +141,8 @@ static int add(const struct reading *reading, int64_t number, int64_t place, con
     } else {
         memset(references, 0, layout->sequences * sizeof *references);
     }
-    uint8_t *output = reading->results + asked->result_bytes, *lse = layout->lse_bytes ? reading->results + lse_at : NULL;
+    uint8_t *output = reading->results + asked->result_bytes;
+    uint8_t *lse = layout->lse_bytes ? reading->results + lse_at : NULL;
     asked->begins[number] = request - reading->message;
     asked->places[number] = place;
     asked->first_calls[number] = asked->calls;
@@ -185,7 +188,8 @@ void attnserve_read_message(struct known *known, const uint8_t *message, int64_t
     for (; rest.at < rest.end; requests++) {
         struct rest call, request;
         if (requests == most || !take_tag(&rest, known->calls_tag) || !take_part(&rest, &call)) return;
-        if (!take_tag(&call, known->id_tag) || !take_number(&call, &asked->ids[requests]) || !asked->ids[requests]) return;
+        if (!take_tag(&call, known->id_tag) || !take_number(&call, &asked->ids[requests])) return;
+        if (!asked->ids[requests]) return;
         if (!take_timeout(known, &call, &asked->timeout)) return;
         if (!take_tag(&call, known->attend_tag) || !take_part(&call, &request) || call.at != call.end) return;
         int64_t found = take_request(&reading, &request, requests);
@@ -269,8 +273,8 @@ static int64_t reply_bytes(const struct asked *asked, int64_t place) {
     const struct layout *layout = asked->layouts[place];
     int64_t lengths = layout->references_bytes ? lengths_bytes(asked, place) : 0;
     if (lengths) lengths += 1 + number_bytes(lengths);
-    return asked->timings_bytes + lengths + layout->head_bytes + layout->output_bytes + layout->middle_bytes + layout->lse_bytes +
-           layout->tail_bytes;
+    return asked->timings_bytes + lengths + layout->head_bytes + layout->output_bytes + layout->middle_bytes +
+           layout->lse_bytes + layout->tail_bytes;
 }
 
 static int64_t envelope_bytes(const struct asked *asked, int64_t place) {

@@ -88,7 +88,8 @@ void share(struct team *team, int64_t helpers, task task, void *work) {
     __atomic_store_n(&team->seats, 0, __ATOMIC_SEQ_CST);
     for (int turn = 0; turn < TURNS && __atomic_load_n(&team->inside, __ATOMIC_SEQ_CST); turn++) __builtin_ia32_pause();
     __atomic_store_n(&team->waits, 1, __ATOMIC_SEQ_CST);
-    for (uint32_t inside; (inside = __atomic_load_n(&team->inside, __ATOMIC_SEQ_CST));) sleep_while(&team->inside, inside);
+    for (uint32_t inside; (inside = __atomic_load_n(&team->inside, __ATOMIC_SEQ_CST));)
+        sleep_while(&team->inside, inside);
     __atomic_store_n(&team->waits, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&team->busy, 0, __ATOMIC_SEQ_CST);
 }

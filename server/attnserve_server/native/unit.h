@@ -189,7 +189,8 @@ static void end_rows(struct memory *memory, struct call *calls, int64_t count, i
 static void take_queries(struct memory *memory, const struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                          int64_t last) {
     int64_t group = calls->query_heads / calls->kv_heads, width = padded(calls->head_dim);
-    int adjacent = (group == 1 || calls->query_head == width) && (calls->query_length == 1 || calls->query_token == group * width);
+    int adjacent = (group == 1 || calls->query_head == width) &&
+                   (calls->query_length == 1 || calls->query_token == group * width);
     if (count == 1 && calls->query_dtype == FLOAT32 && calls->head_dim == width && adjacent) {
         memory->asked = (const float *)calls->query + kv_head * group * calls->query_head + first * width;
         return;
