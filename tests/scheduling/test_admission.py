@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 from admitted import ME, OTHER, at, counts, flood, queue_of, refused
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import work
 
 from attnserve_server.errors import InvalidRequest, Overloaded, ShareExceeded
 from attnserve_server.scheduling.admission import (
+    ALWAYS_BATCHES,
     ALWAYS_WAIT,
     MAX_RETRY_DELAY,
     MIN_RETRY_DELAY,
@@ -41,8 +45,9 @@ def test_a_bound_can_be_reached_exactly() -> None:
 def test_room_comes_back_in_two_steps() -> None:
     admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
     admission.admit(ME, 100, 1000)
+    assert admission.seconds > 0
     admission.computed(ME, 1000)
-    assert counts(admission) == (1, 100, 0)
+    assert (*counts(admission), admission.seconds) == (1, 100, 0, 0.0)
     assert refused(admission, 1, 1).bound == "requests"
     admission.release(ME, 100)
     assert counts(admission) == (0, 0, 0)
@@ -93,10 +98,49 @@ def test_a_queue_is_bounded_by_the_time_it_takes() -> None:
     assert error.retry_delay == pytest.approx(0.5, rel=0.05)
     assert admission.requests == pytest.approx(100, abs=3)
     assert admission.seconds == pytest.approx(1.0, rel=0.05)
-    # Once requests had to be refused, the queue is kept short: new ones get in only as earlier ones are computed.
-    for caller in range(90):
-        admission.computed(caller, 10**9)  # not released: a computed request no longer waits
-    admission.admit(ME, 1, 10**9)
+
+
+class Waiting:
+    """Requests of 10 ms each, of a caller each, of which so many may wait for up to 10 s; batches have so many."""
+
+    def __init__(self, batch_requests: int) -> None:
+        self.admission = Admission(
+            10**6, 10**9, 10**18, max_queue_time=10.0, batch_requests=batch_requests, batch_flops=10**18
+        )
+        at(10**9, 0.01)(self.admission)
+        self._callers = itertools.count()
+        self._waiting = deque[int]()
+
+    def fill(self) -> int:
+        """Sends until one is refused; returns how many wait then."""
+        for caller in self._callers:
+            try:
+                self.admission.admit(caller, 1, 10**9)
+            except Overloaded:
+                return len(self._waiting)
+            self._waiting.append(caller)
+        raise AssertionError("unreachable")
+
+    def until(self, count: int) -> None:
+        """Computes and answers the first until so many wait."""
+        while len(self._waiting) > count:
+            caller = self._waiting.popleft()
+            self.admission.computed(caller, 10**9)
+            self.admission.release(caller, 1)
+
+
+@pytest.mark.parametrize(("batch_requests", "kept"), [(1, ALWAYS_WAIT), (50, ALWAYS_BATCHES * 50)])
+def test_a_queue_that_stays_is_kept_short_until_it_has_nearly_gone(batch_requests: int, kept: int) -> None:
+    waiting = Waiting(batch_requests)
+    assert waiting.fill() == pytest.approx(1000, abs=10)
+    for left in (900, kept + kept // 10, kept):
+        waiting.until(left)
+        assert waiting.fill() == pytest.approx(left, abs=1), "nobody gets in"
+    for left in (kept // 2, kept // 4 + kept // 20 + 1):
+        waiting.until(left)
+        assert waiting.fill() == pytest.approx(kept, abs=1), "no more than keep the device busy"
+    waiting.until(kept // 4 - 1)
+    assert waiting.fill() == pytest.approx(1000, abs=10), "a queue that had gone may be long again"
 
 
 def test_some_may_wait_however_slow_they_are() -> None:
@@ -104,6 +148,19 @@ def test_some_may_wait_however_slow_they_are() -> None:
     for caller in range(ALWAYS_WAIT):
         admission.admit(caller, 1, 10**9)
     assert refused(admission, 1, 1).bound == "queue_time"
+
+
+def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
+    """However slow that is beside all that came before: then both wait equally long, each at half of the device."""
+    admission = Admission(10**6, 10**9, 10**18, max_queue_time=1.0)
+    for kind, seconds in (("slow", 5.0), ("", 0.01)):
+        for _ in range(200):
+            admission.pace.learn(work(1, 10**9, kind), seconds)
+    for caller, count in ((ME, ALWAYS_WAIT), (OTHER, ALWAYS_WAIT // 2)):
+        for _ in range(count):
+            admission.admit(caller, 1, 10**9, kind="slow")
+        with pytest.raises(Overloaded):
+            admission.admit(caller, 1, 10**9, kind="slow")
 
 
 def test_without_a_bound_on_time_there_is_none() -> None:
@@ -175,6 +232,7 @@ def test_what_costs_something_else_after_all_is_counted_anew() -> None:
     assert counts(admission) == (2, 100, 1000)
     admission.recount(ME, (90, 900), (20, 200), 0)
     assert counts(admission) == (2, 30, 300)
+    assert admission.seconds == admission.pace.seconds(work(2, 150))
     for now, bound in (((91, 200), "bytes"), ((20, 901), "flops")):
         with pytest.raises(Overloaded) as refused:
             admission.recount(ME, (20, 200), now, 0)

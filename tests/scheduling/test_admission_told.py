@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from typing import Final
 
 import pytest
 from admitted import ME, OTHER, at, flood, queue_of, refused
@@ -19,14 +20,15 @@ from attnserve_server.errors import Overloaded
 from attnserve_server.scheduling.admission import MOST_TOLD, Admission
 from attnserve_server.scheduling.pace import Pace
 
-Action = tuple[str, str, int, int]
-"""What happens, to which caller, and a request's bytes and FLOPs (or, from the bytes, which one in flight it is)."""
+Action = tuple[str, str, int, int, str]
+"""What happens, to which caller, and a request's bytes (or, from them, which one in flight it is), FLOPs and kind."""
 
 ACTIONS = st.tuples(
     st.sampled_from(["admit", "admit", "check", "computed", "release", "learn"]),
     st.sampled_from("abc"),
     st.sampled_from([1, 5, 20, 60]),
     st.sampled_from([1, 100, 3000]),
+    st.sampled_from(["", "another"]),
 )
 
 
@@ -46,27 +48,27 @@ class Life:
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self.waiting: list[tuple[str, int, int]] = []
-        self.computed: list[tuple[str, int, int]] = []
+        self.waiting: list[tuple[str, int, int, str]] = []
+        self.computed: list[tuple[str, int]] = []
 
     def act(self, action: Action) -> bool:
         """Applies an action; returns whether a request was refused for want of room."""
-        what, caller, size, flops = action
+        what, caller, size, flops, kind = action
         if what == "admit":
-            refused = self._refused(lambda: self.admission.admit(caller, size, flops))
+            refused = self._refused(lambda: self.admission.admit(caller, size, flops, kind=kind))
             if not refused:
-                self.waiting.append((caller, size, flops))
+                self.waiting.append((caller, size, flops, kind))
             return refused
         if what == "check":
             return self._refused(lambda: self.admission.check(caller, size))
         if what == "computed" and self.waiting:
-            self.computed.append(self.waiting.pop(size % len(self.waiting)))
-            self.admission.computed(self.computed[-1][0], self.computed[-1][2])
+            other, held, cost, its_kind = self.waiting.pop(size % len(self.waiting))
+            self.admission.computed(other, cost, its_kind)
+            self.computed.append((other, held))
         elif what == "release" and self.computed:
-            other, held, _ = self.computed.pop(size % len(self.computed))
-            self.admission.release(other, held)
+            self.admission.release(*self.computed.pop(size % len(self.computed)))
         elif what == "learn":
-            self.admission.pace.learn(work(1, flops), size * 1e-4)
+            self.admission.pace.learn(work(1, flops, kind), size * 1e-4)
         return False
 
     def _refused(self, ask: Callable[[], None]) -> bool:
@@ -77,12 +79,18 @@ class Life:
         return False
 
 
-AVERAGE = [*[("admit", "a", 1, 1)] * 12, *[("admit", "b", 1, 1)] * 4, ("check", "a", 1, 1)]
+CHECK: Final = ("check", "a", 1, 1, "")
+AVERAGE: Final = [*[("admit", "a", 1, 1, "")] * 12, *[("admit", "b", 1, 1, "")] * 4, CHECK]
 """One of two callers has its share of a queue whose length depends on how slow its requests are on average."""
+SLOW: Final = [*[("learn", "a", 60, 1, "slow")] * 9, *[("learn", "a", 1, 1, "")] * 60]
+"""Requests of another kind are slow, but most are not."""
 
 
-@example([*AVERAGE, ("admit", "b", 1, 3000), ("check", "a", 1, 1)], 0.001)
-@example([("admit", "a", 60, 1), ("check", "b", 60, 1), ("check", "c", 1, 1), ("check", "b", 60, 1)], 0.1)
+@example([*AVERAGE, ("admit", "b", 1, 3000, ""), CHECK], 0.001)
+@example([*SLOW, *AVERAGE, ("admit", "b", 1, 1, ""), CHECK, ("admit", "b", 1, 1, "slow"), CHECK], 0.001)
+@example(
+    [("admit", "a", 60, 1, ""), ("check", "b", 60, 1, ""), ("check", "c", 1, 1, ""), ("check", "b", 60, 1, "")], 0.1
+)
 @given(st.lists(ACTIONS, max_size=200), st.sampled_from([0.0, 0.01, 0.1]))
 def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_time: float) -> None:
     lives = [
@@ -111,7 +119,7 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
     with monkeypatch.context() as patch:
         patch.setattr(Admission, "_check_room", None)
         told.append(refused(admission, 3, 10**9))
-        told.append(refused(admission, 1, 10**9))
+        told.append(refused(admission, 0, 10**9))  # less than any before: what is short is time
     first, again, smaller = told
     assert first is not again is not smaller, "one that is raised twice would keep alive what it met the first time"
     assert {each.encoded_status() for each in told} == {first.encoded_status()}
@@ -153,12 +161,15 @@ def test_what_is_refused_for_its_size_says_nothing_of_what_is_smaller() -> None:
     admission.check(ME, 40)
 
 
-def test_of_few_callers_is_remembered_what_they_were_told() -> None:
+def test_of_so_many_callers_and_no_more_is_remembered_what_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = Admission(max_requests=1, max_bytes=100, max_flops=10**9)
     admission.admit(OTHER, 1, 1)
     for caller in range(3 * MOST_TOLD):
         assert refused(admission, 1, 1, str(caller)).bound == "requests"
-    assert len(admission._told) <= MOST_TOLD
+        assert len(admission._told) <= MOST_TOLD
+    monkeypatch.setattr(Admission, "_check_room", None)
+    for caller in range(2 * MOST_TOLD, 3 * MOST_TOLD):
+        assert refused(admission, 1, 1, str(caller)).bound == "requests"
 
 
 def test_what_was_told_keeps_nothing_of_the_request_alive() -> None:
