@@ -68,6 +68,13 @@ def test_what_a_caller_left_for_later_does_not_hold_up_what_it_sends_now() -> No
     assert [*queue.pop(0.0).entries, *queue.pop(0.0).entries] == [now, other]
 
 
+def test_what_a_caller_sends_first_counts_against_what_it_left_for_later() -> None:
+    clock = FairClock()
+    assert [clock.enter("a", priority, 10.0) for priority in (0, 1, 1, 0)] == [0.0, 0.0, 10.0, 30.0]
+    assert [clock.begin("a", priority) for priority in (-1, 0, 1, 2)] == [40.0, 40.0, 20.0, 0.0]
+    assert clock.begin("another", 0) == 0.0
+
+
 def test_a_batch_is_filled_with_what_anybody_has() -> None:
     flood = [Entry(caller="flood", cost=10) for _ in range(3)]
     other = Entry(caller="other", cost=10)
