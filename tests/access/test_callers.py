@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import calls
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from attnserve import AsyncClient, Client, NotFoundError, PermissionDeniedError, Token
+from attnserve import AsyncClient, Client, NotFoundError, OverloadedError, PermissionDeniedError, Token
 from attnserve.v1 import attention_pb2, caches_pb2, layers_pb2
 from attnserve_server.access.tokens import digest, format_hash, new_token
 
@@ -305,6 +306,26 @@ def test_tokens_are_replaced_without_a_restart(start_server: Callable[..., Serve
     said = server.stderr()
     assert "the callers file was reloaded" in said
     assert not re.search(f"{old}|{new}|{digest(old).hex()}", said)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_callers_on_a_unix_socket_are_told_apart_by_name_alone(
+    start_server: Callable[..., Server], tmp_path: Path, named: bool
+) -> None:
+    tokens = {name: new_token() for name in ("ann", "bob")}
+    (tmp_path / "callers.toml").write_text("".join(entry(name, token, "use") for name, token in tokens.items()))
+    with TemporaryDirectory() as directory:  # the path of a socket must be short
+        flags = ("--listen", f"unix:{directory}/s", "--max-caller-streams", "1")
+        server = start_server(*flags, *(("--callers", str(tmp_path / "callers.toml")) if named else ()))
+        ann, bob = (Client(server.address, token=token if named else None, retries=0) for token in tokens.values())
+        with ann, bob:
+            assert ann.attend(QUERY, QUERY, QUERY).output.shape == QUERY.shape
+            if named:
+                assert bob.attend(QUERY, QUERY, QUERY).output.shape == QUERY.shape
+            else:
+                with pytest.raises(OverloadedError, match="stream"):
+                    bob.attend(QUERY, QUERY, QUERY)
+        assert server.stop() == 0
 
 
 def test_layers_can_be_left_to_the_server_alone(start_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -273,6 +273,21 @@ def test_a_long_cache_is_forked_in_as_many_steps_as_an_empty_one() -> None:
     assert calls_of(lambda: store.fork(long, None, 0.0)) == calls_of(lambda: store.fork(empty, None, 0.0))
 
 
+def test_the_pages_of_all_layers_are_counted_and_released_together() -> None:
+    """There may be thousands of caches to list or to drop, each with hundreds of layers."""
+    store = store_of(400)
+    caches = [store.create(replace(SHAPE, layers=layers), None, 0.0) for layers in (1, 101)]
+    for cache in caches:
+        for layer in range(cache.shape.layers):
+            append(store, cache, 5, layer)
+    few, many = (calls_of(lambda cache=cache: cache.shared_bytes) for cache in caches)
+    assert many == few
+    few, many = (calls_of(lambda cache=cache: store.delete(cache)) for cache in caches)
+    assert many - few <= 15 * 100, "what finding and joining free stretches takes"
+    assert (store.free_pages, store.tokens) == (400, 0)
+    assert [*store._allocator.free_stretches()] == [range(400)]
+
+
 def test_leases_that_are_over_are_forgotten() -> None:
     store = store_of(0, max_caches=10)
     for time in range(10_000):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,6 +120,20 @@ async def test_what_has_no_address_here_is_refused(
     resolved.clear()
     with pytest.raises(ListenError, match=f"^listen: cannot listen on {host}:1: {why}$"):
         bind(server, f"{host}:1", None)
+
+
+async def test_the_error_says_why_a_path_is_no_good(server: aio.Server) -> None:
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "file").touch()
+        for path, reason in (
+            (f"{directory}/nowhere/socket", "no such directory"),
+            (f"{directory}/file", "no socket"),
+            (directory, "no socket"),
+            (f"{directory}/{'s' * 108}", "too long"),
+        ):
+            with pytest.raises(ListenError, match=reason):
+                bind(server, f"unix:{path}", None)
+        assert bind(server, f"unix:{directory}/socket", None) == f"unix:{directory}/socket"
 
 
 def test_localhost_is_both_loopback_addresses(start_server: Callable[..., Server]) -> None:

@@ -41,7 +41,9 @@ class Caller:
     """None where callers are not identified. Caches belong to a name."""
     roles: frozenset[Role]
     share: Hashable
-    """By what callers that compete are told apart: the name, or else the connection."""
+    """By what callers that compete are told apart: the name, or else the connection, except on a unix socket, where
+    gRPC gives all connections the same address.
+    """
 
     def require(self, *roles: Role) -> None:
         """Raises PermissionDenied if the caller has none of the roles."""

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from attnserve_server.caches.layer import CacheLayer, PageTable
+from attnserve_server.caches.layer import CacheLayer, PageTable, shared_pages
 from attnserve_server.caches.shape import CacheShape
 
 
@@ -95,4 +95,4 @@ class Cache:
     @property
     def shared_bytes(self) -> int:
         """The bytes of its pages that others hold too."""
-        return sum(layer.shared for layer in self.layers) * self.page_bytes
+        return shared_pages(self.layers) * self.page_bytes

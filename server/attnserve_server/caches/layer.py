@@ -8,6 +8,7 @@ in a copy of it; full pages are never written again.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
@@ -199,3 +200,23 @@ class CacheLayer:
 
     def _tail_is_shared(self) -> bool:
         return self.length % self._tokens_per_page != 0 and self._allocator.is_shared(self._pages[-1])
+
+
+def clear(layers: Sequence[CacheLayer]) -> None:
+    """Empties the layers of a cache, and releases all their pages together: one layer after the other takes some ten
+    times as long.
+    """
+    pages = array("i")
+    for layer in layers:
+        pages += layer._pages
+        layer._pages, layer._table = array("i"), None
+        layer.length = layer.append_id = 0
+    layers[0]._allocator.release(pages)
+
+
+def shared_pages(layers: Sequence[CacheLayer]) -> int:
+    """How many of the pages of a cache's layers others hold too: as fast in comparison."""
+    pages = array("i")
+    for layer in layers:
+        pages += layer._pages
+    return layers[0]._allocator.shared(pages)

@@ -13,7 +13,7 @@ from typing import Final
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.counts import Counts, EvictionReason
-from attnserve_server.caches.layer import CacheLayer
+from attnserve_server.caches.layer import CacheLayer, clear
 from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
@@ -173,9 +173,8 @@ class Register:
             self._leases.enter(cache)
 
     def _free(self, cache: Cache) -> None:
-        for layer in cache.layers:
-            self.tokens -= layer.length
-            layer.truncate(0)
+        self.tokens -= sum(cache.lengths)
+        clear(cache.layers)
 
     def _retry_delay(self, now: float) -> float:
         """Seconds until the next lease ends, within bounds: room may come sooner, by an undone append or a deletion."""

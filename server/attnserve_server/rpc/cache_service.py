@@ -4,9 +4,10 @@ answered at once.
 
 from __future__ import annotations
 
-from functools import partial
-from time import monotonic
-from typing import Final
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from time import monotonic, perf_counter
+from typing import Final, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -23,11 +24,14 @@ from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc.rpcs import Rpcs, parsed
 from attnserve_server.rpc.service import AttentionService, Read
+from attnserve_server.rpc.stream import MAX_TURN_SECONDS
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 MAX_REQUEST_ID: Final = 64
 """The most bytes of an id by which a request is recognised if it is sent again."""
+
+T = TypeVar("T")
 
 
 class CacheService:
@@ -79,16 +83,15 @@ class CacheService:
         )
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
-    def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
+    async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
         store = self._host.store
-        return pb.CacheServiceListResponse(
-            caches=map(partial(describe, self._host), store.list(caller.name, monotonic())),
-            pool_bytes=store.pool_bytes,
-            free_bytes=store.free_pages * store.page_bytes,
-        )
+        found = _with_turns(store.list(caller.name, monotonic()))
+        caches = [describe(self._host, cache) async for cache in found if not cache.gone]
+        free_bytes = store.free_pages * store.page_bytes
+        return pb.CacheServiceListResponse(caches=caches, pool_bytes=store.pool_bytes, free_bytes=free_bytes)
 
-    def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
-        store, now = self._host.store, monotonic()
+    async def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
+        store = self._host.store
         if not request.names and not request.request_ids:
             raise InvalidRequest("names", "at least one name", "none")
         for field, given in (("names", request.names), ("request_ids", request.request_ids)):
@@ -98,14 +101,14 @@ class CacheService:
             if not request_id:
                 raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
             _checked_id(f"request_ids[{place}]", request_id)
-        for name in request.names:
+        async for name in _with_turns(request.names):
             try:
-                cache = store.get(name, now, caller.name)
+                cache = store.get(name, monotonic(), caller.name)
             except NotFound:
                 continue
             store.delete(cache)
-        for request_id in request.request_ids:
-            store.give_up(caller.name, request_id, now)
+        async for request_id in _with_turns(request.request_ids):
+            store.give_up(caller.name, request_id, monotonic())
         return pb.CacheServiceDeleteResponse()
 
     def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork | Forked:
@@ -131,6 +134,18 @@ class CacheService:
         cache = cache_named(self._host, request.name, caller.name)
         expected = request.expected_length if request.HasField("expected_length") else None
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length, request.truncation_id)
+
+
+async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, with turns of the event loop for others in between: there may be thousands, each with hundreds of
+    layers.
+    """
+    turn = perf_counter()
+    for item in items:
+        yield item
+        if perf_counter() - turn > MAX_TURN_SECONDS:
+            await asyncio.sleep(0)
+            turn = perf_counter()
 
 
 def _checked_id(field: str, given: bytes) -> bytes:

@@ -155,7 +155,8 @@ def _probe(address: Address) -> int:
 def _make_way(listen: str) -> None:
     """Checks that a unix socket can be made: gRPC would take over one that another server listens on.
 
-    Raises ListenError if something answers there, or if there is no such directory.
+    Raises ListenError if something answers there, or something else is there, and if the path leads nowhere or is too
+    long.
     """
     path = Path(listen.removeprefix("unix:").removeprefix("//"))
     if not path.parent.is_dir():
@@ -163,6 +164,10 @@ def _make_way(listen: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
+        except OSError as error:
+            if error.errno is None:  # not the system's, but Python's, which has no other name for this
+                raise ListenError("listen", listen, "the path is too long for a socket") from None
+            if path.exists() and not path.is_socket():
+                raise ListenError("listen", listen, "what is there is no socket") from None
             return
     raise ListenError("listen", listen, "another server listens there")

@@ -132,7 +132,8 @@ class Config:
     max_caller_streams: int = _setting(
         kinds.count(),
         1024,
-        "The most streams that one caller may have open. Callers without a name are counted by connection.",
+        "The most streams that one caller may have open. Callers without a name are counted by connection, and all "
+        "those on a unix socket together.",
     )
     # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(

@@ -1,0 +1,122 @@
+"""Lists and deletions of many caches: others get their turns in between.
+
+`CacheService` is served in this process, so that its patience can be set and the order of what it does recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from calls import PATIENCE_S
+from grpc import aio
+from stores import SHAPE, append, store_of
+
+from attnserve.v1 import caches_pb2 as pb
+from attnserve_server.access.callers import Callers
+from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.limits import DEFAULT_LIMITS
+from attnserve_server.rpc import cache_service
+from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.rpcs import Rpcs
+
+CACHES = 50
+
+
+class Served:
+    """A service with CACHES caches, each with a token, and a record of what is done to which and of others' turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
+        monkeypatch.setattr(cache_service, "MAX_TURN_SECONDS", patience)
+        monkeypatch.setattr(cache_service, "describe", self._recorded(cache_service.describe))
+        monkeypatch.setattr(CacheStore, "delete", self._recorded(CacheStore.delete))
+        self.events: list[str] = []
+        self.store = store_of(CACHES)
+        for _ in range(CACHES):
+            append(self.store, self.store.create(SHAPE, None, 0.0), 1)
+        self._server = aio.server()
+        attention: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
+        host = Host(self.store, pages=None)  # type: ignore[arg-type]
+        rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+        CacheService(host, rpcs, attention, 0.0, DEFAULT_LIMITS).register(self._server)
+        self._port = self._server.add_insecure_port("127.0.0.1:0")
+
+    def _recorded(self, do: Any) -> Any:
+        def recorded(*arguments: Any) -> Any:
+            self.events.append("cache")
+            return do(*arguments)
+
+        return recorded
+
+    def deleting(self, cache: Cache, describe: Any) -> Any:
+        """`describe`, which now deletes a cache first."""
+
+        def describing(*arguments: Any) -> Any:
+            self.store.delete(cache)
+            return describe(*arguments)
+
+        return describing
+
+    async def ask(self, method: str, request: Any, response_type: Any) -> Any:
+        """The answer to a request. Meanwhile, somebody else has something to do in every turn of the loop."""
+        async with aio.insecure_channel(f"127.0.0.1:{self._port}") as channel:
+            ask: Any = channel.unary_unary(
+                f"/{CACHE_SERVICE_NAME}/{method}", lambda message: message.SerializeToString(), response_type.FromString
+            )
+            other = asyncio.create_task(self._other())
+            try:
+                return await ask(request, timeout=PATIENCE_S)
+            finally:
+                other.cancel()
+
+    async def _other(self) -> None:
+        while True:
+            self.events.append("other")
+            await asyncio.sleep(0)
+
+    async def __aenter__(self) -> Served:
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+
+    def runs(self) -> list[int]:
+        """How many caches were dealt with in each turn in which any was."""
+        turns = "".join("c" if event == "cache" else " " for event in self.events).split()
+        return [len(turn) for turn in turns]
+
+
+@pytest.mark.parametrize(("patience", "runs"), [(0.0, [1] * CACHES), (PATIENCE_S, [CACHES])])
+async def test_others_have_their_turns_while_caches_are_listed(
+    monkeypatch: pytest.MonkeyPatch, patience: float, runs: list[int]
+) -> None:
+    async with Served(monkeypatch, patience) as served:
+        reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)
+        assert served.runs() == runs
+        assert [list(cache.lengths) for cache in reply.caches] == [[1]] * CACHES
+
+
+@pytest.mark.parametrize(("patience", "runs"), [(0.0, [1] * CACHES), (PATIENCE_S, [CACHES])])
+async def test_others_have_their_turns_while_caches_are_deleted(
+    monkeypatch: pytest.MonkeyPatch, patience: float, runs: list[int]
+) -> None:
+    async with Served(monkeypatch, patience) as served:
+        request = pb.CacheServiceDeleteRequest(names=[cache.name for cache in served.store.list(None, 0.0)])
+        await served.ask("Delete", request, pb.CacheServiceDeleteResponse)
+        assert served.runs() == runs
+        assert served.store.free_pages == CACHES
+
+
+async def test_a_cache_that_goes_while_others_are_listed_is_not_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Served(monkeypatch, 0.0) as served:
+        *_, last = served.store.list(None, 0.0)
+        monkeypatch.setattr(cache_service, "describe", served.deleting(last, cache_service.describe))
+        reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)
+        assert len(reply.caches) == CACHES - 1
+        assert last.name not in [cache.name for cache in reply.caches]
