@@ -160,6 +160,9 @@ def test_the_typed_options_are_the_arguments() -> None:
     [
         ("attend", {"is_causal": True}, "'is_causal'; 'causal' is one"),
         ("submit", {"attn_mask": QUERY}, "'attn_mask'; 'mask' is one"),
+        ("attend", {"cache": None}, "'cache'; 'caches' is one"),
+        ("submit", {"layer": 1}, "'layer'; 'cache_layer' is one"),
+        ("apply", {"cashes": None}, "'cashes'; 'caches' is one"),
         ("attend", {"default_timeout": 1.0}, "'default_timeout'"),
         ("submit", {"resident": True}, "'resident'"),
         ("apply", {"is_causal": True}, "'is_causal'; 'causal' is one"),
