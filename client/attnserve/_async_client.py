@@ -64,9 +64,7 @@ class AsyncClient:
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client, as `Client` does. Raises ValueError, which names the wrong argument."""
-        self._settings = Settings(
-            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
-        )
+        self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
     async def attend(

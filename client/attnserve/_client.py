@@ -83,9 +83,7 @@ class Client:
         - `tracing`: whether each call is an OpenTelemetry span, the parent of the server's spans: True for the global
           tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
-        self._settings = Settings(
-            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
-        )
+        self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
     def attend(
