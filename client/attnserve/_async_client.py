@@ -64,9 +64,7 @@ class AsyncClient:
         tracing: bool | TracerProvider = False,
     ) -> None:
         """Sets up a client, as `Client` does. Raises ValueError, which names the wrong argument."""
-        self._settings = Settings(
-            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
-        )
+        self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
     async def attend(
@@ -83,7 +81,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it also tells the server.
         """
-        arguments.check_options("attend", options, AttendOptions)
+        arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
     def submit(
@@ -100,7 +98,7 @@ class AsyncClient:
 
         Errors in the arguments themselves are raised here, all others by the future.
         """
-        arguments.check_options("submit", options, AttendOptions)
+        arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
@@ -121,7 +119,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it also tells the server.
         """
-        arguments.check_options("apply", options, ApplyOptions)
+        arguments.check_options("apply", options, ApplyOptions, "caches", "cache")
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
     def submit_apply(
@@ -137,7 +135,7 @@ class AsyncClient:
 
         Arguments are those of `Client.apply`; the future is like that of `submit`.
         """
-        arguments.check_options("submit_apply", options, ApplyOptions)
+        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache")
         timeout = self._settings.timeout
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:

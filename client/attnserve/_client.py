@@ -83,9 +83,7 @@ class Client:
         - `tracing`: whether each call is an OpenTelemetry span, the parent of the server's spans: True for the global
           tracer provider, or a provider. Needs ``attnserve[tracing]``.
         """
-        self._settings = Settings(
-            address, transport, timeout, retries, streams, tuple(options), tls, as_token(token), refresh
-        )
+        self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
     def attend(
@@ -139,7 +137,7 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for an invalid timeout.
         """
-        arguments.check_options("attend", options, AttendOptions)
+        arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
         if caches is None:
             return wait(self.submit(query, key, value, **options))
         timeout = self._settings.timeout
@@ -164,7 +162,7 @@ class Client:
         all others by the future. Callbacks of the future run in a thread of the client, one after the other: they must
         be quick, and must not wait for another call of this client, but may close it.
         """
-        arguments.check_options("submit", options, AttendOptions)
+        arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
@@ -218,7 +216,7 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        arguments.check_options("apply", options, ApplyOptions)
+        arguments.check_options("apply", options, ApplyOptions, "caches", "cache")
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return wait(self.submit_apply(layer, input, **options))
@@ -238,7 +236,7 @@ class Client:
 
         Arguments are those of `apply`; the future is like that of `submit`.
         """
-        arguments.check_options("submit_apply", options, ApplyOptions)
+        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache")
         timeout = self._settings.timeout
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:

@@ -164,7 +164,7 @@ class ProtocolError(AttnServeError):
 
 class ClientClosedError(AttnServeError):
     """The client was closed before the reply came, or before the call was made; or this process is the child of a fork,
-    and the client was used before it, or is an `AsyncClient` and there was one before it.
+    and the client was used before it, or is an `AsyncClient` and there was one before it; or the interpreter is ending.
     """
 
     default_code = grpc.StatusCode.CANCELLED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, get_args
 
 import numpy as np
 
@@ -42,8 +42,10 @@ def merge_attention(
     -inf; one with an lse of +inf or NaN in any gives NaN, as attention over all keys does.
     Each softmax must have been over its own keys only: pass sinks to at most one of the calls.
 
-    Raises ValueError if there is nothing to merge, an lse is missing, or shapes do not fit.
+    Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, or there is no such layout.
     """
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
     pairs = [_pair(result) for result in results]
     if not pairs:
         raise ValueError("results: expected one or more, found none")

@@ -1,13 +1,14 @@
 """The process that a client belongs to: the one in which it is first used.
 
-In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in a forked child. A child has none
-of the client's threads, and a lock that was held during the fork stays locked there for ever, so this check comes
-before any lock is taken, and takes none.
+In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in a forked child, and at the end of
+the interpreter. A child has none of the client's threads, and an interpreter that ends has stopped them: a lock that
+one of them held stays locked for ever, so this check comes before any lock is taken, and takes none.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -16,6 +17,7 @@ from attnserve._errors import ClientClosedError
 T = TypeVar("T")
 
 _FORKED: Final = "the client was used before the process was forked; spawn processes, or make a client in each"
+_ENDING: Final = "the interpreter is ending, and has stopped the client's threads"
 
 _forks = 0
 """How many forks lead from the first process to this one."""
@@ -32,7 +34,11 @@ class Process:
         self._forks: int | None = None
 
     def enter(self) -> None:
-        """Notes that the client is used. ClientClosedError if another process has used it."""
+        """Notes that the client is used. ClientClosedError if another process has used it, or if the interpreter is
+        ending: finalizers of what lives until then (``__del__``) still run, but no other thread does.
+        """
+        if sys.is_finalizing():
+            raise ClientClosedError(_ENDING)
         if self._forks != _forks:
             if self._forks is not None:
                 raise ClientClosedError(_FORKED)
@@ -42,6 +48,11 @@ class Process:
     def is_another(self) -> bool:
         """Whether the client was first used in another process, before a fork that led to this one."""
         return self._forks is not None and self._forks != _forks
+
+    @property
+    def lacks_threads(self) -> bool:
+        """Whether the client's threads, and gRPC's, exist no more, so that nothing may wait for them."""
+        return self.is_another or sys.is_finalizing()
 
 
 def inherited(alive: Callable[[], Iterable[T]]) -> Sequence[T]:

@@ -66,8 +66,10 @@ class Calls:
         self._forgotten.atexit = False
 
     def close(self) -> None:
-        """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`."""
-        if self._process.is_another:
+        """Ends the connections, unless another process opened them or the interpreter is ending, which ends them, too.
+        Calls in flight fail with `ClientClosedError`.
+        """
+        if self._process.lacks_threads:
             return
         futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
         self._forgotten.detach()
@@ -203,6 +205,6 @@ def _close(unary: UnaryTransport, servers: Servers[Connection]) -> None:
 
 
 def _close_elsewhere(process: Process, unary: UnaryTransport, servers: Servers[Connection]) -> None:
-    if process.is_another:
+    if process.lacks_threads:
         return
     threading.Thread(target=_close, args=(unary, servers), name="attnserve-close", daemon=True).start()

@@ -99,7 +99,9 @@ class Tracing:
 
 
 def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:
-    """The tracing that a client's argument `tracing` asks for."""
+    """The tracing that a client's argument `tracing` asks for. ValueError if it is neither a bool nor a provider."""
     if tracing is False:
         return None
+    if tracing is not True and not hasattr(tracing, "get_tracer"):
+        raise ValueError(f"tracing: expected True, False or a tracer provider, found {tracing!r}")
     return Tracing(None if tracing is True else tracing, address)

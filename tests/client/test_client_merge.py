@@ -130,3 +130,10 @@ def test_results_are_taken_as_they_come() -> None:
 def test_what_does_not_fit_is_refused(results: Any) -> None:
     with pytest.raises(ValueError, match="results: expected"):
         merge_attention(results)
+
+
+def test_a_layout_that_there_is_not_is_refused() -> None:
+    """Where there are as many heads as queries, the shapes would fit any."""
+    pair = np.ones((2, 2, 3), np.float32), np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError, match=r"layout: expected one of 'heads_first'.*found 'bhld'"):
+        merge_attention([pair], layout="bhld")  # type: ignore[arg-type]

@@ -83,7 +83,11 @@ def test_a_peer_that_accepts_and_says_nothing(attend: Attend, transport: Transpo
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         (result,) = attend(address, [array(1, 600, 600)], timeout=0.5, transport=transport)
-    assert isinstance(result, DeadlineExceededError)
+        with Client(address) as client, pytest.raises(DeadlineExceededError) as not_described:
+            client.server_info(timeout=0.5)
+    for error in (result, not_described.value):
+        assert isinstance(error, DeadlineExceededError)
+        assert str(error) == f"no reply from {address} within 0.5 s"
 
 
 @contextlib.contextmanager

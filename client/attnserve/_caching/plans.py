@@ -289,7 +289,7 @@ def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
     """The caches: at least one, each only once, all of this client and on one server; else InvalidRequestError."""
     if isinstance(caches, CacheState) and caches.turns is turns:
         return (caches,)
-    states = [caches] if isinstance(caches, CacheState) else list(caches)
+    states = list(caches) if isinstance(caches, Iterable) else [caches]
     if not states:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
     for state in states:

@@ -50,12 +50,14 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
 """The values of `return_scores`."""
 
 
-def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]]) -> None:
-    """TypeError, as if from the called method, if it does not have one of the options."""
+def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]], *others: str) -> None:
+    """TypeError, as if from the called method, if it does not have one of the options; `others` are further arguments
+    that may have been meant.
+    """
     names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
     if not options.keys() <= names:
         unknown = min(options.keys() - names)
-        meant = difflib.get_close_matches(unknown, names, 1)
+        meant = difflib.get_close_matches(unknown, [*names, *others], 1)
         hint = f"; {meant[0]!r} is one" if meant else ""
         raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint}")
 

@@ -198,16 +198,13 @@ def _header(
 def _score_arrays(score: Any) -> list[tuple[str, Array]]:
     """The parameters of a score, by the paths of their fields in the request."""
     if isinstance(score, GeneralScore):
-        parameters = {"general.weight": score.weight}
+        parameters, optional = {"general.weight": score.weight}, {}
     elif isinstance(score, AdditiveScore):
-        parameters = {
-            "additive.query_weight": score.query_weight,
-            "additive.key_weight": score.key_weight,
-            "additive.bias": score.bias,
-            "additive.output_weight": score.output_weight,
-        }
+        parameters = {"additive.query_weight": score.query_weight, "additive.key_weight": score.key_weight}
+        optional = {"additive.bias": score.bias, "additive.output_weight": score.output_weight}
     else:
         raise InvalidRequestError(
             f"score: expected 'dot', a GeneralScore or an AdditiveScore, found {score!r}", field="score"
         )
-    return [(path, _arrays.floating(path, array)) for path, array in parameters.items() if array is not None]
+    parameters |= {path: array for path, array in optional.items() if array is not None}
+    return [(path, _arrays.floating(path, array)) for path, array in parameters.items()]

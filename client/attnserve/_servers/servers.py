@@ -163,6 +163,8 @@ class Servers(Generic[C]):
             addresses = self._target.look_up()
         except OSError as error:
             raise UnavailableError(f"{self._target.name}: {error}") from error
+        except Exception as error:  # whatever else the caller's function raises
+            raise UnavailableError(f"{self._target.name}: {error!r}") from error
         if not addresses:
             raise UnavailableError(f"{self._target.name}: there is no server")
         return addresses

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, get_args
 
 from attnserve._errors import InvalidRequestError
 from attnserve._settings.credentials import TLS, Token, is_local
@@ -85,18 +86,16 @@ class Settings:
         if self.transport not in get_args(Transport):
             raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
         object.__setattr__(self, "timeout", checked_timeout(self.timeout))
-        if not all(
-            isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in self.options
-        ):
+        options = tuple(self.options) if isinstance(self.options, Iterable) else (self.options,)
+        if not all(isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in options):
             raise ValueError(f"options: expected pairs of a name and a value, found {self.options!r}")
-        if self.retries < 0:
-            raise ValueError(f"retries: expected 0 or more, found {self.retries!r}")
+        object.__setattr__(self, "options", options)
+        _check_count("retries", self.retries, 0)
         object.__setattr__(self, "policy", RetryPolicy(self.retries))
-        if self.streams < 1:
-            raise ValueError(f"streams: expected 1 or more, found {self.streams!r}")
+        _check_count("streams", self.streams, 1)
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
-        if not 0 < self.refresh < math.inf:
+        if not (isinstance(self.refresh, SupportsFloat) and 0 < float(self.refresh) < math.inf):
             raise ValueError(f"refresh: expected seconds, more than 0, found {self.refresh!r}")
         for address in self.target.fixed or ([self.address] if isinstance(self.address, str) else []):
             self.check_secrecy(address)
@@ -117,6 +116,12 @@ class Settings:
             if name is not None:
                 own["grpc.ssl_target_name_override"] = name
         return list({**own, **dict(self.options)}.items())
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    """ValueError if the argument of that name is not an integer of any type, at least `least`."""
+    if not (isinstance(value, SupportsIndex) and operator.index(value) >= least):
+        raise ValueError(f"{name}: expected an integer of {least} or more, found {value!r}")
 
 
 MAX_TIMEOUT: Final = 1e9

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -163,7 +163,7 @@ class Bearer:
 
 def as_token(token: str | Token | None) -> Token | None:
     """The token, which may be given as a plain string."""
-    return Token(token) if isinstance(token, str) else token
+    return token if token is None or isinstance(token, Token) else Token(token)
 
 
 def is_local(address: str) -> bool:
@@ -180,8 +180,8 @@ def is_local(address: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _checked(token: str) -> str:
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
+def _checked(token: Any) -> str:
+    if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError("token: expected visible ASCII characters")  # never quote the token itself
     return token
 

@@ -45,7 +45,7 @@ class Target:
 def target_of(address: Address) -> Target:
     """What an address names. ValueError if it names nothing."""
     if callable(address):
-        return Target(getattr(address, "__name__", "servers"), (), address)
+        return Target(getattr(address, "__name__", "servers"), (), partial(_returned, address))
     if not isinstance(address, str):
         if not isinstance(address, Iterable):
             raise ValueError(f"address: {_EXPECTED}, found {address!r}")
@@ -61,6 +61,15 @@ def target_of(address: Address) -> Target:
         return Target(address, (), partial(look_up, host, int(named["port"])), host)
     several = _listed(address)
     return Target(address, tuple(several) if len(several) > 1 else (address,))
+
+
+def _returned(function: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """The addresses that a function returns. ValueError if one of them is not valid."""
+    found = function()
+    addresses = (found,) if isinstance(found, str) else tuple(found)
+    for each in addresses:
+        check_address(each)
+    return addresses
 
 
 def check_address(address: str) -> None:

@@ -7,6 +7,7 @@ would have to wait for a lock is left to another thread (`locks`).
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -54,6 +55,8 @@ class CallFuture(Future[T], Generic[R, T]):
         if not super().cancel():
             return False
         self.calls = None
+        if sys.is_finalizing():  # no thread runs any more, and the connections are about to end
+            return True
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:

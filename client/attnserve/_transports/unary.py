@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import grpc
 
-from attnserve._errors import AttnServeError, DeadlineExceededError, status_from_rpc_error
+from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.connection import BaseConnection
@@ -39,6 +39,7 @@ class UnaryCall(Generic[F, C]):
         self.future: Final = future
         self.path: Final = path
         self._pieces: Final = pieces
+        self._timeout: Final = timeout
         self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
         self._policy: Final = policy
         self._route: Final = route
@@ -62,7 +63,7 @@ class UnaryCall(Generic[F, C]):
         connection = self._route(self.left())
         left = self.left()
         if left is not None and left <= 0:
-            raise DeadlineExceededError("no reply within the timeout")
+            raise no_reply(self._timeout, connection.replica.address)
         return connection, left
 
     def failed(self, connection: C, error: grpc.RpcError) -> float:
@@ -73,6 +74,9 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         status = status_from_rpc_error(error)
         verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
+        if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:
+            verdict = no_reply(self._timeout, connection.replica.address)  # gRPC's own says neither
+            verdict.resent = self._resent
         self._resent = self._resent or not status.details
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
