@@ -157,7 +157,9 @@ class Server:
             stream_life,
             fast_path,
         )
-        self._layer_service = LayerService(self.registry, rpcs, administration=config.layer_administration)
+        self._layer_service = LayerService(
+            self.registry, rpcs, self.engine.check_open, administration=config.layer_administration
+        )
         self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, limits)
         self._http = HttpServer(
             config.http_listen,
@@ -242,6 +244,7 @@ class Server:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self._refusals.close()
+        self.registry.close()
         self.engine.close()
         if not self.engine.stuck and self.engine.failure is None:
             self.device.close()

@@ -78,5 +78,8 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
     if server.engine.stuck:
         logger.warning("requests that were still being computed are cut off")
         return CUT_OFF
+    if server.registry.is_reading:
+        logger.warning("layers that were still being read are given up")
+        return CUT_OFF
     logger.info("ended")  # if this line is missing, the process was killed
     return 0

@@ -22,8 +22,9 @@ from occupied import PATIENT, Occupied
 
 from attnserve import AttnServeError, Client
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import caches_pb2_grpc, tensor_pb2
+from attnserve.v1 import caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
+from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -70,15 +71,17 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             lambda: calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="draining") == 1,
             "the call is refused",
         )
-        with pytest.raises(grpc.RpcError) as caught:
-            calls.unary(channel, "Attend", request.SerializeToString())
-        error: Any = caught.value
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
         cache = CacheServiceCreateRequest(num_kv_heads=1, head_dim=8, dtype=tensor_pb2.DATA_TYPE_FLOAT32)
-        with pytest.raises(grpc.RpcError) as caught:
-            caches_pb2_grpc.CacheServiceStub(channel).Create(cache)
-        refused: Any = caught.value
-        assert refused.code() == grpc.StatusCode.UNAVAILABLE, "a cache would go with the server"
+        layers = LayerServiceLoadRequest(definitions="layers.toml")
+        for ask in (
+            lambda: calls.unary(channel, "Attend", request.SerializeToString()),
+            lambda: caches_pb2_grpc.CacheServiceStub(channel).Create(cache),  # it would go with the server,
+            lambda: layers_pb2_grpc.LayerServiceStub(channel).Load(layers),  # as would they
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            refused: Any = caught.value
+            assert refused.code() == grpc.StatusCode.UNAVAILABLE
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
     assert server.process.wait(calls.PATIENCE_S) == 0

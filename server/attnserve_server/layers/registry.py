@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -68,6 +69,9 @@ class Registry:
         self._layers: dict[str, Loaded] = {}
         self._versions = itertools.count(1)
         self._loading = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "attnserve-layers")
+        self.is_reading = False
+        """Whether files are being read, which nothing can interrupt, not even the cancellation of `load`."""
 
     def get(self, name: str) -> Loaded:
         """A layer by its name. Raises NotFound."""
@@ -93,7 +97,7 @@ class Registry:
         async with self._loading:
             loop = asyncio.get_running_loop()
             try:
-                loaded = await loop.run_in_executor(None, self._read, directory, definitions, names)
+                loaded = await loop.run_in_executor(self._thread, self._reading, directory, definitions, names)
             except (RuntimeError, MemoryError) as error:  # torch has no exception class for host memory
                 if self._device.blame(error) != "memory":
                     raise
@@ -111,8 +115,19 @@ class Registry:
             del self._layers[name]
         self._tell()
 
+    def close(self) -> None:
+        """Ends the thread that reads, without waiting for it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _tell(self) -> None:
         self._changed({name: each.specification.parameter_bytes() for name, each in self._layers.items()})
+
+    def _reading(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
+        self.is_reading = True
+        try:
+            return self._read(directory, definitions, names)
+        finally:
+            self.is_reading = False
 
     def _read(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
         from attnserve_server.layers.build import build_layer

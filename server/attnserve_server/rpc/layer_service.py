@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import grpc
@@ -33,9 +33,13 @@ LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_
 class LayerService:
     """The service for one registry. Without `administration`, no caller can load or unload layers."""
 
-    def __init__(self, registry: Registry, rpcs: Rpcs, *, administration: bool = True) -> None:
+    def __init__(
+        self, registry: Registry, rpcs: Rpcs, check_open: Callable[[], None], *, administration: bool = True
+    ) -> None:
+        """`check_open` raises what new work gets from a server that takes none."""
         self._registry = registry
         self._rpcs = rpcs
+        self._check_open = check_open
         self._administration = administration
 
     def register(self, server: aio.Server) -> None:
@@ -59,6 +63,7 @@ class LayerService:
 
     async def _load(self, caller: Caller, request: pb.LayerServiceLoadRequest) -> pb.LayerServiceLoadResponse:
         self._check_administration()
+        self._check_open()
         if not request.definitions:
             raise InvalidRequest("definitions", "a file below the model directory", "nothing")
         self._check_names(request.names)
