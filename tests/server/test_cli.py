@@ -68,7 +68,7 @@ def test_version() -> None:
         (
             ["--max-requests", "many"],
             {},
-            "attnserve-server: --max-requests: expected a number of at least 1, found 'many'\n",
+            "attnserve-server: --max-requests: expected a number of at least 1 and at most 1e18, found 'many'\n",
         ),
         (
             [],

@@ -97,6 +97,9 @@ def test_values_have_their_units() -> None:
         ("max_bytes", "0.3"),
         ("max_flops", "1e999"),
         ("max_flops", "0"),
+        ("max_flops", "1e19"),  # more than the 64 bits of ServerInfo hold
+        ("max_caches", "1e19"),
+        ("max_bytes", "16777216TiB"),
         ("max_wait", "-1s"),
         ("max_wait", "5 fortnights"),
         ("max_wait", "nan"),

@@ -124,7 +124,7 @@ class Config:
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
     max_sequences: int = _setting(
-        kinds.count(),
+        kinds.count(1, 2**31 - 1),
         2**14,
         "The most sequences of a request in which each has a length, an offset or a cache of its own: reading one "
         "takes microseconds, during which nobody else is served.",
@@ -200,7 +200,7 @@ class Config:
         "which is on no other server.",
     )
     cache_bytes: int = _setting(
-        kinds.size(0, 2**60),
+        kinds.size(0),
         0,
         "The size of the pool of resident key/value caches, allocated at the start: one page at least. 0: 512 MiB on "
         "a CPU, or a quarter of the memory if that is less, and half the free memory on CUDA.",
