@@ -252,6 +252,56 @@ def test_for_machines_every_line_is_json(start_server: Callable[..., Server], mo
     assert json.loads(done.stderr.splitlines()[-1])["level"] == "critical"
 
 
+ODD = """
+import sys, threading, warnings
+from attnserve_server import __main__, serving
+
+class Odd:
+    def __del__(self):
+        raise ValueError("while freed")
+
+def fail(*_):
+    warnings.warn("odd", RuntimeWarning)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    Odd()
+    raise ValueError("in the end")
+
+serving.run = fail
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+"""A server with all that Python writes to standard error by itself."""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_warnings_and_uncaught_exceptions_are_log_lines(log_format: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ODD, "--log-format", log_format],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = (
+        "RuntimeWarning: odd (<string>:10)",
+        "uncaught exception in thread ",
+        "xception ignored in Odd.__del__",
+        "uncaught exception",
+    )
+    errors = ("", "ZeroDivisionError: division by zero", "ValueError: while freed", "ValueError: in the end")
+    if log_format == "json":
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [line["level"] for line in lines] == ["warning", "error", "error", "critical"]
+        for line, words, error in zip(lines, said, errors, strict=True):
+            assert words in line["message"]
+            assert line.get("traceback", "").endswith(error)
+    else:
+        assert all(words in done.stderr for words in (*said, *errors))
+
+
 @pytest.mark.parametrize("name", ["listen", "http_listen"])
 def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
