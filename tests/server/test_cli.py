@@ -135,6 +135,21 @@ def first_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
+    """Standard output is on a full disk."""
+    command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen([*command, *POOL], env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stderr is not None
+        assert "standard output cannot be written: No space left on device" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)  # whether it serves yet or not
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
     with first_process() as process:
         assert process.stdout is not None
