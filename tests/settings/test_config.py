@@ -165,6 +165,13 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         command_line.load(["--max-flops", "1000"], {})
 
 
+def test_both_ports_at_one_address_are_refused() -> None:
+    both = r"^http_listen: expected another port than that of listen \(127.0.0.1:9000\), found '127.0.0.1:9000'$"
+    with pytest.raises(ConfigError, match=both):
+        command_line.load(["--listen", "127.0.0.1:9000", "--http-listen", "127.0.0.1:9000"], {})
+    assert Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0").listen == "127.0.0.1:0"
+
+
 def test_a_pool_has_a_page() -> None:
     with pytest.raises(
         ConfigError, match=r"^cache_bytes: expected 0, or at least cache_page_bytes \(512KiB\), found '1'"

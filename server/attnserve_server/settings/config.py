@@ -281,6 +281,9 @@ class Config:
         ):
             if getattr(self, name) and not getattr(self, needed):
                 raise ConfigError(needed, f"a file, because {name} is given", "")
+        # Otherwise the port would be said to be in use, and nobody found to use it.
+        if self.listen == self.http_listen and units.parse_address(self.listen).port:
+            raise ConfigError("http_listen", f"another port than that of listen ({self.listen})", self.http_listen)
         if not (self.is_local or self.tls_certificate or self.callers or self.insecure):
             raise ConfigError(
                 "listen", "an address of this machine, or tls_certificate, or callers, or insecure", self.listen
