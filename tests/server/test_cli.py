@@ -178,6 +178,33 @@ def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> No
     os.close(ends[0])
 
 
+LOADS_FOR_EVER = """
+EPOLL = "232", "281", "22"  # epoll_wait and epoll_pwait on x86-64, epoll_pwait on ARM
+import os, pathlib, signal, sys, threading
+from attnserve_server.__main__ import main
+from attnserve_server.layers.registry import Registry
+
+def read(*_):
+    call = pathlib.Path(f"/proc/self/task/{os.getpid()}/syscall")
+    while call.read_text().split()[0] not in EPOLL:
+        pass
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Event().wait()
+
+Registry._read = read
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that is told to stop while it loads, in a thread other than that of the event loop, which sleeps on."""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/syscall"), reason="the kernel does not say what a thread waits for")
+def test_a_signal_that_interrupts_no_waiting_loop_is_not_lost() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--layers", "any", *POOL)
+    command = [sys.executable, "-c", LOADS_FOR_EVER, *flags]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_modules_are_not_looked_through_for_garbage() -> None:
     """That would stall the event loop; objects made later are collected."""
     code = "import gc, sys; from attnserve_server.__main__ import main; main(sys.argv[1:])"
