@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = command_line.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
+        logs.take_over()
         for name, meant in command_line.misspelled(os.environ):
             logger.warning("%s is no setting: %s is", name, meant)
         for module in ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors"):

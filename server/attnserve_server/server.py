@@ -21,9 +21,10 @@ from attnserve_server.caches.fast_path import CacheFastPath
 from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.request import read_attend
 from attnserve_server.devices import Device, DeviceError, open_device
-from attnserve_server.errors import OutOfMemory
+from attnserve_server.errors import FailedPrecondition, OutOfMemory
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.layers.cached_request import read_apply
+from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.registry import Registry
 from attnserve_server.observability import health
 from attnserve_server.observability.health import Health
@@ -45,7 +46,7 @@ from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.watchdog import Watchdog
 from attnserve_server.settings.config import Config
-from attnserve_server.start_errors import StartError
+from attnserve_server.start_errors import ConfigError, StartError
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +109,7 @@ class Server:
         worker = self.engine.worker
         self.metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, self.device.memory)
         self.metrics.watch_state(self.health)
-        directory = config.model_directory or (str(Path(config.layers).parent) if config.layers else "")
-        self.registry = Registry(
-            self.device, Path(directory).resolve() if directory else None, self.metrics.layers, config.max_layers
-        )
+        self.registry = Registry(self.device, _model_directory(config), self.metrics.layers, config.max_layers)
         self.caches = open_caches(config, self.device)
         self.metrics.watch_caches(self.caches.store)
         limits = RequestLimits(
@@ -212,11 +210,12 @@ class Server:
             logger.warning("traffic on %s is not encrypted, tokens included", self._config.listen)
 
     async def _load_layers(self) -> None:
-        """Loads the layers of the configured file, all or none; a LayerError keeps the server from starting."""
+        """Loads the layers of the configured file, all or none; otherwise the server does not start."""
+        path = self._config.layers
         try:
-            await self.registry.load(Path(self._config.layers))
-        except OutOfMemory as error:
-            raise StartError(f"layers: {error}") from None
+            await self.registry.load(Path(path))
+        except (LayerError, OutOfMemory, FailedPrecondition) as error:
+            raise StartError(f"layers ({path}): {error}") from None
 
     async def drain(self) -> None:
         """Stops taking requests and waits for those in flight, within the configured times; liveness stays true."""
@@ -248,6 +247,16 @@ class Server:
         self.engine.close()
         if not self.engine.stuck and self.engine.failure is None:
             self.device.close()
+
+
+def _model_directory(config: Config) -> Path | None:
+    """The directory of definitions and weights; None if there is none. Raises ConfigError."""
+    if not config.model_directory:
+        return Path(config.layers).parent.resolve() if config.layers else None
+    directory = Path(config.model_directory).resolve()
+    if not directory.is_dir():  # a misspelt path or a missing volume: otherwise the first caller would find out
+        raise ConfigError("model_directory", "a directory", config.model_directory)
+    return directory
 
 
 def _tls(config: Config) -> ServerTls | None:

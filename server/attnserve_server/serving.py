@@ -28,7 +28,8 @@ CUT_OFF = 3
 def run(config: Config, open_device: OpenDevice = configured_device) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start.
 
-    Until it serves, signals do what they did before: there is nothing to drain, and loading cannot be stopped half-way.
+    A signal before it serves ends the process at once, with status 0: there is nothing to drain, and loading cannot be
+    stopped half-way.
     """
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -45,6 +46,9 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
     server = Server(config, open_device)
     server.metrics.watch_loop(lambda: loop.busy_seconds)
     try:
+        # Through the loop, because it waits while threads load: a signal just before that would not wake it.
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, os._exit, 0)
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, stopping.set)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -16,9 +17,11 @@ from attnserve_server import __version__
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.observability.logs import JsonFormatter
 
+logger = logging.getLogger(__name__)
+
 
 class Startup:
-    """Prints facts in a log format: `text` or `json`."""
+    """Prints facts in a log format: `text` or `json`. A server serves even if nobody can be told."""
 
     def __init__(self, log_format: str) -> None:
         self._formatter = JsonFormatter() if log_format == "json" else None
@@ -29,7 +32,11 @@ class Startup:
         if self._formatter is not None:
             record = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": line}
             line = self._formatter.format(logging.makeLogRecord({**record, "fact": fact, "value": value, **more}))
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError as error:  # a full disk, or a pipe whose reader has gone
+            logger.warning("standard output cannot be written: %s", error.strerror)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
 
 
 def surroundings() -> Iterator[tuple[str, str]]:

@@ -169,6 +169,20 @@ def test_json(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["seconds"] >= 0.1
 
 
+@pytest.mark.parametrize("flag", ["--once", "--json"])
+def test_what_was_not_printed_is_no_success(
+    server: Any, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-c between the two readings."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    assert cli.main(["top", server.http_address, flag]) == 130
+    assert capsys.readouterr().out == ""
+
+
 def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", NOBODY, "--once"]) == 1
     assert capsys.readouterr().err.startswith(f"attnserve: no metrics at http://{NOBODY}/metrics: ")

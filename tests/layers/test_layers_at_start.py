@@ -57,8 +57,24 @@ def test_a_server_with_broken_definitions_does_not_start(directory: Path, capsys
 def test_a_server_whose_definitions_are_not_there(directory: Path) -> None:
     ended = start_with(directory, "", "--layers", str(directory / "nothing.toml"))
     assert ended.returncode == 1
-    assert "nothing.toml" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    reason = "nothing.toml: expected a readable file, found No such file or directory"
+    assert ended.stderr == f"attnserve-server: layers ({directory / 'nothing.toml'}): {reason}\n"
+
+
+def test_a_server_with_more_layers_than_it_may_have(directory: Path) -> None:
+    definitions = "".join(DEFINITION.format(name=name, file="one.safetensors") for name in ("one", "two"))
+    ended = start_with(directory, definitions, "--max-layers", "1")
+    assert ended.returncode == 1
+    reason = "at most 1 layers may be loaded (max_layers), and there would be 2"
+    assert ended.stderr == f"attnserve-server: layers ({directory / 'layers.toml'}): {reason}\n"
+
+
+def test_a_server_whose_model_directory_is_not_there(directory: Path) -> None:
+    definitions = DEFINITION.format(name="one", file="one.safetensors")
+    ended = start_with(directory, definitions, "--model-directory", str(directory / "nothing"))
+    assert ended.returncode == 2
+    found = f"model_directory: expected a directory, found {str(directory / 'nothing')!r}"
+    assert ended.stderr == f"attnserve-server: {found}\n"
 
 
 async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -78,6 +78,18 @@ def test_a_cpu_takes_what_it_can_compute_in_seconds() -> None:
     assert default_request_flops(0, 2 * 10**13) == 2 * 10**13
 
 
+def test_the_largest_limits_can_be_shown(start_server: Callable[..., Server]) -> None:
+    """Limits travel in 64 bits: a setting that is meant as no limit at all must fit."""
+    largest = dict.fromkeys(("max_requests", "max_flops", "max_batch_flops", "max_elements", "max_caches"), "1e18")
+    largest |= {"max_bytes": "1048576TiB", "max_sequences": "2147483647"}
+    flags = [word for name, limit in largest.items() for word in (f"--{name.replace('_', '-')}", limit)]
+    server = start_server(*flags)
+    with Client(server.address) as client:
+        limits = client.server_info().limits
+    assert (limits.max_flops, limits.max_bytes) == (10**18, 2**60)
+    assert limits.max_header_bytes == (1 << 16) + 64 * (2**31 - 1)
+
+
 def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
     """Set by flags, shown by ServerInfo, enforced, and stated by the errors: of requests, caches and layers."""
     limits = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,18 +122,29 @@ async def test_what_has_no_address_here_is_refused(
         bind(server, f"{host}:1", None)
 
 
-async def test_the_error_says_why_a_path_is_no_good(server: aio.Server) -> None:
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "file").touch()
-        for path, reason in (
-            (f"{directory}/nowhere/socket", "no such directory"),
-            (f"{directory}/file", "no socket"),
-            (directory, "no socket"),
-            (f"{directory}/{'s' * 108}", "too long"),
-        ):
-            with pytest.raises(ListenError, match=reason):
-                bind(server, f"unix:{path}", None)
-        assert bind(server, f"unix:{directory}/socket", None) == f"unix:{directory}/socket"
+async def test_why_there_can_be_no_unix_socket(server: aio.Server, tmp_path: Path) -> None:
+    """GRPC itself gives no reason; what is in the way stays."""
+    (file := tmp_path / "file").write_text("precious")
+    (link := tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path, why in (
+        (f"/tmp/{'x' * 108}", "the path is too long for a socket"),
+        (f"/{'x' * 300}/socket", "the path is too long for a socket"),
+        (tmp_path / "none" / "socket", "there is no such directory"),
+        (tmp_path, "there is something that is not a socket"),
+        (file, "there is something that is not a socket"),
+        (link, "there is something that is not a socket"),
+    ):
+        with pytest.raises(ListenError) as caught:
+            bind(server, f"unix:{path}", None)
+        assert str(caught.value) == f"listen: cannot listen on unix:{path}: {why}"
+    assert file.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_unix_socket_where_the_server_may_not_write(server: aio.Server, tmp_path: Path) -> None:
+    (locked := tmp_path / "locked").mkdir(0o555)
+    with pytest.raises(ListenError, match=r"the server may not write to that directory$"):
+        bind(server, f"unix:{locked}/socket", None)
 
 
 def test_localhost_is_both_loopback_addresses(start_server: Callable[..., Server]) -> None:

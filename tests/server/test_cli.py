@@ -68,7 +68,7 @@ def test_version() -> None:
         (
             ["--max-requests", "many"],
             {},
-            "attnserve-server: --max-requests: expected a number of at least 1, found 'many'\n",
+            "attnserve-server: --max-requests: expected a number of at least 1 and at most 1e18, found 'many'\n",
         ),
         (
             [],
@@ -135,6 +135,21 @@ def first_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
+    """Standard output is on a full disk."""
+    command = [sys.executable, "-m", "attnserve_server", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen([*command, *POOL], env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stderr is not None
+        assert "standard output cannot be written: No space left on device" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)  # whether it serves yet or not
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
     with first_process() as process:
         assert process.stdout is not None
@@ -161,6 +176,33 @@ def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     os.close(ends[0])
+
+
+LOADS_FOR_EVER = """
+EPOLL = "232", "281", "22"  # epoll_wait and epoll_pwait on x86-64, epoll_pwait on ARM
+import os, pathlib, signal, sys, threading
+from attnserve_server.__main__ import main
+from attnserve_server.layers.registry import Registry
+
+def read(*_):
+    call = pathlib.Path(f"/proc/self/task/{os.getpid()}/syscall")
+    while call.read_text().split()[0] not in EPOLL:
+        pass
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Event().wait()
+
+Registry._read = read
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that is told to stop while it loads, in a thread other than that of the event loop, which sleeps on."""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/syscall"), reason="the kernel does not say what a thread waits for")
+def test_a_signal_that_interrupts_no_waiting_loop_is_not_lost() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--layers", "any", *POOL)
+    command = [sys.executable, "-c", LOADS_FOR_EVER, *flags]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_modules_are_not_looked_through_for_garbage() -> None:
@@ -250,6 +292,56 @@ def test_for_machines_every_line_is_json(start_server: Callable[..., Server], mo
     assert done.returncode == 1
     assert all(json.loads(line)["message"] for line in (*done.stdout.splitlines(), *done.stderr.splitlines()))
     assert json.loads(done.stderr.splitlines()[-1])["level"] == "critical"
+
+
+ODD = """
+import sys, threading, warnings
+from attnserve_server import __main__, serving
+
+class Odd:
+    def __del__(self):
+        raise ValueError("while freed")
+
+def fail(*_):
+    warnings.warn("odd", RuntimeWarning)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    Odd()
+    raise ValueError("in the end")
+
+serving.run = fail
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+"""A server with all that Python writes to standard error by itself."""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_warnings_and_uncaught_exceptions_are_log_lines(log_format: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ODD, "--log-format", log_format],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = (
+        "RuntimeWarning: odd (<string>:10)",
+        "uncaught exception in thread ",
+        "xception ignored in Odd.__del__",
+        "uncaught exception",
+    )
+    errors = ("", "ZeroDivisionError: division by zero", "ValueError: while freed", "ValueError: in the end")
+    if log_format == "json":
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [line["level"] for line in lines] == ["warning", "error", "error", "critical"]
+        for line, words, error in zip(lines, said, errors, strict=True):
+            assert words in line["message"]
+            assert line.get("traceback", "").endswith(error)
+    else:
+        assert all(words in done.stderr for words in (*said, *errors))
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen"])

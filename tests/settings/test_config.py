@@ -97,6 +97,9 @@ def test_values_have_their_units() -> None:
         ("max_bytes", "0.3"),
         ("max_flops", "1e999"),
         ("max_flops", "0"),
+        ("max_flops", "1e19"),  # more than the 64 bits of ServerInfo hold
+        ("max_caches", "1e19"),
+        ("max_bytes", "16777216TiB"),
         ("max_wait", "-1s"),
         ("max_wait", "5 fortnights"),
         ("max_wait", "nan"),
@@ -160,6 +163,13 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         Config(max_bytes=2**20)
     with pytest.raises(ConfigError, match=r"^max_batch_flops: expected at most max_flops \(1e3\), found '4e9'"):
         command_line.load(["--max-flops", "1000"], {})
+
+
+def test_both_ports_at_one_address_are_refused() -> None:
+    both = r"^http_listen: expected another port than that of listen \(127.0.0.1:9000\), found '127.0.0.1:9000'$"
+    with pytest.raises(ConfigError, match=both):
+        command_line.load(["--listen", "127.0.0.1:9000", "--http-listen", "127.0.0.1:9000"], {})
+    assert Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0").listen == "127.0.0.1:0"
 
 
 def test_a_pool_has_a_page() -> None:

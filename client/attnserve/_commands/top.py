@@ -40,9 +40,11 @@ def run(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2
+    if parsed.once or parsed.json:
+        return _once(parsed, endpoint)
     try:
-        return _once(parsed, endpoint) if parsed.once or parsed.json else _live(parsed, endpoint)
-    except KeyboardInterrupt:
+        return _live(parsed, endpoint)
+    except KeyboardInterrupt:  # the way to end it
         return 0
 
 

@@ -82,25 +82,35 @@ class ServerTls:
         return self._loaded
 
     def _load(self) -> _Loaded:
+        pair = _read("tls_key", self._key), _read("tls_certificate", self._certificate)
         try:
             # This checks the key against the certificate, which gRPC does only when the first caller connects.
             context = _context(self._certificate, self._key)
-            pair = self._key.read_bytes(), self._certificate.read_bytes()
-        except ssl.SSLError as error:
+        except (ssl.SSLError, OSError) as error:  # the latter if they have been removed meanwhile
+            files = f"tls_certificate and tls_key ({self._certificate}, {self._key})"
             reason = "not a certificate and its key, both PEM and not encrypted"
-            raise TlsError(f"tls_certificate and tls_key: {reason} ({error.reason})") from None
-        except OSError as error:
-            raise TlsError(f"tls_certificate or tls_key: {error.strerror}") from None
+            raise TlsError(f"{files}: {reason}{_reason(error)}") from None
         authorities = None
         if self._client_ca is not None:
+            authorities = _read("tls_client_ca", self._client_ca)
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self._client_ca)
-                authorities = self._client_ca.read_bytes()
-            except ssl.SSLError as error:
-                raise TlsError(f"tls_client_ca: not certificates in PEM ({error.reason})") from None
-            except OSError as error:
-                raise TlsError(f"tls_client_ca: {error.strerror}") from None
+            except (ssl.SSLError, OSError) as error:
+                raise TlsError(f"tls_client_ca ({self._client_ca}): not certificates in PEM{_reason(error)}") from None
         return _Loaded(grpc.ssl_server_certificate_configuration([pair], authorities), context)
+
+
+def _read(setting: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TlsError(f"{setting} ({path}): {error.strerror}") from None
+
+
+def _reason(error: OSError) -> str:
+    """The reason that OpenSSL or the system gives, if any."""
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return f" ({reason})" if reason else ""
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:

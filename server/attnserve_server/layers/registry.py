@@ -135,9 +135,10 @@ class Registry:
         loaded = []
         path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
         specifications = load_definitions(path, directory, names)
-        if len(self._layers.keys() | {each.name for each in specifications}) > self.max_layers:
+        count = len(self._layers.keys() | {each.name for each in specifications})
+        if count > self.max_layers:
             raise FailedPrecondition(
-                f"at most {self.max_layers} layers may be loaded; unload some",
+                f"at most {self.max_layers} layers may be loaded (max_layers), and there would be {count}",
                 LIMIT_EXCEEDED,
                 loaded=str(len(self._layers)),
             )

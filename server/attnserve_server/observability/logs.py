@@ -3,7 +3,8 @@
 In: records of the standard `logging`, with fields in `extra`. Out: one line each, `time level logger message
 key=value` or a JSON object; a traceback follows as lines of its own, or as a field. What callers send never shows: of
 bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. A
-recurring warning or error is rate-limited; the lines that are written say how many were left out.
+recurring warning or error is rate-limited; the lines that are written say how many were left out. Python's own warnings
+and uncaught exceptions are lines, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import json
 import logging
 import os
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import Enum
 from time import monotonic
+from types import TracebackType
 from typing import Any, Final, TextIO
 
 from google.protobuf.message import Message
@@ -25,6 +29,8 @@ from attnserve_server.observability.rate_limit import RateLimit
 LINES_PER_SECOND: Final = 1.0
 """The rate of warnings and errors from one place, in the long run: their tracebacks are long."""
 BURST: Final = 20.0
+
+logger = logging.getLogger(__name__)
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -36,6 +42,51 @@ def configure(level: str, log_format: str, stream: TextIO | None = None) -> None
     out.addFilter(Throttle())
     out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)
+
+
+def take_over() -> None:
+    """Has all that Python itself would write to standard error logged: warnings, and exceptions that nobody catches, in
+    the main thread, in others, and where none can be raised.
+    """
+    warnings.showwarning = _warned
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+    sys.unraisablehook = _unraisable
+
+
+def _warned(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    # The record is from where the warning is from, for the limit of each place.
+    if logger.isEnabledFor(logging.WARNING):
+        text = "%s: %s (%s:%d)", (category.__name__, str(message), filename, lineno)
+        logger.handle(logger.makeRecord(logger.name, logging.WARNING, filename, lineno, *text, None))
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        logger.critical("uncaught exception", exc_info=(kind, error, traceback))
+
+
+def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = args.thread.name if args.thread is not None else ""
+        exc_info = args.exc_type, args.exc_value, args.exc_traceback
+        logger.error("uncaught exception in thread %s", name, exc_info=exc_info)
+
+
+def _unraisable(args: sys.UnraisableHookArgs) -> None:
+    if args.exc_value is not None:
+        exc_info = args.exc_type, args.exc_value, args.exc_traceback
+        where = getattr(args.object, "__qualname__", args.object)
+        logger.error("%s %s", args.err_msg or "exception ignored in", where, exc_info=exc_info)
 
 
 def shown(value: object) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
@@ -153,21 +154,23 @@ def _probe(address: Address) -> int:
 
 
 def _make_way(listen: str) -> None:
-    """Checks that a unix socket can be made: gRPC would take over one that another server listens on.
+    """Checks that a unix socket can be made: gRPC would take over one that another server listens on, and not say why
+    it makes none.
 
-    Raises ListenError if something answers there, or something else is there, and if the path leads nowhere or is too
-    long.
+    Raises ListenError if something answers there, or if there can be no socket at that path.
     """
     path = Path(listen.removeprefix("unix:").removeprefix("//"))
-    if not path.parent.is_dir():
-        raise ListenError("listen", listen, "there is no such directory")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError as error:
-            if error.errno is None:  # not the system's, but Python's, which has no other name for this
+            if error.errno is None:  # Python's own check of the length, which is the kernel's
                 raise ListenError("listen", listen, "the path is too long for a socket") from None
-            if path.exists() and not path.is_socket():
-                raise ListenError("listen", listen, "what is there is no socket") from None
-            return
-    raise ListenError("listen", listen, "another server listens there")
+        else:
+            raise ListenError("listen", listen, "another server listens there")
+    if not path.parent.is_dir():
+        raise ListenError("listen", listen, "there is no such directory")
+    if os.path.lexists(path) and not path.is_socket():
+        raise ListenError("listen", listen, "there is something that is not a socket")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ListenError("listen", listen, "the server may not write to that directory")

@@ -124,7 +124,7 @@ class Config:
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
     max_sequences: int = _setting(
-        kinds.count(),
+        kinds.count(1, 2**31 - 1),
         2**14,
         "The most sequences of a request in which each has a length, an offset or a cache of its own: reading one "
         "takes microseconds, during which nobody else is served.",
@@ -201,7 +201,7 @@ class Config:
         "which is on no other server.",
     )
     cache_bytes: int = _setting(
-        kinds.size(0, 2**60),
+        kinds.size(0),
         0,
         "The size of the pool of resident key/value caches, allocated at the start: one page at least. 0: 512 MiB on "
         "a CPU, or a quarter of the memory if that is less, and half the free memory on CUDA.",
@@ -282,6 +282,9 @@ class Config:
         ):
             if getattr(self, name) and not getattr(self, needed):
                 raise ConfigError(needed, f"a file, because {name} is given", "")
+        # Otherwise the port would be said to be in use, and nobody found to use it.
+        if self.listen == self.http_listen and units.parse_address(self.listen).port:
+            raise ConfigError("http_listen", f"another port than that of listen ({self.listen})", self.http_listen)
         if not (self.is_local or self.tls_certificate or self.callers or self.insecure):
             raise ConfigError(
                 "listen", "an address of this machine, or tls_certificate, or callers, or insecure", self.listen

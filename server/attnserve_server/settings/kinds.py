@@ -13,6 +13,10 @@ from typing import Any, Final, NamedTuple
 
 from attnserve_server.settings import units
 
+MOST: Final = 10**18
+"""The largest number, unless a setting has a bound of its own: limits travel to callers in 64 bits (`ServerInfo`)."""
+MOST_BYTES: Final = 2**60
+
 
 class Kind(NamedTuple):
     """The values of a setting: a description in words, a check, a parser and a formatter.
@@ -27,17 +31,17 @@ class Kind(NamedTuple):
     private: bool = False
 
 
-def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int | None) -> Kind:
-    bounds = f"of at least {show(least)}" + (f" and at most {show(most)}" if most is not None else "")
+def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], least: int, most: int) -> Kind:
+    bound = units.format_count(most) if show is str else show(most)
     return Kind(
-        f"{words} {bounds}",
-        lambda value: type(value) is int and least <= value and (most is None or value <= most),
+        f"{words} of at least {show(least)} and at most {bound}",
+        lambda value: type(value) is int and least <= value <= most,
         parse,
         show,
     )
 
 
-def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
+def size(least: int = 1, most: int = MOST_BYTES, multiple: int = 1) -> Kind:
     """Bytes; they may have to be a multiple of a number."""
     kind = _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
     if multiple == 1:
@@ -48,14 +52,14 @@ def size(least: int = 1, most: int | None = None, multiple: int = 1) -> Kind:
     )
 
 
-def count(least: int = 1, most: int | None = None) -> Kind:
+def count(least: int = 1, most: int = MOST) -> Kind:
     """A count."""
     return _whole("a number", units.parse_count, str, least, most)
 
 
 def flops(least: int = 1) -> Kind:
     """A number of floating-point operations."""
-    return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, None)
+    return _whole("a number of operations (such as 2e9)", units.parse_count, units.format_count, least, MOST)
 
 
 def duration(most: float | None = None) -> Kind:
