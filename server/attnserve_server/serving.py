@@ -20,13 +20,18 @@ from attnserve_server.startup import Startup
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = tuple(
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+)
 CUT_OFF = 3
-"""The exit status if the grace period ended before the work did."""
+"""The exit status if the server did not wait until its work was done."""
 
 
 def run(config: Config, open_device: OpenDevice = configured_device) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises StartError if the server cannot start.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains; a SIGINT meanwhile ends that. Raises StartError if the
+    server cannot start.
 
     A signal before it serves ends the process at once, with status 0: there is nothing to drain, and loading cannot be
     stopped half-way.
@@ -42,7 +47,11 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
 
 async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> int:
     """Serves; returns the exit status."""
-    stopping, startup = asyncio.Event(), Startup(config.log_format)
+    stopping, interrupted, startup = asyncio.Event(), asyncio.Event(), Startup(config.log_format)
+
+    def interrupt() -> None:
+        (interrupted if stopping.is_set() else stopping).set()
+
     server = Server(config, open_device)
     server.metrics.watch_loop(lambda: loop.busy_seconds)
     try:
@@ -51,7 +60,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
             loop.add_signal_handler(number, os._exit, 0)
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, interrupt if number == signal.SIGINT else stopping.set)
         for layer in server.registry.all():
             size = layer.specification.parameter_bytes()
             startup.say("layer", f"{layer.name}, {layer.specification.kind}, {layer.outline}, {size} bytes")
@@ -64,11 +73,15 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
         startup.say("cache_pool", units.format_size(server.caches.store.pool_bytes))
         startup.say("ready", f"grpc={grpc_address} http={http_address}", grpc=grpc_address, http=http_address)
         failed = asyncio.create_task(server.engine.failed.wait())
+        hurried = asyncio.create_task(interrupted.wait())
         for phase in (stopping.wait, server.drain):
             ended = asyncio.create_task(phase())
-            await asyncio.wait((ended, failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((ended, failed, hurried), return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 await server.abandon()
+                break
+            if hurried.done():
+                ended.cancel()
                 break
             ended.result()
     finally:
@@ -79,6 +92,9 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return FAILED
+    if interrupted.is_set():
+        logger.warning("interrupted while draining: what was in flight is cut off")
+        return CUT_OFF
     if server.engine.stuck:
         logger.warning("requests that were still being computed are cut off")
         return CUT_OFF

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
+from attnserve_server.serving import CUT_OFF
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -85,6 +87,26 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
     assert server.process.wait(calls.PATIENCE_S) == 0
+
+
+def test_an_interrupt_ends_the_draining(start_server: Callable[..., Server]) -> None:
+    """Whoever presses Ctrl-C again does not want to wait. SIGTERM and SIGHUP, however many, are what they were."""
+    server = start_server("--drain-grace", "1h", *PATIENT)
+    with grpc.insecure_channel(server.address) as channel:
+        stream = calls.Stream(channel)
+        with Occupied(server) as device:
+            stream.send(calls.call(1, messages.random_attend(0)))
+            device.until_waiting(1)
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+                server.process.send_signal(number)
+            rejected = partial(calls.metric, server.http_address, "attnserve_rejected_requests_total")
+            calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+            stream.send(calls.call(2, messages.random_attend(0)))
+            calls.until(lambda: rejected(reason="draining") >= 1, "it takes nothing new")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(calls.PATIENCE_S) == CUT_OFF
+        stream.vanish()
+    assert "interrupted while draining" in server.stderr()
 
 
 def test_an_idle_stream_does_not_keep_a_server_from_ending(start_server: Callable[..., Server]) -> None:
