@@ -12,7 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from attnserve_server.observability.health import Health
 
-READINESS = ("", "attnserve.v1.AttentionService", "readiness")
+SERVICES = ("attnserve.v1.AttentionService", "attnserve.v1.CacheService", "attnserve.v1.LayerService")
+READINESS = ("", "readiness", *SERVICES)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -55,7 +56,7 @@ async def test_liveness_stays_while_draining(stub: Any, health: Health) -> None:
         ("failed", NOT_SERVING, NOT_SERVING),
     ):
         health.set(state)  # type: ignore[arg-type]
-        assert [await check(stub, service) for service in READINESS] == [ready] * 3
+        assert [await check(stub, service) for service in READINESS] == [ready] * len(READINESS)
         assert await check(stub, "liveness") == live
         assert (health.ready, health.live) == (ready == SERVING, live == SERVING)
 
@@ -103,12 +104,12 @@ async def test_watchers_see_each_change_and_only_changes(stub: Any, health: Heal
     watches = {
         service: stub.Watch(health_pb2.HealthCheckRequest(service=service)) for service in (*READINESS, "liveness")
     }
-    assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * 3
+    assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * len(READINESS)
     assert await read(watches["liveness"]) == SERVING
     health.set("serving")
-    assert [await read(watches[service]) for service in READINESS] == [SERVING] * 3
+    assert [await read(watches[service]) for service in READINESS] == [SERVING] * len(READINESS)
     health.set("draining")
-    assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * 3
+    assert [await read(watches[service]) for service in READINESS] == [NOT_SERVING] * len(READINESS)
     health.set("failed")
     # Readiness changes did not touch liveness: its next update is the failure.
     assert await read(watches["liveness"]) == NOT_SERVING

@@ -1,7 +1,7 @@
 """Whether the server is live and whether it is ready, and grpc.health.v1, which reports both over gRPC.
 
-In: the server's state. Out: `live`, `ready` and `accepts`, and the answers of Check and Watch for the services `""` and
-`attnserve.v1.AttentionService` (readiness), `readiness`, `liveness` and `acceptance`. A draining server is live: a
+In: the server's state. Out: `live`, `ready` and `accepts`, and the answers of Check and Watch for `""` and the server's
+services by their names (readiness), and for `readiness`, `liveness` and `acceptance`. A draining server is live: a
 restart must not cut off the requests that it still answers. It is not ready, so that no new clients are sent to it; but
 it accepts requests for a time, and clients that are connected already (the SDK) go on until it does not.
 """
@@ -23,7 +23,8 @@ State: TypeAlias = Literal["starting", "serving", "draining", "failed"]
 SERVICE_NAME: Final = "grpc.health.v1.Health"
 
 _ORDER: Final[tuple[State, ...]] = get_args(State)
-_READINESS: Final = frozenset(("", "attnserve.v1.AttentionService", "readiness"))
+_SERVICES: Final = ("AttentionService", "CacheService", "LayerService")
+_READINESS: Final = frozenset(("", "readiness", *(f"attnserve.v1.{service}" for service in _SERVICES)))
 _LIVENESS: Final = "liveness"
 _ACCEPTANCE: Final = "acceptance"
 
