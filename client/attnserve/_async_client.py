@@ -101,6 +101,7 @@ class AsyncClient:
         arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
+            arguments.check_no_layer(cache_layer)
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
         return self._calls.perform(
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)

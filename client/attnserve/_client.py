@@ -139,7 +139,7 @@ class Client:
         """
         arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
         if caches is None:
-            return wait(self.submit(query, key, value, **options))
+            return wait(self.submit(query, key, value, cache_layer=cache_layer, **options))
         timeout = self._settings.timeout
         return self._calls.perform(
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
@@ -165,6 +165,7 @@ class Client:
         arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
+            arguments.check_no_layer(cache_layer)
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
         return self._calls.carry_out(
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)

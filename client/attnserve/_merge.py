@@ -42,7 +42,8 @@ def merge_attention(
     -inf; one with an lse of +inf or NaN in any gives NaN, as attention over all keys does.
     Each softmax must have been over its own keys only: pass sinks to at most one of the calls.
 
-    Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, or there is no such layout.
+    Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, NumPy arrays and torch tensors
+    are mixed, or there is no such layout.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
@@ -50,6 +51,9 @@ def merge_attention(
     if not pairs:
         raise ValueError("results: expected one or more, found none")
     outputs, lses = [output for output, _ in pairs], [lse for _, lse in pairs]
+    is_torch = arrays.torch_tensor(outputs[0]) is not None
+    if any((arrays.torch_tensor(each) is not None) != is_torch for each in (*outputs, *lses)):
+        raise ValueError("results: expected NumPy arrays or torch tensors, found both")
     for output, lse in pairs:
         if output.shape != outputs[0].shape or lse.shape != lses[0].shape:
             raise ValueError(
@@ -62,7 +66,6 @@ def merge_attention(
     if tuple(lses[0].shape) != expected:
         raise ValueError(f"results: expected lse {expected} in layout {layout!r}, found {tuple(lses[0].shape)}")
 
-    is_torch = arrays.torch_tensor(outputs[0]) is not None
     xp: Any = sys.modules["torch"] if is_torch else np
     wide = xp.float64 if outputs[0].dtype == xp.float64 or lses[0].dtype == xp.float64 else xp.float32
 
@@ -91,7 +94,5 @@ def _pair(result: AttentionResult[Any] | tuple[Any, Any]) -> tuple[Any, Any]:
         if result.lse is None:
             raise ValueError("results: expected a result with its lse (return_lse=True), found one without")
         return result.output, result.lse
-    output, lse = result
-    if arrays.torch_tensor(output) is not None:
-        return output, lse
-    return np.asarray(output), np.asarray(lse)
+    output, lse = (part if arrays.torch_tensor(part) is not None else np.asarray(part) for part in result)
+    return output, lse

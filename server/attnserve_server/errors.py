@@ -166,7 +166,7 @@ class Overloaded(RequestError):
 
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         super().__init__(
-            f"the server is full: its bound on {bound} is {limit:.9g}; retry in {retry_delay:.3f} s",
+            f"the server is full: its bound on {_bound(bound, limit)}; retry in {retry_delay:.3f} s",
             "OVERLOADED",
             bound=bound,
         )
@@ -215,13 +215,17 @@ def _encoded_overload(message: str, reason: str, retry_delay: float, metadata: t
     return encoded
 
 
+def _bound(bound: str, limit: float) -> str:
+    return f"{bound} is {limit:.9g}{' s' * (bound == 'queue_time')}"
+
+
 class ShareExceeded(Overloaded):
     """A request of a caller that already has its share of the room; there may be room for others."""
 
     def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
         RequestError.__init__(
             self,
-            f"this caller has its share of the server, whose bound on {bound} is {limit:.9g};"
+            f"this caller has its share of the server, whose bound on {_bound(bound, limit)};"
             f" retry in {retry_delay:.3f} s",
             "SHARE_EXCEEDED",
             bound=bound,

@@ -219,6 +219,8 @@ def test_a_cache_of_another_client(address: str) -> None:
         cache = one.create_cache(H, D)
         with pytest.raises(InvalidRequestError, match="of this client"):
             other.attend(QUERY, caches=[cache])
+        with pytest.raises(InvalidRequestError, match=r"^cache_layer: expected caches"):
+            other.attend(QUERY, QUERY, QUERY, cache_layer=1)
         with pytest.raises(InvalidRequestError, match=r"^caches: expected .* of this client, found 5"):
             other.attend(QUERY, caches=5)  # type: ignore[arg-type]
         for nowhere in ("", "127.0.0.1:65536", "\ud800:1"):

@@ -132,6 +132,16 @@ def test_what_does_not_fit_is_refused(results: Any) -> None:
         merge_attention(results)
 
 
+@pytest.mark.parametrize("torch_part", [0, 1])
+def test_numpy_and_torch_do_not_mix(torch_part: int) -> None:
+    pair = [np.ones((1, 1), np.float32), np.zeros(1, np.float32)]
+    mixed: list[Any] = [*pair]
+    mixed[torch_part] = torch.from_numpy(pair[torch_part])
+    for results in ([pair, mixed], [mixed]):
+        with pytest.raises(ValueError, match="NumPy arrays or torch tensors, found both"):
+            merge_attention(results)  # type: ignore[arg-type]
+
+
 def test_a_layout_that_there_is_not_is_refused() -> None:
     """Where there are as many heads as queries, the shapes would fit any."""
     pair = np.ones((2, 2, 3), np.float32), np.ones((2, 2), np.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel
 
-from attnserve import Client
+from attnserve import AsyncClient, Client
 from attnserve.integrations.transformers import forward_mask, register
 
 __all__ = ["no_gradients", "recorder"]
@@ -94,6 +94,12 @@ def test_two_names_are_two_clients(client: Client) -> None:
     model.set_attn_implementation("second")
     model(tokens(1, 4))
     assert (len(first.calls), len(second.calls)) == (0, 2)
+
+
+def test_a_client_that_does_not_wait_is_refused() -> None:
+    with pytest.raises(TypeError, match="found an AsyncClient"):
+        register(AsyncClient("127.0.0.1:1"), "asyncio")  # type: ignore[arg-type]
+    assert "asyncio" not in transformers.AttentionInterface()
 
 
 def test_gradients_are_refused(recorder: Recorder) -> None:

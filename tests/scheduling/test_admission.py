@@ -95,6 +95,7 @@ def test_a_queue_is_bounded_by_the_time_it_takes() -> None:
         admission.admit(caller, 1, 10**9)
     error = flood(admission, ME, 1, 10**9)
     assert (error.bound, error.reason, error.rejection) == ("queue_time", "OVERLOADED", "queue_time")
+    assert "its bound on queue_time is 1 s; retry in 0.5" in str(error)
     assert error.retry_delay == pytest.approx(0.5, rel=0.05)
     assert admission.requests == pytest.approx(100, abs=3)
     assert admission.seconds == pytest.approx(1.0, rel=0.05)

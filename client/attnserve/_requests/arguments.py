@@ -62,6 +62,14 @@ def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[s
         raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint}")
 
 
+def check_no_layer(cache_layer: int) -> None:
+    """InvalidRequestError for a layer of caches where there are none."""
+    if cache_layer != 0:
+        raise InvalidRequestError(
+            f"cache_layer: expected caches to go with it, found none, and {cache_layer!r}", field="cache_layer"
+        )
+
+
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
     """The meaning of a keyword, looked up in `choices`."""
     try:

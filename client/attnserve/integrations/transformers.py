@@ -32,6 +32,7 @@ except ImportError as error:
         f"the integration needs torch and transformers: pip install 'attnserve[transformers]' ({error})"
     ) from error
 
+from attnserve import AsyncClient
 from attnserve.integrations._mask_pattern import MaskPattern, recognise
 
 if TYPE_CHECKING:
@@ -56,8 +57,10 @@ def register(client: Client, name: str = "attnserve") -> None:
     A model with this implementation raises `RuntimeError` if gradients are recorded (the service is for inference: use
     `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
     `NotImplementedError` for continuous batching and for sinks that differ by query, and otherwise the errors of
-    `Client.attend`.
+    `Client.attend`. TypeError for an `AsyncClient`: models wait for their attention.
     """
+    if isinstance(client, AsyncClient):
+        raise TypeError("client: expected a Client, found an AsyncClient")
 
     def attention(
         module: torch.nn.Module,
