@@ -123,6 +123,8 @@ class Server:
             "apply": partial(read_apply, self.caches, self.registry, limits=limits),
         }
         tls = _tls(config)
+        if tls is not None:
+            self.metrics.watch_certificate(tls.expiry)
         certificates = bool(config.tls_client_ca)
         grants = GrantsFile(Path(config.callers), certificates=certificates) if config.callers else None
         callers = Callers(grants, certificates=certificates)

@@ -1,18 +1,21 @@
 """TLS: the server's certificate and the authorities that it trusts, read again when the files change.
 
-In: PEM files. Out: credentials for the gRPC port, and a context for the HTTP port; both use new files from the next
-connection on. If new files are not valid (a key that does not match the certificate, in the middle of a rotation), the
-old ones stay in use.
+In: PEM files. Out: credentials for the gRPC port, a context for the HTTP port, and when the certificate expires; all
+use new files from the next connection or question on. If new files are not valid (a key that does not match the
+certificate, in the middle of a rotation), the old ones stay in use.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import ssl
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -20,6 +23,10 @@ from attnserve_server.access.watched import WatchedFiles
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
+
+
+_NO_CHECK_TIME: Final = 0x200000
+"""OpenSSL's flag (X509_V_FLAG_NO_CHECK_TIME) to accept certificates at any time, which Python has no name for."""
 
 
 class TlsError(StartError):
@@ -34,6 +41,7 @@ class _Loaded:
 
     grpc: grpc.ServerCertificateConfiguration = field(repr=False)
     http: ssl.SSLContext
+    expiry: float
 
 
 class ServerTls:
@@ -70,6 +78,11 @@ class ServerTls:
         context.sni_callback = choose  # it is called whether or not the peer names a server
         return context
 
+    def expiry(self) -> float:
+        """When the certificate expires, in seconds since 1970; NaN if that cannot be told."""
+        with self._lock:
+            return self._current().expiry
+
     def _current(self) -> _Loaded:
         """What the files hold, or held when they were last valid."""
         if self._watched.changed():
@@ -97,7 +110,12 @@ class ServerTls:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self._client_ca)
             except (ssl.SSLError, OSError) as error:
                 raise TlsError(f"tls_client_ca ({self._client_ca}): not certificates in PEM{_reason(error)}") from None
-        return _Loaded(grpc.ssl_server_certificate_configuration([pair], authorities), context)
+        expiry = _expiry(context, self._certificate)
+        if expiry < time.time():
+            logger.warning(
+                "the certificate has expired: callers will refuse it", extra={"certificate": self._certificate}
+            )
+        return _Loaded(grpc.ssl_server_certificate_configuration([pair], authorities), context, expiry)
 
 
 def _read(setting: str, path: Path) -> bytes:
@@ -118,6 +136,27 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key, password=_no_password)
     return context
+
+
+def _expiry(context: ssl.SSLContext, certificate: Path) -> float:
+    """When the certificate of a context expires; NaN if that cannot be told.
+
+    Python tells it only of a peer whose certificate it has verified: so this shows the certificate to such a peer.
+    """
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    to_server, to_peer = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        trusting.load_verify_locations(certificate)
+        server = context.wrap_bio(to_server, to_peer, server_side=True)
+        peer = trusting.wrap_bio(to_peer, to_server)
+        for end in (peer, server, peer):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+        return float(ssl.cert_time_to_seconds(str((peer.getpeercert() or {})["notAfter"])))
+    except (ssl.SSLError, OSError, KeyError, ValueError):
+        return math.nan
 
 
 def _no_password() -> str:

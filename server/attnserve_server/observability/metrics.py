@@ -303,6 +303,10 @@ class Metrics:
         """Has the server's state exported."""
         self.registry.register(scraped.State(health))
 
+    def watch_certificate(self, expiry: Callable[[], float]) -> None:
+        """Has the time exported at which the server's certificate expires."""
+        self.registry.register(scraped.Certificate(expiry))
+
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
 

@@ -38,6 +38,23 @@ class State:
         return self.collect()
 
 
+class Certificate:
+    """When the server's certificate expires."""
+
+    def __init__(self, expiry: Callable[[], float]) -> None:
+        self._expiry = expiry
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "attnserve_tls_certificate_expiry_timestamp_seconds",
+            "When the server's certificate expires, in seconds since 1970; NaN if it cannot tell. Only with TLS.",
+            value=self._expiry(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # files are read only for those who ask
+
+
 class Device:
     """How busy the device is, and its memory, if it has one of its own."""
 
