@@ -98,27 +98,27 @@ def test_what_changes_a_cache_has_it_alone_and_all_begin_in_their_order(
             ]
             if other in running:  # no earlier operation that conflicts is unfinished
                 assert left.issuperset(conflicts)
-            elif other not in left:  # whatever waits has an earlier one to wait for
-                assert not left.issuperset(range(other))
+            elif other not in left:  # whatever waits has one of those to wait for: readers run side by side
+                assert not left.issuperset(conflicts)
     while running:
         turns.leave(all_turns[running.pop(0)])
     assert sorted(begun) == list(range(len(asked)))
 
 
-def test_readers_that_come_behind_a_writer_do_not_pass_it() -> None:
+def test_readers_that_come_behind_a_writer_do_not_pass_it_and_then_read_side_by_side() -> None:
     begun: list[str] = []
     turns, line = Turns(Clock().later), Line()
-    reader, writer, late = (
+    reader, writer, late, later = (
         turn([line], alone, partial(begun.append, name))
-        for name, alone in (("reader", False), ("writer", True), ("late reader", False))
+        for name, alone in (("reader", False), ("writer", True), ("late reader", False), ("later reader", False))
     )
-    for each in (reader, writer, late):
+    for each in (reader, writer, late, later):
         turns.take(each)
     assert begun == ["reader"]
     turns.leave(reader)
     assert begun == ["reader", "writer"]
     turns.leave(writer)
-    assert begun == ["reader", "writer", "late reader"]
+    assert begun == ["reader", "writer", "late reader", "later reader"]
 
 
 def test_one_that_gives_up_waiting_lets_others_pass() -> None:
@@ -167,6 +167,41 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         turns.leave(each)
     assert clock.call is None
     assert sorted(expired) == [2.0, 3.0]
+
+
+def test_the_last_one_that_waits_expires_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
+    clock, line = Clock(), Line()
+    turns = Turns(clock.later)
+    turns.take(turn([line], True, bool))
+    expired: list[bool] = []
+    turns.take(Asked([line], True, 2.0, bool, lambda: expired.append(True)))
+    now = 2.0
+    clock.ring()
+    assert expired == [True]
+    assert clock.call is None
+
+
+def test_what_an_interrupt_kept_from_beginning_begins_in_another_thread() -> None:
+    clock, line = Clock(), Line()
+    turns = Turns(clock.later)
+    begun: list[str] = []
+
+    def begin() -> None:
+        begun.append("second")
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+
+    first, second, third = (turn([line], True, start) for start in (bool, begin, partial(begun.append, "third")))
+    for each in (first, second, third):
+        turns.take(each)
+    with pytest.raises(KeyboardInterrupt):
+        turns.leave(first)
+    clock.ring()
+    assert begun == ["second", "second"]
+    turns.leave(second)
+    assert begun == ["second", "second", "third"]
 
 
 def test_an_interrupt_as_one_begins_keeps_nobody_else_from_it() -> None:

@@ -170,6 +170,22 @@ def test_what_is_cancelled_can_be_taken_out_at_once() -> None:
     assert popped(queue) == [[entry] for entry in stay]
 
 
+def test_taking_out_what_is_cancelled_leaves_the_others_in_their_order() -> None:
+    low, gone, high = (Entry(priority=priority) for priority in (-8, 8, 0))
+    other, urgent = Entry(group="b", priority=-7), Entry(group="c", priority=1)
+    queue = queue_of(gone, low, high, other, urgent, max_requests=1)
+    gone.cancelled = True
+    queue.drop_cancelled()
+    assert popped(queue) == [[urgent], [high], [other], [low]]
+
+
+def test_an_empty_queue_keeps_nothing_of_what_it_held() -> None:
+    """Not even the place of a group whose first request another overtook."""
+    queue = queue_of(Entry(), Entry(priority=1))
+    queue.pop(0.0)
+    assert (queue.requests, queue._first, queue._groups) == (0, [], {})
+
+
 def test_what_is_due_before_a_request_is_known() -> None:
     pace = Pace(1 / SECOND, 1e-12)
     pace.learn(work(1, 10_000), 10.0)

@@ -49,7 +49,6 @@ def test_what_can_be_in_time_is_taken() -> None:
     check(deadlines(), 1.0, 1.1)
     check(deadlines(), 1.0, 3.1, free_at=2.0)
     check(deadlines(Entry(cost=2 * SECOND)), 1.0, 6.1, free_at=2.0)
-    check(deadlines(Entry(cost=2 * SECOND)), 1.0, 3.1, now=100.0, free_at=99.0)  # the batch should be done by now
 
 
 def test_only_what_is_due_before_it_counts() -> None:
@@ -62,9 +61,17 @@ def test_only_what_is_due_before_it_counts() -> None:
 
 
 def test_time_counts_from_when_it_was_read() -> None:
-    check(deadlines(), 1.0, 3.1, now=100.0, free_at=102.0, decode=50.0)
+    waiting = Entry(cost=2 * SECOND)
+    check(deadlines(waiting), 1.0, 3.1, now=100.0, decode=50.0)
     with pytest.raises(DeadlineUnreachable):
-        check(deadlines(), 1.0, 2.9, now=100.0, free_at=102.0, decode=50.0)
+        check(deadlines(waiting), 1.0, 2.9, now=100.0, decode=50.0)
+
+
+def test_a_batch_that_should_be_done_by_now_takes_no_time_and_gives_none_back() -> None:
+    waiting = Entry(cost=2 * SECOND)
+    check(deadlines(waiting), 1.0, 3.1, now=100.0, free_at=99.0)
+    with pytest.raises(DeadlineUnreachable):
+        check(deadlines(waiting), 1.0, 2.9, now=100.0, free_at=99.0)
 
 
 @pytest.mark.parametrize(("waiting", "left"), [((), 2.5), ((Entry(cost=2 * SECOND),), 3.5)])
