@@ -283,9 +283,9 @@ def test_the_pages_of_all_layers_are_counted_and_released_together() -> None:
     few, many = (calls_of(lambda cache=cache: cache.shared_bytes) for cache in caches)
     assert many == few
     few, many = (calls_of(lambda cache=cache: store.delete(cache)) for cache in caches)
-    assert many - few <= 15 * 100, "what finding and joining free stretches takes"
+    assert many - few <= 15 * 100, "what finding and joining free extents takes"
     assert (store.free_pages, store.tokens) == (400, 0)
-    assert [*store._allocator.free_stretches()] == [range(400)]
+    assert [*store._allocator.free_extents()] == [range(400)]
 
 
 def test_leases_that_are_over_are_forgotten() -> None:
