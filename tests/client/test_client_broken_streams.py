@@ -63,6 +63,7 @@ def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any],
     ((given_up, error),) = multiplexer.broken(stream, status(code), now)
     assert given_up is first
     assert isinstance(error, UnavailableError)
+    assert "(attempt 4)" in str(error)
     assert len(multiplexer) == 0
 
 
@@ -143,6 +144,7 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert sorted(answered + failed) == [10, 20, 20, 30, 800, 900, 3000, 7000]
     assert all(padding > limit - 100 for padding in failed)
     assert all(padding < limit for padding in answered)
+    assert not multiplexer.wants_stream
 
 
 def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
@@ -160,26 +162,31 @@ def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexe
 
 
 def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:
-    refused, owed, new = call("refused"), call("owed"), call("new")
-    multiplexer.add(refused)
-    multiplexer.add(owed)
+    refused, owed, late, new = call("refused"), call("owed"), call("refused late"), call("new")
+    for each in (refused, owed, late):
+        multiplexer.add(each)
     old = multiplexer.opened()
     message(multiplexer, old)
     assert multiplexer.resolve(old, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
     assert not multiplexer.writes(old)
     multiplexer.add(new)
     assert multiplexer.wants_stream
+    assert message(multiplexer, old) is None
     young = multiplexer.opened()
+    assert message(multiplexer, old) is None
     sent = message(multiplexer, young)
     assert sent is not None
     assert [c.id for c in sent.calls] == [new.id]
     assert multiplexer.resolve(old, [Reply(owed.id, DONE)], 0.0) == [(owed, DONE)]
+    assert multiplexer.resolve(old, [Reply(late.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
+    assert multiplexer.writes(young)
     assert multiplexer.broken(old, Status(), 0.0) == []
     assert multiplexer.writes(young)
     multiplexer.tick(0.1)
     sent = message(multiplexer, young, 0.1)
     assert sent is not None
-    assert [c.id for c in sent.calls] == [refused.id]
+    assert [c.id for c in sent.calls] == [refused.id, late.id]
+    assert (refused.attempts, refused.resent) == (1, False)  # answered, so not one that the end of the stream broke
 
 
 def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[Any]) -> None:
@@ -192,6 +199,9 @@ def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[A
     assert failed is on_it
     assert isinstance(error, ProtocolError)
     assert multiplexer.wants_stream
+    young = multiplexer.opened()
+    assert multiplexer.distrusted(stream, "more nonsense") == []
+    assert multiplexer.writes(young)
 
 
 @given(st.data())

@@ -225,3 +225,4 @@ def test_closing_fails_what_is_left(multiplexer: Multiplexer[Any]) -> None:
     assert all(isinstance(error, ClientClosedError) for _, error in outcomes)
     assert not multiplexer.wants_stream
     assert not multiplexer.writes(stream)
+    assert multiplexer.close() == []

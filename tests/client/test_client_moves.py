@@ -1,0 +1,140 @@
+"""Calls that move from one server to another, and what stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+
+from attnserve._errors import AttnServeError, OverloadedError
+from attnserve._requests.reply import Reply
+from attnserve._servers.replicas import Replica
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.in_flight import Call
+from attnserve._transports.multiplexer import Multiplexer
+
+UNAVAILABLE = Status(code=14, message="draining")
+
+
+def full(seconds: int) -> Status:
+    """The status of a server that is full for `seconds` seconds."""
+    status = Status(code=8, message="full")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED"))
+    status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return status
+
+
+def calls_on(multiplexer: Multiplexer[str], owners: Iterable[str], pinned: Iterable[str] = ()) -> dict[str, Call[str]]:
+    made = {}
+    for owner in owners:
+        made[owner] = call = Call(owner, 15, [owner.encode()], 1, 0.0, 9.0)
+        call.pinned = owner in pinned
+        multiplexer.add(call)
+    return made
+
+
+def sent(multiplexer: Multiplexer[str], stream: int) -> bytes:
+    return b"".join(multiplexer.next_message(stream, 0.0) or ())
+
+
+@pytest.fixture
+def here() -> Multiplexer[str]:
+    return Multiplexer(RetryPolicy(2, random=lambda: 1.0), Replica("here"))
+
+
+def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("free", "pinned"), pinned=("pinned",))
+    stream = here.opened()
+    assert sent(here, stream)
+    for call in calls.values():
+        assert here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0) == []
+    here.opened()
+    assert here.tick(1.0, others=True) == []
+    assert here.take_leaving() == [calls["free"]]
+    assert here.take_leaving() == []
+    assert b"pinned" in sent(here, 2)
+    there: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("there"))
+    calls_on(there, ("another",))
+    there.add(calls["free"])
+    assert b"free" in sent(there, there.opened())
+    assert calls["free"].attempts == 1
+
+
+def test_without_others_it_stays(here: Multiplexer[str]) -> None:
+    (call,) = calls_on(here, ("free",)).values()
+    stream = here.opened()
+    sent(here, stream)
+    here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0)
+    assert here.tick(1.0) == []
+    assert here.take_leaving() == []
+    assert b"free" in sent(here, here.opened())
+
+
+def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("sent",))
+    stream = here.opened()
+    sent(here, stream)
+    calls |= calls_on(here, ("unsent", "pinned"), pinned=("pinned",))
+    here.asked_to_leave(stream, 0.0, others=True)
+    assert not here.writes(stream)
+    assert here.take_leaving() == [calls["unsent"]]
+    assert here.wants_stream
+    refused = Status(code=3, message="no")
+    ((call, error),) = here.resolve(stream, [Reply(calls["sent"].id, refused)], 0.0)
+    assert call is calls["sent"]
+    assert isinstance(error, AttnServeError)
+    following = here.opened()
+    message = sent(here, following)
+    assert b"pinned" in message
+    assert b"unsent" not in message
+    here.asked_to_leave(stream, 0.0, others=True)
+    assert here.writes(following), "it was another that was to be closed"
+    (kept,) = calls_on(here, ("kept",)).values()
+    here.asked_to_leave(following, 0.0, others=False)
+    assert here.take_leaving() == []
+    assert kept.owner.encode() in sent(here, here.opened())
+
+
+def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("waiting", "sent"))
+    stream = here.opened()
+    sent(here, stream)
+    here.resolve(stream, [Reply(calls["waiting"].id, UNAVAILABLE)], 0.0)
+    calls |= calls_on(here, ("ready",))
+    ids = {calls["ready"].id, calls["waiting"].id}
+    here.leave()
+    assert {call.owner for call in here.take_leaving()} == {"waiting", "ready"}
+    assert len(here) == 1
+    # A call that has left gets an id on its next server, which is another call's id here.
+    calls["ready"].id = calls["waiting"].id = calls["sent"].id
+    assert here.tick(1.0) == []
+    stream = here.opened()
+    assert sent(here, stream) == b""
+    assert ids
+    ((_, error),) = here.close()
+    assert isinstance(error, AttnServeError)
+
+
+def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
+    """For as long as the server said, and then for the shared retry budget."""
+    calls = calls_on(here, ("refused", "later"))
+    stream = here.opened()
+    sent(here, stream)
+    assert here.resolve(stream, [Reply(calls["refused"].id, full(1))], 0.0) == []
+    assert here.resolve(stream, [Reply(calls["later"].id, full(3))], 0.0) == []
+    here.leave()
+    assert here.take_leaving() == []
+    assert 1.0 <= here.wakeup <= 2.0
+    assert here.tick(0.9, others=True) == []
+    assert here.take_leaving() == []
+    assert here.tick(2.0, others=True) == []
+    assert here.take_leaving() == [calls["refused"]]
+    while here._policy.budget.take(2.0):
+        pass
+    ((call, error),) = here.tick(5.0, others=True)
+    assert call is calls["later"]
+    assert isinstance(error, OverloadedError)
+    assert here.take_leaving() == []
