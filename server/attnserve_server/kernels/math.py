@@ -97,6 +97,7 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
 
     key, value = _aligned(key, exact), _aligned(value, exact)
     score = _score_function(call, key, exact)
+    sinks = None if call.sinks is None else call.sinks.to(exact)[None, :, None, None]
     band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
     row = count * query_heads * kv_length * _units(call)
     rows = max(1, BLOCK_ELEMENTS[device.type] // max(1, row))
@@ -111,20 +112,24 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
             scores[:, :, start:stop] = s
         if call.bias is not None:
             s = s + _rows(call.bias, start, stop)
-        if call.alibi_slopes is not None:
-            position = torch.arange(start, stop, device=device).unsqueeze(1) + call.offset
-            distance = (position - torch.arange(kv_length, device=device)).abs()
-            s = s - call.alibi_slopes.to(exact)[None, :, None, None] * distance
         attended = _attended(call, band.queries(start, stop), start, stop)
         if attended is not None:
             attended = attended.expand(s.shape)
+        shift = None
+        if call.alibi_slopes is not None and kv_length:
+            slopes = call.alibi_slopes.to(exact)[None, :, None, None]
+            position = torch.arange(start, stop, device=device).unsqueeze(1) + call.offset
+            distance = (position - torch.arange(kv_length, device=device)).abs()
+            added, shift = _alibi(slopes, distance, attended, sinks)
+            s = s + added
+        if attended is not None:
             s = s.masked_fill(~attended, -torch.inf)
         if call.return_scores == "masked" and scores is not None:
-            scores[:, :, start:stop] = s
-        weights, block_lse = _softmax(s, call.sinks)
+            scores[:, :, start:stop] = s if shift is None else s + shift
+        weights, block_lse = _softmax(s, sinks if sinks is None or shift is None else sinks - shift)
         if call.return_scores == "weights" and scores is not None:
             scores[:, :, start:stop] = weights
-        lse[:, :, start:stop] = block_lse
+        lse[:, :, start:stop] = block_lse if shift is None else block_lse + shift.squeeze(-1)
         grouped = weights.reshape(count, kv_heads, query_heads // kv_heads * (stop - start), kv_length)
         if value_is_finite:
             block = grouped @ value
@@ -143,19 +148,39 @@ def _attended(call: AttentionCall, band: Band, start: int, stop: int) -> torch.T
     return reached if mask is None else reached & mask
 
 
-def _softmax(s: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and lse over the last axis; a row of nothing but -inf has weights 0 and lse -inf."""
+def _alibi(
+    slopes: torch.Tensor, distance: torch.Tensor, attended: torch.Tensor | None, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The biases of slopes [1, Hq, 1, 1] for queries at these distances from the keys, and the term that scores and lse
+    then lack, one for each row: both broadcast to the scores, as `attended` and `sinks` do.
+
+    Measured from the nearest key that a row attends to, since the biases of keys that are all far away would leave
+    float32 no digits for their scores. The softmax stays the same.
+    """
+    nowhere = torch.iinfo(distance.dtype).max
+    nearest = (distance if attended is None else distance.masked_fill(~attended, nowhere)).amin(-1, keepdim=True)
+    shift = -slopes * nearest
+    # Not where inf - inf would be NaN, where there is nothing to attend, or where the sink outweighs the keys.
+    shifted = slopes.isfinite() & (nearest > 0) & (nearest < nowhere)
+    if sinks is not None:
+        shifted = shifted & (shift >= sinks)
+    return -slopes * (distance - torch.where(shifted, nearest, 0)), torch.where(shifted, shift, 0)
+
+
+def _softmax(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and lse over the last axis, with sinks that broadcast to the rows; a row of nothing but -inf has weights
+    0 and lse -inf.
+    """
     if s.shape[-1] == 0:
         top = torch.full(s.shape[:-1], -torch.inf, dtype=s.dtype, device=s.device).unsqueeze(-1)
     else:
         top = s.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(s.dtype)[None, :, None, None]
+    if sink is not None:
         top = torch.maximum(top, sink)
     shift = top.masked_fill(top == -torch.inf, 0)
     weights = torch.exp(s - shift)
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + torch.exp(sink - shift)
     lse = (shift + torch.log(total)).squeeze(-1)
     return weights / total.masked_fill(total == 0, 1), lse
