@@ -266,7 +266,7 @@ def of_caches() -> Iterator[Case]:
     yield Case(CREATE, "", "dtype", tensor_pb2.DATA_TYPE_BOOL)
     yield Case(CREATE, "", "num_kv_heads", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
     yield Case(CREATE, "", "head_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
-    yield Case(CREATE, "", "value_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
+    yield Case(CREATE, "", "value_dim", 2**32 - 1, "value_dim", INVALID, "LIMIT_EXCEEDED")
     yield Case(CREATE, "", "layers", 2**32 - 1, "layers", INVALID, "LIMIT_EXCEEDED")
     for method in (CREATE, FORK):
         yield Case(method, "", "request_id", bytes(65), "request_id", INVALID, "LIMIT_EXCEEDED")

@@ -51,9 +51,10 @@ class CacheShape:
         row_bytes = self.num_kv_heads * max(self.head_dim, self.value_dim) * self.item_bytes
         tokens = half // row_bytes
         if not tokens:
+            what, wider = ("values", "value_dim") if self.value_dim > self.head_dim else ("keys", "head_dim")
             raise InvalidRequest(
-                "head_dim",
-                f"keys of at most {half} bytes a token, num_kv_heads * head_dim of {self.dtype}, and values as well",
+                wider,
+                f"{what} of at most {half} bytes a token, num_kv_heads * {wider} of {self.dtype}",
                 row_bytes,
                 LIMIT_EXCEEDED,
             )
