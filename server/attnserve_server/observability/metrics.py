@@ -104,8 +104,9 @@ class Metrics:
         )
         rejected = Counter(
             "attnserve_rejected_requests_total",
-            "Requests refused at the door: by the bound that they would have passed, because their caller had its "
-            "share of one, because their deadline was out of reach, or because the server drains.",
+            "Requests, streams and new caches refused at the door: by the bound that they would have passed, because "
+            "their caller had its share of one, because their deadline was out of reach, or because the server was "
+            "draining or its device had failed.",
             registry,
             "reason",
         )
@@ -166,7 +167,8 @@ class Metrics:
         )
         self._in_flight_limit = Gauge(
             "attnserve_in_flight_limit",
-            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name.",
+            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, more "
+            "where 16 requests or two batches take longer.",
             ("bound",),
             registry=registry,
         )

@@ -121,7 +121,10 @@ class Callers:
                 ("requests", "Requests computed for a caller."),
                 ("query_tokens", "Query rows computed for a caller, over all sequences."),
                 ("flops", "Floating-point operations computed for a caller."),
-                ("rejected_requests", "Requests of a caller refused because the server had no room for them."),
+                (
+                    "rejected_requests",
+                    "Requests of a caller refused for lack of room, or because their deadline was out of reach.",
+                ),
             )
         ]
         for caller, usage in self._usage.items():
