@@ -132,7 +132,7 @@ class Client:
           layout.
         - `cache_layer`: the layer of the caches. Default 0.
 
-        A row with all keys excluded gives output 0, weights 0 and lse -inf.
+        A row with all keys excluded gives output 0, weights 0, and an lse of -inf, or of its sink alone.
 
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for an invalid timeout.
