@@ -22,7 +22,7 @@ PROMISE: Final = (
 )
 GUILTY: Final = {"kernel": ServerError, "memory": OverloadedError}
 ROUNDS: Final = 20
-COMPANY: Final = 16
+INNOCENT: Final = 16
 CACHES: Final = 12
 
 
@@ -44,7 +44,7 @@ def run(minutes: float) -> list[Figure]:
         Figure("requests in the largest of them", max(failed_together, default=0)),
         exactly("guilty requests that got their own error", verdicts["guilty"], 3 * ROUNDS),
         exactly("guilty requests that got another, or none", verdicts["unpunished"], 0),
-        exactly("innocent requests answered", verdicts["right"], 2 * ROUNDS * COMPANY),
+        exactly("innocent requests answered", verdicts["right"], 2 * ROUNDS * INNOCENT),
         exactly("innocent requests that failed", verdicts["failed"], 0),
         exactly("wrong answers", verdicts["wrong"], 0),
         exactly("appends beside failures", verdicts["appended"], ROUNDS * (CACHES - 1)),
@@ -58,8 +58,8 @@ def _rounds() -> Iterator[tuple[int, str]]:
 
 def _ask(client: Client, number: int, fault: str, verdicts: Counter[str]) -> None:
     """Questions of one shape, of which one fails, sent together."""
-    questions = [Question.numbered(1000 * number + place, number) for place in range(COMPANY + 1)]
-    guilty = number % (COMPANY + 1)
+    questions = [Question.numbered(1000 * number + place, number) for place in range(INNOCENT + 1)]
+    guilty = number % (INNOCENT + 1)
     questions[guilty].query.flat[0] = FAULTS[fault]
     futures = [client.submit(each.query, each.key, each.value, causal=each.causal) for each in questions]
     for place, (question, future) in enumerate(zip(questions, futures, strict=True)):

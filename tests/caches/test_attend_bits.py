@@ -115,7 +115,7 @@ def test_random_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
     returned=RETURNED,
     data=st.data(),
 )
-def test_bits_do_not_depend_on_the_company(
+def test_bits_do_not_depend_on_the_batch(
     device: CpuDevice,
     plan: Plan,
     seeds: list[int],

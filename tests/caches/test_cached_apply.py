@@ -144,7 +144,7 @@ def test_a_ragged_batch_of_caches(client: Client, name: str, packed: bool) -> No
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral/bfloat16"])
-def test_company_changes_no_bits(client: Client, name: str) -> None:
+def test_batches_change_no_bits(client: Client, name: str) -> None:
     """Many sequences step at once, forks and unrelated ones, beside applications without caches."""
     prefix, steps = torch.randint(VOCABULARY, (9,)), torch.randint(VOCABULARY, (8, 3))
     alone = []

@@ -176,7 +176,7 @@ def test_bits_do_not_depend_on_how_the_tokens_came(caller: Caller, storage: str,
         assert_same_results(replies[0], reply)
 
 
-def test_company_changes_no_bit(paged_server: Server, caller: Caller) -> None:
+def test_batches_change_no_bits(paged_server: Server, caller: Caller) -> None:
     """Requests over caches, forks of one among them, alone and then all at once beside attention of other kinds."""
     prefix = Plan(batch=1, query_length=1, key_length=600, key_heads=2, head_dim=16, key_dim=16, value_dim=16)
     trunk = fill(caller, prefix.case(0), "float32", [600], [600])[0]

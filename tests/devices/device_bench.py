@@ -1,4 +1,4 @@
-"""The results of devices, against the oracle, and with and without company."""
+"""The results of devices, against the oracle, alone and in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def contents(result: RequestResult) -> tuple[bytes | None, ...]:
     return tuple(None if part is None else bytes(part) for part in (result.output, result.lse, result.scores))
 
 
-def assert_company_changes_nothing(devices: dict[int, CpuDevice], requests: list[Request]) -> None:
+def assert_batch_invariant(devices: dict[int, CpuDevice], requests: list[Request]) -> None:
     """Asserts the same bits, of the promised length, alone and together, with one thread and with two."""
     alone = [contents(devices[1].run([request]).results[0]) for request in requests]
     for threads, device in devices.items():

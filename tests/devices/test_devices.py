@@ -1,4 +1,4 @@
-"""Devices: a request's bits do not depend on company or threads, and results have the promised size."""
+"""Devices: a request's bits do not depend on its batch or on threads, and results have the promised size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from device_bench import assert_company_changes_nothing, assert_matches_oracle, contents, packed
+from device_bench import assert_batch_invariant, assert_matches_oracle, contents, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ def test_stacks_equal_single_runs(devices: dict[int, CpuDevice], dtype: Any, cau
         )
         for seed in range(7)
     ]
-    assert_company_changes_nothing(devices, [messages.read(message) for message in batch])
+    assert_batch_invariant(devices, [messages.read(message) for message in batch])
 
 
 @EVERY_DTYPE
@@ -49,7 +49,7 @@ def test_work_that_is_divided_equals_work_that_is_not(
     ]
     assert sum(request.flops for request in batch) > SPLIT_FLOPS
     assert len(batch) == 1 or max(request.flops for request in batch) < SPLIT_FLOPS
-    assert_company_changes_nothing(devices, batch)
+    assert_batch_invariant(devices, batch)
 
 
 def test_divided_work_is_right(devices: dict[int, CpuDevice]) -> None:
@@ -75,7 +75,7 @@ def test_packed_requests_lengths_and_plain_ones_together(devices: dict[int, CpuD
     ]
     requests = [messages.read(message) for message in batch]
     assert len({request.problem.group for request in requests}) == 1
-    assert_company_changes_nothing(devices, requests)
+    assert_batch_invariant(devices, requests)
 
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def test_requests_with_nan_and_infinities_among_finite_ones(devices: dict[int, C
             poisoned[0, 1, 2, 3] = value
             getattr(batch[place], name).CopyFrom(messages.tensor(poisoned))
     requests = [messages.read(message) for message in batch]
-    assert_company_changes_nothing(devices, requests)
+    assert_batch_invariant(devices, requests)
     for place in (0, 2, 5):
         assert_matches_oracle(devices[1], batch[place])
     nan_rows = [np.isnan(np.frombuffer(result.output, np.float32)).any() for result in devices[1].run(requests).results]
@@ -134,7 +134,7 @@ def test_stacked_masks_and_biases_of_every_broadcast(
         fields: dict[str, Any] = {name: np.asarray(given)}
         batch.append(messages.random_attend(seed, 3, kv_length=4, batch=2, **fields))
     requests = [messages.read(message) for message in batch]
-    assert_company_changes_nothing(devices, requests)
+    assert_batch_invariant(devices, requests)
     for message in batch:
         assert_matches_oracle(devices[1], message, **{name: messages.array(getattr(message, name))})
 
@@ -150,7 +150,7 @@ def test_stacks_in_every_layout_and_rank(devices: dict[int, CpuDevice], layout: 
         )
         for _ in range(3)
     ]
-    assert_company_changes_nothing(devices, [messages.read(message) for message in batch])
+    assert_batch_invariant(devices, [messages.read(message) for message in batch])
     name = "length_first" if layout == pb.LAYOUT_LENGTH_FIRST else "heads_first"
     for message in batch:
         assert_matches_oracle(devices[1], message, layout=name)
@@ -176,7 +176,7 @@ requests = st.builds(
     sinks=st.booleans(),
     drawn=st.lists(requests, min_size=2, max_size=6),
 )
-def test_random_company(
+def test_random_batches(
     devices: dict[int, CpuDevice],
     dtype: Any,
     causal: bool,
@@ -193,7 +193,7 @@ def test_random_company(
         if sinks:
             fields["sinks"] = np.random.default_rng(seed).standard_normal(2).astype(np.float32)
         batch.append(messages.read(messages.random_attend(seed, **fields)))
-    assert_company_changes_nothing(devices, batch)
+    assert_batch_invariant(devices, batch)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

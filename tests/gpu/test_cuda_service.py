@@ -81,7 +81,7 @@ def test_random_combinations(client: Client, plan: Plan, seed: int, lse: bool, s
 
 @FEW
 @given(plans=st.lists(strategies.plans(), min_size=1, max_size=6), seeds=st.lists(strategies.SEEDS, min_size=4))
-def test_random_company(client: Client, plans: list[Plan], seeds: list[int]) -> None:
+def test_random_batches(client: Client, plans: list[Plan], seeds: list[int]) -> None:
     check_all(client, [plan.case(seed) for plan in plans for seed in seeds[:8]], return_lse=True)
 
 
@@ -112,7 +112,7 @@ def test_long_sequences(client: Client, dtype: str, options: dict[str, Any]) -> 
     check_all(client, [plan.case(0)], return_lse=True)
 
 
-COMPANY: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "causal": {"query_length": 33, "key_length": 33, "causal": True},
     "one query": {"query_length": 1, "key_length": 300},
     "one query, grouped": {"query_length": 1, "key_length": 300, "group": 4},
@@ -125,10 +125,10 @@ COMPANY: dict[str, dict[str, Any]] = {
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("kind", COMPANY)
-def test_bits_in_company_are_measured(client: Client, record_property: Any, capsys: Any, kind: str, dtype: str) -> None:
-    """Results in company are as right as alone. Whether the bits are equal is reported, not asserted."""
-    plan = Plan(dtype=dtype, head_dim=64, key_dim=64, value_dim=64, **COMPANY[kind])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_in_batches_are_measured(client: Client, record_property: Any, capsys: Any, kind: str, dtype: str) -> None:
+    """Results in batches are as right as alone. Whether the bits are equal is reported, not asserted."""
+    plan = Plan(dtype=dtype, head_dim=64, key_dim=64, value_dim=64, **KINDS[kind])
     lengths = [plan] if plan.mask_shape or plan.bias_shape else [plan, replace(plan, key_length=plan.key_length + 9)]
     cases = [each.case(seed) for seed in range(32) for each in lengths]
     alone = [case.attend(client) for case in cases]

@@ -30,7 +30,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """One thread per call, as on the CPU device: with more, the bits of torch's own kernels depend on company."""
+    """One thread per call, as on the CPU device: with more, the bits of torch's own kernels depend on the batch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

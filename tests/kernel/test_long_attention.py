@@ -1,6 +1,6 @@
 """The kernel for many queries and keys: blocks of scores, whatever excludes keys and however large the scores are.
 
-Its results are compared with the oracle, with the math kernel, or with its own in other company.
+Its results are compared with the oracle, with the math kernel, or with its own in other batches.
 """
 
 from __future__ import annotations

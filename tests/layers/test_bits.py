@@ -112,7 +112,7 @@ def random_request(architecture: Architecture, dtype: Dtype, lengths: list[int],
     return LayerInput(input=rows, lengths=lengths, **fields)
 
 
-def assert_company_changes_nothing(layers: dict[int, Layer], requests: list[LayerInput]) -> None:
+def assert_batch_invariant(layers: dict[int, Layer], requests: list[LayerInput]) -> None:
     """Compares requests alone with requests together, with one thread and with two, in either order."""
     alone = [make.run(layers[1], request)[0] for request in requests]
     for threads, layer in layers.items():
@@ -136,16 +136,16 @@ REQUESTS = st.lists(
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @settings(max_examples=max(8, settings().max_examples // 12))
 @given(drawn=REQUESTS)
-def test_random_company(devices: Devices, name: str, dtype: Dtype, drawn: list[tuple[list[int], int]]) -> None:
+def test_random_batches(devices: Devices, name: str, dtype: Dtype, drawn: list[tuple[list[int], int]]) -> None:
     architecture = ARCHITECTURES[name]
     requests = [random_request(architecture, dtype, lengths, seed) for lengths, seed in drawn]
-    assert_company_changes_nothing(layers_of(architecture, devices, dtype), requests)
+    assert_batch_invariant(layers_of(architecture, devices, dtype), requests)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @settings(max_examples=max(4, settings().max_examples // 24))
 @given(drawn=REQUESTS)
-def test_random_company_where_no_weight_is_packed(
+def test_random_batches_where_no_weight_is_packed(
     tensor_devices: Devices, name: str, drawn: list[tuple[list[int], int]]
 ) -> None:
     """As without the native library, on processors for which oneDNN's products are not used."""
@@ -154,7 +154,7 @@ def test_random_company_where_no_weight_is_packed(
         patch.setattr(product, "packs", lambda dtype: False)
         layers = layers_of(architecture, tensor_devices, "float32")
     requests = [random_request(architecture, "float32", lengths, seed) for lengths, seed in drawn]
-    assert_company_changes_nothing(layers, requests)
+    assert_batch_invariant(layers, requests)
 
 
 @EVERY_DTYPE
@@ -167,7 +167,7 @@ def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, leng
     requests = [make.packed(*(make.random_rows(length, 128, length, dtype) for length in each)) for each in lengths]
     small = make.packed(make.random_rows(5, 128, 0, dtype))
     assert layers[1].flops([5], None, small.options) < SPLIT_FLOPS < layers[1].flops([700], None, small.options)
-    assert_company_changes_nothing(layers, [small, *requests, small])
+    assert_batch_invariant(layers, [small, *requests, small])
 
 
 @EVERY_DTYPE
@@ -184,7 +184,7 @@ def test_what_is_not_finite_stays_where_it_is(devices: Devices, name: str, dtype
     else:
         requests = [make.packed(make.random_rows(9, 64, seed, dtype)) for seed in range(3)]
         requests[1].input[:] = torch.nan
-    assert_company_changes_nothing(layers, requests)
+    assert_batch_invariant(layers, requests)
     finite = [bool(reply.output.isfinite().all()) for reply in make.run(layers[2], *requests)]
     assert finite == [True, False, True]
 
@@ -197,7 +197,7 @@ def test_what_is_not_finite_among_work_that_is_divided(devices: Devices, dtype: 
     clean = [make.packed(make.random_rows(300, 128, seed, dtype)) for seed in range(3)]
     spoilt = [clean[0], replace(clean[1], input=clean[1].input.clone()), clean[2]]
     spoilt[1].input[200:] = torch.nan
-    assert_company_changes_nothing(layers, spoilt)
+    assert_batch_invariant(layers, spoilt)
     outputs = [[reply.output for reply in make.run(layers[2], *requests)] for requests in (clean, spoilt)]
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][2], outputs[1][2])

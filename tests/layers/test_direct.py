@@ -181,7 +181,7 @@ def same(one: Any, other: Any) -> None:
 @EACH
 @settings(max_examples=max(8, settings().max_examples // 12))
 @given(drawn=st.lists(st.tuples(LENGTHS.filter(any), st.integers(0, 99)), min_size=2, max_size=6))
-def test_company_changes_nothing(layers: dict[tuple[str, int], Layers], name: str, drawn: Any) -> None:
+def test_batches_change_nothing(layers: dict[tuple[str, int], Layers], name: str, drawn: Any) -> None:
     """Alone and together, in either order, with one thread and with two."""
     first = layers[available()[0], 1]
     alone = [first.outputs(first.read(name, rows_of(name, sum(n), seed=seed), lengths=n))[0] for n, seed in drawn]

@@ -1,4 +1,4 @@
-"""The bits of a native result depend on its call alone: not on company, threads, addresses or layouts."""
+"""The bits of a native result depend on its call alone: not on the batch, threads, addresses or layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 @each_instructions
 @settings(max_examples=25)
 @given(random=randoms)
-def test_company_and_threads_change_no_bits(instructions: str, random: Random) -> None:
+def test_batches_and_threads_change_no_bits(instructions: str, random: Random) -> None:
     library, calls = Library(instructions), [random_call(random) for _ in range(8)]
     alone = [attend(library, [call])[0] for call in calls]
     for threads in (1, 2, 3, 4):

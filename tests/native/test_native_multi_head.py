@@ -26,7 +26,7 @@ def test_it_is_the_layer(instructions: str, random: Random) -> None:
 @each_instructions
 @settings(max_examples=30)
 @given(random=randoms)
-def test_company_and_helpers_change_nothing(instructions: str, random: Random) -> None:
+def test_batches_and_helpers_change_nothing(instructions: str, random: Random) -> None:
     layers, each = MultiHeads(instructions), random_multi_head(random, (5, 1, 130, 64, 16))
     team = Team(3, patient=True)
     try:

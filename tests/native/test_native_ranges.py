@@ -56,7 +56,7 @@ def test_many_keys_are_as_the_oracle_has_them(instructions: str, random: Random)
 @each_instructions
 @settings(max_examples=15)
 @given(random=randoms)
-def test_company_threads_and_pages_change_no_bits(instructions: str, random: Random) -> None:
+def test_batches_threads_and_pages_change_no_bits(instructions: str, random: Random) -> None:
     library = Library(instructions)
     calls = [replace(random_call(random, LENGTHS, KEYS), page_tokens=0), random_call(random), random_call(random)]
     order = list(range(-(-calls[0].key.shape[1] // 512)))

@@ -158,7 +158,7 @@ async def test_nothing_is_answered_by_a_server_that_takes_nothing(device: CpuDev
     assert path.answer(message) is None
 
 
-async def test_nothing_is_answered_where_everything_waits_for_company(device: CpuDevice) -> None:
+async def test_nothing_is_answered_where_everything_waits_for_others(device: CpuDevice) -> None:
     path, request = Path(device, max_wait=0.01), messages.random_attend(1)
     message = request.SerializeToString()
     assert learn(path.messages, message)

@@ -113,7 +113,7 @@ async def test_little_that_is_alone_runs_without_a_turn_of_the_loop() -> None:
     assert device.sizes == [3]
 
 
-async def test_what_has_company_or_costs_much_waits_for_the_turn_of_the_loop() -> None:
+async def test_what_has_others_beside_it_or_costs_much_waits_for_the_turn_of_the_loop() -> None:
     device = HeldDevice(INLINE)
     bench = Bench(device)
     bench.admission.admit("another", 1, 1)
@@ -264,7 +264,7 @@ async def test_a_request_larger_than_the_server_is_the_callers_mistake() -> None
     assert bench.queue.requests == 0
 
 
-async def test_max_wait_waits_for_company() -> None:
+async def test_max_wait_waits_for_others() -> None:
     device = HeldDevice(INLINE)
     max_wait = 0.05
     bench = Bench(device, max_wait=max_wait)

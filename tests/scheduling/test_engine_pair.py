@@ -22,7 +22,7 @@ async def test_the_next_batch_is_there_while_one_computes() -> None:
     await bench.finish()
 
 
-async def test_less_than_what_computes_waits_for_company() -> None:
+async def test_less_than_what_computes_waits_for_others() -> None:
     """Two halves are not computed one after the other if they could be one batch."""
     bench = PairBench()
     await bench.given(Asked(5))

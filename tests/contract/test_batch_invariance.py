@@ -1,7 +1,7 @@
 """A reply has the same bits whatever else the server computes at the time, and reaches its own caller.
 
 Every request is sent first alone, with nothing else in flight, then again among many others, from one thread and from
-several, over one client and over several. The batch sizes that the server reports show that there was company.
+several, over one client and over several. The batch sizes that the server reports show that they shared batches.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ RETURNED = st.fixed_dictionaries(
     seeds=st.lists(strategies.SEEDS, min_size=2, max_size=4),
     order=st.randoms(),
 )
-def test_bits_do_not_depend_on_random_company(
+def test_bits_do_not_depend_on_random_batches(
     client: Client, plans: list[tuple[Plan, dict[str, Any]]], seeds: list[int], order: Any
 ) -> None:
-    """Each plan several times, so that company is of the same kind, which can share a kernel call, and of others."""
+    """Each plan several times, so that a batch may be of one kind, which can share a kernel call, or of several."""
     asked = [(plan.case(seed), returned) for plan, returned in plans for seed in seeds]
     alone = [case.attend(client, **returned) for case, returned in asked]
     shuffled = list(range(len(asked)))
@@ -72,7 +72,7 @@ EVERY_KIND = list(product(SAME_KIND, sorted(DTYPES)))
 
 
 @pytest.mark.parametrize("kind", SAME_KIND)
-def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: Client, kind: str) -> None:
+def test_bits_do_not_depend_on_batches_of_the_same_kind(server: Server, client: Client, kind: str) -> None:
     """The likeliest requests to share a kernel call: equal in all but their contents, and all in flight at once."""
     seeds = range(32)
     cases = [Plan(dtype=dtype, **SAME_KIND[kind]).case(seed) for dtype in DTYPES for seed in seeds]
@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_company_of_the_same_kind(server: Server, client: 
 
 
 @EVERY_DTYPE
-def test_bits_do_not_depend_on_heavy_company(client: Client, dtype: str) -> None:
+def test_bits_do_not_depend_on_heavy_load(client: Client, dtype: str) -> None:
     """Heavy requests in the same batch, which may cause work to be divided among threads; and requests with a NaN,
     which may be computed another way, wholly or in part, but always the same part.
     """
@@ -162,7 +162,7 @@ def test_every_result_reaches_who_asked(server: Server) -> None:
 
         def ask(thread: int) -> int:
             start.wait()
-            company = 1
+            batch = 1
             for turn in range(4):
                 numbers = [thread * 1000 + turn * 100 + n + 1 for n in range(40)]
                 cases = [_fingerprinted(kinds[number % len(kinds)], number) for number in numbers]
@@ -170,15 +170,15 @@ def test_every_result_reaches_who_asked(server: Server) -> None:
                 for number, future in zip(numbers, futures, strict=True):
                     result = future.result(timeout=60)
                     np.testing.assert_allclose(result.output, number, rtol=1e-5)
-                    company = max(company, result.batch_size)
-            return company
+                    batch = max(batch, result.batch_size)
+            return batch
 
         with ThreadPoolExecutor(8) as threads:
             largest = max(threads.map(ask, range(8)))
-    assert largest > 1, "no request ever had company, so this showed nothing"
+    assert largest > 1, "no request ever shared a batch, so this showed nothing"
 
 
-def test_an_invalid_request_does_not_disturb_its_company(client: Client) -> None:
+def test_an_invalid_request_does_not_disturb_its_batch(client: Client) -> None:
     plan = Plan(query_length=4, key_length=6, causal=True)
     cases = [plan.case(seed) for seed in range(12)]
     alone = [case.attend(client) for case in cases]
