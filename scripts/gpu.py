@@ -97,9 +97,11 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
     python, tests = sys.executable, "tests/gpu"
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
     kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/devices/test_cuda_fake.py")
+    caches = (*pytest, f"{tests}/test_cuda_caches.py")
     overlap = (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py")
     yield Step("look", (python, "-c", LOOK, device), 120, device=device)
     yield Step("kernels", kernels, 240, device=device)
+    yield Step("caches", caches, 240, device=device)
     yield Step("overlap", overlap, 240, device=device)
 
     def bench(name: str, *arguments: str, limit: float = 150) -> Step:
@@ -200,6 +202,9 @@ def main() -> int:
     sys.path[:0] = [str(ROOT / path) for path in PATHS]
     if missing := [distribution for module, distribution in NEEDED.items() if not _there(module)]:
         print(f"missing: {' '.join(missing)}", file=sys.stderr)
+        print("Without a network, bring their wheels:", file=sys.stderr)
+        print("  python -m pip install --no-index --no-deps --target FOLDER *.whl", file=sys.stderr)
+        print("  PYTHONPATH=FOLDER python scripts/gpu.py", file=sys.stderr)
         return 2
     results: Path = chosen.results.resolve()
     results.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,7 @@ class Counting:
         self._device = device
         self.torch_device = device.torch_device
         self.keys = 0
+        self.scattering = None
 
     def rows(self, *arguments: Any, **options: Any) -> Any:
         """As the device does."""

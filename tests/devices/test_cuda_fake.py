@@ -16,8 +16,8 @@ from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
 
 from attnserve._requests.attend import encode_attend
 from attnserve_server.devices.cuda import run_batch
-from attnserve_server.devices.warm import warm_calls, warm_ragged_call
-from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table
+from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
+from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table, varlen_cuda
 from attnserve_server.layers.rows import Packing
 from attnserve_server.requests.request import Request
 
@@ -65,8 +65,15 @@ def test_the_calls_that_load_kernels(device: torch.device) -> None:
             assert result.output.shape == call.query.shape
         for kernel in RAGGED_KERNELS:
             for dtype in kernel.dtypes:
-                ragged = warm_ragged_call(device, dtype)
-                assert kernel.attend(ragged).output.shape == ragged.query.shape
+                for width in WIDTHS:
+                    ragged = warm_ragged_call(device, dtype, width)
+                    assert kernel.attend(ragged).output.shape == ragged.query.shape
+        for dtype in varlen_cuda.DTYPES:
+            scattered = warm_scattered_call(device, dtype, 64)
+            result = varlen_cuda.attend_scattered(scattered)
+            assert result.output.shape == scattered.query.shape
+            assert result.lse is not None
+            assert result.lse.shape == scattered.query.shape[:2]
 
 
 def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from attnserve_server.caches.native import attend_queries
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
+from attnserve_server.caches.scattered_queries import attend_alike
 from attnserve_server.caches.step import Step
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
@@ -45,11 +46,22 @@ def attend_tensors(
 ) -> list[AttentionResult]:
     """The same without the native kernel.
 
-    With `fold`, the default on any device but a CPU, few queries over pages are computed by the kernels of `Attend`,
-    page by page, and those over the same pages in one call: the bits then depend on how many queries there are.
-    Without it, few queries are computed as in `step.py`.
+    Where there is a kernel for keys that lie anywhere, it takes what it can (see `scattered.py`). With `fold`, the
+    default on any device but a CPU, few other queries over pages are computed by the kernels of `Attend`, page by page,
+    and those over the same pages in one call: the bits then depend on how many queries there are. Without it, few
+    queries are computed as in `step.py`.
     """
-    fold = compute.torch_device.type != "cpu" if fold is None else fold
+    scattering = compute.scattering
+    if scattering is not None and len(queries):
+        found = attend_alike(queries, pool, scattering)
+        others = [query for query, result in zip(queries, found, strict=True) if result is None]
+        rest = iter(_attend_each(others, pool, compute, True) if others else ())
+        return [next(rest) if result is None else result for result in found]
+    return _attend_each(queries, pool, compute, compute.torch_device.type != "cpu" if fold is None else fold)
+
+
+def _attend_each(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
+    """The same by the kernels of `Attend`."""
     steps = [None if fold else Step.of(query, pool) for query in queries]
     others = [query for query, step in zip(queries, steps, strict=True) if step is None]
     running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in others]

@@ -86,7 +86,7 @@ class PagePool:
         if page_bytes < 1 or page_bytes % CACHE_LINE:
             raise ValueError(f"page_bytes: expected a multiple of {CACHE_LINE}, found {page_bytes}")
         self.page_bytes = page_bytes
-        count = pool_bytes // page_bytes
+        self.count = count = pool_bytes // page_bytes
         # Written once, so that the memory is committed from the start, not when the first tokens come.
         self._keys, self._values = (
             torch.zeros(count, half_page(page_bytes), dtype=torch.uint8, device=device).fill_(0) for _ in range(2)
@@ -99,13 +99,19 @@ class PagePool:
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
         self._arrays = lru_cache(REMEMBERED_SHAPES)(self._arrays_of)
         self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
-        self._keys_at, self._values_at = self._keys.data_ptr(), self._values.data_ptr()
+        halves = self._keys, self._values
+        self._keys_at, self._values_at = (half.data_ptr() for half in halves) if self._looks else (0, 0)
         self._halves = np.array([[self._keys_at], [self._values_at]])
         self._page_stride = self._keys.stride(0)
 
     def tokens_per_page(self, shape: CacheShape) -> int:
         """P for tokens of this shape."""
         return self._views(shape).tokens_per_page
+
+    def everything(self, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """All pages, as keys [pages, Hk, P, D] and values [pages, Hk, P, Dv]."""
+        views = self._views(shape)
+        return views.key, views.value
 
     def write(self, shape: CacheShape, placement: Placement, key: torch.Tensor, value: torch.Tensor) -> None:
         """Copies pages as the placement says, then key [Hk, T, D] and value [Hk, T, Dv] to their places.

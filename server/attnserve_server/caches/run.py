@@ -19,12 +19,13 @@ from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.scattered_queries import alike, attend_group, with_sinks
 from attnserve_server.devices.results import Parts, fetched, put
-from attnserve_server.devices.staging import TORCH, heads_first, in_range
+from attnserve_server.devices.staging import TORCH, exact_dtype, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.requests.tensors import TensorSpec
-from attnserve_server.requests.work import BatchResult, Work
+from attnserve_server.requests.work import BatchResult, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -89,30 +90,65 @@ def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> B
     for request in batch:
         assert request.unfinished is not None
         sequences, result = request.unfinished
-        queries = _queries(device, request, sequences)
-        for place, anew in zip(sequences, attend_tensors(queries, pool, device), strict=True):
-            put(result, request.problem, (slice(place, place + 1), slice(None), slice(None)), anew)
+        _put_anew(pool, device, request, sequences, result)
         results.append(result)
     return BatchResult(results, 0.0, perf_counter() - begin, 0.0, kernel_calls=device.take_kernel_calls())
+
+
+def _put_anew(
+    pool: PagePool, device: Device, request: CachedRequest, sequences: Sequence[int], result: RequestResult
+) -> None:
+    """Computes some sequences of a request by kernels on torch tensors, and puts them in the place of their results."""
+    attended = attend_tensors(_queries(device, request, sequences), pool, device)
+    here = device.fetch([part for each in attended for part in (each.output, each.lse) if part is not None])
+    parts = iter(here)
+    for place, each in zip(sequences, attended, strict=True):
+        anew = replace(each, output=next(parts), lse=None if each.lse is None else next(parts))
+        put(result, request.problem, (slice(place, place + 1), slice(None), slice(None)), anew)
 
 
 def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedRequest], staged: float) -> BatchResult:
     """Computes requests whose appends have been written, by kernels on torch tensors."""
     begin = perf_counter()
+    scattering = device.scattering
+    groups = [] if scattering is None else alike(batch, pool)
+    tensors = [_together(device, [batch[place] for place in group.places]) for group in groups]
+    grouped = {place for group in groups for place in group.places}
+    rest = [place for place in range(len(batch)) if place not in grouped]
     queries: list[CacheQuery] = []
-    for request in batch:
-        queries += _queries(device, request, range(len(request.uses)))
+    for place in rest:
+        queries += _queries(device, batch[place], range(len(batch[place].uses)))
     after_staging = perf_counter()
-    attended = iter(attend_tensors(queries, pool, device))
-    results = [[next(attended) for _ in request.uses] for request in batch]
+    parts: list[Parts | None] = [None] * len(batch)
+    suspects: list[tuple[int, Parts]] = []
+    for group, tensor in zip(groups, tensors, strict=True):
+        assert scattering is not None
+        for place, (output, lse, suspect) in attend_group(group, tensor, batch, pool, scattering):
+            sinks = _parameter(device, batch[place], "sinks")
+            parts[place] = _laid_out(batch[place], *with_sinks(output, lse, sinks))
+            suspects.append((place, (suspect, None, None)))
+    attended_each = iter(attend_tensors(queries, pool, device) if queries else ())
+    for place in rest:
+        parts[place] = _arranged(batch[place], [next(attended_each) for _ in batch[place].uses])
     after_compute = perf_counter()
+    # What says whether results have a meaning comes with them.
+    results = fetched(device, [*(each for each in parts if each is not None), *(each for _, each in suspects)])
+    for (place, _), flags in zip(suspects, results[len(batch) :], strict=True):
+        if any(flags.output):
+            _put_anew(pool, device, batch[place], [n for n, flag in enumerate(flags.output) if flag], results[place])
     return BatchResult(
-        results=fetched(device, [_arranged(request, each) for request, each in zip(batch, results, strict=True)]),
+        results=results[: len(batch)],
         staging=staged + after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
         kernel_calls=device.take_kernel_calls(),
     )
+
+
+def _together(device: Device, requests: Sequence[CachedRequest]) -> torch.Tensor:
+    """The queries of requests, of all their sequences, as one tensor."""
+    queries = [_heads_first("query", request, device) for request in requests]
+    return queries[0] if len(queries) == 1 else torch.cat(queries)
 
 
 def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
@@ -154,15 +190,13 @@ def _token(name: str, request: CachedRequest) -> NDArray[Any]:
 def _queries(device: Device, request: CachedRequest, sequences: Sequence[int]) -> list[CacheQuery]:
     """The queries of some sequences of a request."""
     problem, payloads = request.problem, request.payloads
-    exact = torch.float64 if TORCH[problem.dtype] == torch.float64 else torch.float32
 
     def read(name: str) -> torch.Tensor | None:
         spec = problem.tensors.get(name)
         return None if spec is None else read_tensor(spec, payloads, device)
 
     def parameter(name: str) -> torch.Tensor | None:
-        tensor = read(name)
-        return None if tensor is None else in_range(tensor, exact)
+        return _parameter(device, request, name)
 
     def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)
@@ -206,6 +240,14 @@ def _queries(device: Device, request: CachedRequest, sequences: Sequence[int]) -
     ]
 
 
+def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tensor | None:
+    """A tensor of a request, if it has it, in the dtype of sums."""
+    spec = request.problem.tensors.get(name)
+    if spec is None:
+        return None
+    return in_range(read_tensor(spec, request.payloads, device), exact_dtype(request.problem))
+
+
 def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
     """The part of a mask or bias for a sequence and the keys that it has."""
     if tensor is None:
@@ -218,9 +260,6 @@ def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tens
 def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Parts:
     """The results of a request's sequences as its reply has them."""
     problem = request.problem
-    output = _joined([result.output for result in results])
-    if problem.length_first and problem.rank > 2:
-        output = output.transpose(1, 2)
     lse = _joined([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
@@ -233,7 +272,16 @@ def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Par
                 if result.scores is not None
             ]
         )
-    return output, lse, scores
+    return _laid_out(request, _joined([result.output for result in results]), lse, scores)
+
+
+def _laid_out(
+    request: CachedRequest, output: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor | None = None
+) -> Parts:
+    """The results of all sequences of a request as its reply has them."""
+    if request.problem.length_first and request.problem.rank > 2:
+        output = output.transpose(1, 2)
+    return output, lse if request.problem.return_lse else None, scores
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attnserve_server.kernels import AttentionCall, AttentionResult
+from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResult, ScatteredCall
 from attnserve_server.native.products import Products
 
 Item = TypeVar("Item")
@@ -44,6 +46,19 @@ ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
 """Likewise computes packed sequences with a packed multi-head layer of the native library."""
 
 
+class Scattering(Protocol):
+    """A device with a ragged kernel for keys that lie anywhere in memory."""
+
+    def attend_scattered(self, call: ScatteredCall) -> RaggedResult:
+        """The result of a call."""
+
+    def send(self, array: NDArray[np.int32]) -> torch.Tensor:
+        """Integers on the device, for what is computed from now on, without waiting for the work in flight."""
+
+    def flagged(self, flags: torch.Tensor) -> list[int]:
+        """The places of what is true in bool [n] on the device. Waits for it, unless that is done later (`share`)."""
+
+
 class Compute(Protocol):
     """A device as layers see it; up to `Device.depth` threads use it at once."""
 
@@ -58,6 +73,10 @@ class Compute(Protocol):
 
     products: Products | None
     """Compiled products with float32 weights; None where there is no native kernel."""
+
+    @property
+    def scattering(self) -> Scattering | None:
+        """None where there is no kernel for keys that lie anywhere."""
 
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]

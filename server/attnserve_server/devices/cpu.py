@@ -66,6 +66,8 @@ class CpuDevice:
     depth = 1
     """One batch: staging another would take processors from it."""
 
+    scattering = None
+
     def __init__(self, threads: int, inline_flops: int, native: Library | None = None) -> None:
         torch.set_num_threads(1)
         self.torch_device = torch.device("cpu")

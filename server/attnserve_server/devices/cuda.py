@@ -21,23 +21,28 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows
+from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows, Scattering
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers, Transfers
-from attnserve_server.devices.warm import warm_calls, warm_ragged_call
+from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
 from attnserve_server.kernels import (
     KERNELS,
     RAGGED_KERNELS,
     AttentionCall,
     AttentionResult,
     RaggedKernel,
+    RaggedResult,
+    ScatteredCall,
     attend,
     math,
+    varlen_cuda,
 )
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.products import Products
@@ -127,6 +132,25 @@ class CudaDevice:
                     counts[math.NAME] += _mend(call, result)
         return results
 
+    @property
+    def scattering(self) -> Scattering:
+        """Itself."""
+        return self
+
+    def attend_scattered(self, call: ScatteredCall) -> RaggedResult:
+        """The result of a call whose keys lie anywhere in memory."""
+        self._kernel_calls.counts[varlen_cuda.NAME] += 1
+        return varlen_cuda.attend_scattered(call)
+
+    def flagged(self, flags: torch.Tensor) -> list[int]:
+        """The places of what is true in bool [n]; in what is shared, none, because it is looked at afterwards."""
+        unseen = self._kernel_calls.unseen
+        if unseen is not None:
+            unseen.append(flags)
+            return []
+        (here,) = self.fetch([flags])
+        return torch.nonzero(here).flatten().tolist()
+
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, one after the other."""
         results = [compute() for compute in computations]
@@ -148,6 +172,12 @@ class CudaDevice:
             pinned = self.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             tensor = pinned.copy_(tensor)
         return self._transfers.upload(tensor)
+
+    def send(self, array: NDArray[np.int32]) -> torch.Tensor:
+        """Integers on the device, by way of pinned memory."""
+        pinned = self._transfers.allocate(array.nbytes).view(torch.int32).view(array.shape)
+        pinned.numpy()[...] = array
+        return self._transfers.upload(pinned)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors in pinned memory, copied while the device computes, with one wait for all."""
@@ -181,9 +211,12 @@ class CudaDevice:
         with self._transfers.computing():
             for call in warm_calls(self._device):
                 attend(call)
-            for kernel in RAGGED_KERNELS:
-                for dtype in kernel.dtypes:
-                    kernel.attend(warm_ragged_call(self._device, dtype))
+            for width in WIDTHS:
+                for kernel in RAGGED_KERNELS:
+                    for dtype in kernel.dtypes:
+                        kernel.attend(warm_ragged_call(self._device, dtype, width))
+                for dtype in varlen_cuda.DTYPES:
+                    varlen_cuda.attend_scattered(warm_scattered_call(self._device, dtype, width))
         self._transfers.asked().until_computed()
 
     def memory(self) -> dict[str, int]:

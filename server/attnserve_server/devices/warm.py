@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
-from attnserve_server.kernels import AttentionCall, RaggedCall
+from attnserve_server.kernels import AttentionCall, RaggedCall, ScatteredCall
 
 
 def warm_calls(device: torch.device) -> list[AttentionCall]:
@@ -22,9 +24,22 @@ def warm_calls(device: torch.device) -> list[AttentionCall]:
     return calls
 
 
-def warm_ragged_call(device: torch.device, dtype: torch.dtype) -> RaggedCall:
+WIDTHS: Final = (64, 128)
+"""The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
+
+
+def warm_ragged_call(device: torch.device, dtype: torch.dtype, width: int) -> RaggedCall:
     """A call of a ragged kernel: two causal sequences."""
-    query = torch.randn(32, 4, 64, device=device).to(dtype)
+    query = torch.randn(32, 4, width, device=device).to(dtype)
     starts = torch.tensor([0, 12, 32], dtype=torch.int32, device=device)
     sequence = torch.repeat_interleave(torch.tensor([12, 20], device=device), output_size=32)
     return RaggedCall(query, query, query, starts, starts, sequence, 20, 20, 0.125, (-1, 0), True)
+
+
+def warm_scattered_call(device: torch.device, dtype: torch.dtype, width: int) -> ScatteredCall:
+    """A call over keys that lie anywhere: two sequences of 4 queries to the same 16 keys."""
+    query = torch.randn(8, 4, width, device=device).to(dtype)
+    keys = torch.randn(16, 4, width, device=device).to(dtype)
+    query_starts = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
+    kv_starts, kv_lengths = torch.zeros_like(query_starts), torch.full_like(query_starts[1:], 16)
+    return ScatteredCall(query, keys, keys, query_starts, kv_starts, kv_lengths, 4, 16, 0.125)

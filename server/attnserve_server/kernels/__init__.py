@@ -1,7 +1,7 @@
 """Ways to compute attention on torch tensors, and the table that chooses among them."""
 
 from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
-from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult
+from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
 from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "RaggedCall",
     "RaggedKernel",
     "RaggedResult",
+    "ScatteredCall",
     "Scores",
     "attend",
     "kernel_for",

@@ -36,6 +36,27 @@ class RaggedCall:
     return_lse: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ScatteredCall:
+    """As a `RaggedCall` of N sequences whose keys lie anywhere in memory, and where each query attends to all of them.
+
+    query [T, H, D], packed; key and value [U, H, D], as many heads, are views of memory in which a row follows another
+    and heads are anywhere. Sequence n has the queries from `query_starts[n]` to `query_starts[n + 1]`, int32 [N + 1],
+    and the `kv_lengths[n]` keys, int32 [N] and above 0, from `kv_starts[n]` on, int32 [N + 1], the last without
+    meaning. D is a multiple of 8, and the begin of each row and head of 16 bytes.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_starts: torch.Tensor
+    kv_starts: torch.Tensor
+    kv_lengths: torch.Tensor
+    longest_query: int
+    longest_kv: int
+    scale: float
+
+
 MAX_SEQUENCES = 65535
 """Sequences are one axis of a grid of thread blocks, which can be no longer than this; heads are another."""
 ALIGNMENT = 16

@@ -20,10 +20,14 @@ import torch
 
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import positive_scale
-from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, padded
+from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall, padded
 
 NAME = "cuda_varlen"
 ROW_ELEMENTS = 8
+MAX_WIDTH = 256
+DTYPES = frozenset((torch.float16, torch.bfloat16))
+
+_flash_scattered = torch.ops.aten._flash_attention_forward.default
 
 
 def window(band: Band) -> tuple[int, int] | None:
@@ -62,6 +66,34 @@ def attend(call: RaggedCall) -> RaggedResult:
     return RaggedResult(output[..., :width], lse if call.return_lse else None)
 
 
+def attend_scattered(call: ScatteredCall) -> RaggedResult:
+    """Computes a call whose keys lie anywhere, likewise.
+
+    Told how many keys a sequence has, the kernel takes from `kv_starts` only where they begin, and rows of keys by
+    their stride. `varlen_attn` lacks that argument in torch 2.11, the operator has it. With as many heads of queries as
+    of keys it never divides the keys.
+    """
+    query, scale = positive_scale(call.query, call.scale)
+    output, lse, *_ = _flash_scattered(
+        query,
+        call.key,
+        call.value,
+        call.query_starts,
+        call.kv_starts,
+        call.longest_query,
+        call.longest_kv,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=-1,
+        seqused_k=call.kv_lengths,
+    )
+    lse = lse.t()
+    return RaggedResult(output, lse.masked_fill(lse == torch.inf, -torch.inf))
+
+
 def _flash() -> tuple[Callable[..., Any], dict[str, Any], bool]:
     """The function of torch, the options that this torch has beyond the oldest, and whether it divides keys unasked."""
     flash, parameters = _varlen()
@@ -83,8 +115,8 @@ def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
 KERNEL = RaggedKernel(
     NAME,
     "float16 and bfloat16 on tensor cores: dot products, causal masks and windows, any lengths in one call",
-    frozenset((torch.float16, torch.bfloat16)),
-    256,
+    DTYPES,
+    MAX_WIDTH,
     window,
     attend,
 )

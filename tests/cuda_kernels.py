@@ -184,3 +184,57 @@ def newest_varlen(
     assert num_splits == 1
     assert enable_gqa or tensors[0].shape[1] == tensors[1].shape[1]
     return _flash(*tensors, **options)
+
+
+def flash_scattered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    kv_starts: Tensor,
+    longest_query: int,
+    longest_kv: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+    seqused_k: Tensor,
+) -> tuple[Tensor, ...]:
+    """`aten::_flash_attention_forward` that is told how many keys each sequence has: it takes them from where they
+    begin, row by row, and reads no others.
+    """
+    assert query.dtype == key.dtype == value.dtype in (torch.float16, torch.bfloat16)
+    assert dropout == 0
+    assert scale > 0
+    assert not causal
+    assert not debug
+    assert window_size_left == window_size_right == -1
+    assert query.shape[1] == key.shape[1] == value.shape[1] <= 65535
+    assert query.shape[2] == key.shape[2] == value.shape[2] <= 256
+    assert query.shape[2] % 8 == 0
+    assert query.is_contiguous()
+    assert all(_is_aligned(tensor, 8) for tensor in (query, key, value))
+    assert key.shape[0] == value.shape[0]
+    assert query_starts.dtype == kv_starts.dtype == seqused_k.dtype == torch.int32
+    assert all(tensor.is_contiguous() for tensor in (query_starts, kv_starts, seqused_k))
+    assert 1 < len(query_starts) == len(kv_starts) == len(seqused_k) + 1 <= 65536
+    assert query_starts[0] == 0
+    assert query_starts[-1] == len(query)
+    assert longest_query == query_starts.diff().max()
+    assert longest_kv == seqused_k.max()
+    assert query_starts.diff().min() > 0
+    assert seqused_k.min() > 0
+    assert kv_starts[:-1].min() >= 0
+    output, lse = torch.empty_like(query), torch.empty(query.shape[1], len(query))
+    for n, length in enumerate(seqused_k.tolist()):
+        queries, start = slice(*query_starts[n : n + 2].tolist()), int(kv_starts[n])
+        assert start + length <= len(key)
+        k, v = (tensor[start : start + length].transpose(0, 1) for tensor in (key, value))
+        nothing = torch.zeros((), dtype=torch.bool)
+        own, own_lse = _attend(query[queries].transpose(0, 1), k, v, nothing, None, scale)
+        output[queries] = own.transpose(0, 1)
+        lse[:, queries] = own_lse.masked_fill(own_lse.isnan() | (own_lse == -math.inf), math.inf)
+    return output, lse, torch.empty(0), torch.empty(0), torch.empty(0)

@@ -1,0 +1,241 @@
+"""Queries that attend to whole ranges of tokens, such as steps, over the pages of many caches: one call on a GPU.
+
+In: queries of equal shapes, and which tokens of which pages each attends to; no masks, biases or the like. Out: their
+results, and which of these are to be computed in another way. To the kernel, the keys of a page are a sequence of their
+own, read where they lie, once for all queries that attend to them. Results over pages are merged by their
+log-sum-exps, in the order of the keys, so many at a time. So the number of operations on the device does not grow with
+that of caches, and nothing is read twice: whether keys and values are finite is seen from the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.devices.compute import Scattering
+from attnserve_server.kernels import ScatteredCall, varlen_cuda
+from attnserve_server.kernels.band import Band
+from attnserve_server.kernels.ragged import MAX_SEQUENCES
+
+MERGED: Final = 32
+"""The most results that are merged at once."""
+CALL_BYTES: Final = 1 << 28
+"""The most bytes of copies of queries and of results over pages in one call; a single query may have more."""
+MAX_ROWS: Final = 2**31 - 1
+"""The kernel counts rows of keys in int32."""
+
+
+class Reach(NamedTuple):
+    """Tokens from `begin` up to `end`, at least one, of those in `pages`."""
+
+    pages: Sequence[int]
+    begin: int
+    end: int
+
+
+class Attended(NamedTuple):
+    """output [S, Hq, Lq, D], lse [S, Hq, Lq] in float32; `suspect` [S]: inputs are not finite, it has no meaning."""
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    suspect: torch.Tensor
+
+
+def computes(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, pool: PagePool) -> bool:
+    """Whether queries [S, heads, length, D] of a dtype over caches of a shape can be computed so."""
+    width, per_page = shape.head_dim, pool.tokens_per_page(shape)
+    if dtype not in varlen_cuda.DTYPES or STORAGE[shape.dtype] != dtype or shape.value_dim != width:
+        return False
+    if width > varlen_cuda.MAX_WIDTH or width % varlen_cuda.ROW_ELEMENTS or shape.num_kv_heads > MAX_SEQUENCES:
+        return False
+    page_elements, pages = pool.everything(shape)[0].stride(0), pool.count
+    # Results over pages must be no larger than the pages that they are computed from.
+    return (
+        length > 0
+        and heads * length <= shape.num_kv_heads * per_page
+        and page_elements % width == 0
+        and page_elements // width * pages <= MAX_ROWS
+    )
+
+
+def reach(
+    pages: Sequence[int],
+    per_page: int,
+    query_length: int,
+    keys: int,
+    offset: int,
+    causal: bool,
+    window: tuple[int, int],
+) -> Reach | None:
+    """The range that each of some queries attends to; None if there is no key in it, or not all attend to the same."""
+    band = Band.of(query_length, keys, offset, causal, window)
+    begin, end = band.reach()
+    if begin == end or -(-end // per_page) - begin // per_page > MAX_SEQUENCES:
+        return None
+    if query_length > 1 and (band.begin(query_length - 1) > begin or band.end(0) < end):
+        return None
+    return Reach(pages, begin, end)
+
+
+def attend_ranges(
+    query: torch.Tensor,
+    reaches: Sequence[Reach],
+    scale: float,
+    shape: CacheShape,
+    pool: PagePool,
+    device: Scattering,
+) -> Attended:
+    """The results of query [S, Hq, Lq, D] over the S ranges of tokens; see `computes`."""
+    count, heads, length, width = query.shape
+    rows = heads // shape.num_kv_heads * length
+    per_page = pool.tokens_per_page(shape)
+    # Queries that share a key head become queries of that head, which the kernel reads once for all of them.
+    folded = query.reshape(count, shape.num_kv_heads, rows, width).transpose(1, 2).contiguous()
+    most = max(1, min(MAX_SEQUENCES, CALL_BYTES // (2 * heads * length * width * query.element_size())))
+    parts, start, pages = [], 0, 0
+    for place, (_, begin, end) in enumerate(reaches):
+        own = -(-end // per_page) - begin // per_page
+        if pages and pages + own > most:
+            parts.append(_attend(folded[start:place], reaches[start:place], scale, shape, pool, device))
+            start, pages = place, 0
+        pages += own
+    parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
+    output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
+    suspect = ~torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) | lse.isnan().flatten(1).any(1)
+    output = output.transpose(1, 2).reshape(query.shape).to(query.dtype)
+    return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), suspect)
+
+
+def _attend(
+    query: torch.Tensor,
+    reaches: Sequence[Reach],
+    scale: float,
+    shape: CacheShape,
+    pool: PagePool,
+    device: Scattering,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [S, R, Hk, D] and lse [S, R, Hk] of query [S, R, Hk, D], by one kernel call."""
+    count, rows, heads, width = query.shape
+    key, value = pool.everything(shape)
+    page_rows = key.stride(0) // width
+    plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows)
+    levels = [level for level in plan.levels if level is not None]
+    arrays = [plan.readers * rows, plan.starts, plan.lengths, plan.sequence, *(level.ravel() for level in levels)]
+    sent = device.send(np.concatenate(arrays).astype(np.int32))
+    query_starts, kv_starts, kv_lengths, sequence, *merged = torch.split(sent, [len(array) for array in arrays])
+    result = device.attend_scattered(
+        ScatteredCall(
+            query.view(count, -1).index_select(0, sequence).view(-1, heads, width),
+            _scattered(key, page_rows),
+            _scattered(value, page_rows),
+            query_starts,
+            kv_starts,
+            kv_lengths,
+            int(np.diff(plan.readers).max()) * rows,
+            int(plan.lengths.max()),
+            scale,
+        )
+    )
+    assert result.lse is not None
+    output, lse = result.output.view(-1, rows, heads, width), result.lse.reshape(-1, rows, heads)
+    given = iter(merged)
+    for level, size in zip(plan.levels, plan.sizes, strict=True):
+        output, lse = _merged(output, lse, None if level is None else next(given), size)
+    return output, lse
+
+
+def _scattered(whole: torch.Tensor, page_rows: int) -> torch.Tensor:
+    """All keys or values [pages, Hk, P, D] as rows [U, Hk, D]: token t of page p is the row `p * page_rows + t`."""
+    pages, heads, _, width = whole.shape
+    beyond = -(-(heads - 1) * whole.stride(1) // width)  # the last rows would have their last heads beyond all pages
+    return whole.as_strided((pages * page_rows - beyond, heads, width), (width, whole.stride(1), 1))
+
+
+class _Plan(NamedTuple):
+    """What the kernel computes, C parts of pages for E pairs of a part and a query, and how results are merged.
+
+    `readers` [C + 1]: the pairs of part n are those from `readers[n]` to `readers[n + 1]`. `starts` [C + 1] and
+    `lengths` [C] of parts in rows. `sequence` [E]: the query of each pair. `levels`: for each merge, which results [G,
+    `sizes`] become one; `~n` stands for nothing, in place of n; None: all of them, in their order.
+    """
+
+    readers: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    sequence: NDArray[np.int64]
+    levels: list[NDArray[np.int64] | None]
+    sizes: list[int]
+
+    @staticmethod
+    def of(reaches: Sequence[Reach], per_page: int, page_rows: int) -> _Plan:
+        """The plan for ranges of tokens."""
+        begins, ends = (np.array(each, np.int64) for each in list(zip(*reaches, strict=True))[1:])
+        firsts = begins // per_page
+        counts = -(-ends // per_page) - firsts
+        taken = zip(reaches, firsts.tolist(), (firsts + counts).tolist(), strict=True)
+        pages = np.concatenate([np.asarray(each.pages[first:last], np.int64) for each, first, last in taken])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(pages))
+        token = (place - (counts.cumsum() - counts - firsts)[sequence]) * per_page
+        low = np.maximum(begins[sequence] - token, 0)
+        lengths = np.minimum(ends[sequence] - token, per_page) - low
+        starts = pages * page_rows + low
+        readers = np.arange(len(pages) + 1)
+        if len(counts) > 1:
+            alike, part = np.unique(starts * (per_page + 1) + lengths, return_inverse=True)
+            if len(alike) < len(pages):
+                order = np.argsort(part, kind="stable")
+                place = np.empty_like(order)
+                place[order] = np.arange(len(order))
+                readers = np.concatenate(([0], np.bincount(part).cumsum()))
+                starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
+                sequence = sequence[order]
+        levels, sizes = _levels(counts, place)
+        return _Plan(readers, np.append(starts, 0), lengths, sequence, levels, sizes)
+
+
+def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[NDArray[np.int64] | None], list[int]]:
+    """Which results are merged, until each sequence has one; it has so many, which are at these places."""
+    levels: list[NDArray[np.int64] | None] = []
+    sizes = []
+    while True:
+        results, size = len(place), min(MERGED, int(counts.max()))
+        groups = -(-counts // size)
+        sequence = np.repeat(np.arange(len(counts)), groups)
+        within = (np.arange(len(sequence)) - (groups.cumsum() - groups)[sequence])[:, None] * size + np.arange(size)
+        there, begin = counts[sequence][:, None], (counts.cumsum() - counts)[sequence][:, None]
+        index = place[begin + np.minimum(within, there - 1)]
+        index = np.where(within < there, index, ~index)
+        in_order = index.size == results and bool((index.ravel() == np.arange(results)).all())
+        if size > 1 or not in_order:
+            levels.append(None if in_order else index)
+            sizes.append(size)
+        if int(groups.max()) == 1:
+            return levels, sizes
+        counts, place = groups, np.arange(len(sequence))
+
+
+def _merged(
+    output: torch.Tensor, lse: torch.Tensor, index: torch.Tensor | None, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [G, R, Hk, D] and lse [G, R, Hk] in float32, of outputs [E, R, Hk, D] and lses [E, R, Hk] over disjoint
+    keys: those at index [G * size].
+    """
+    if index is not None:
+        absent = index < 0
+        at = torch.where(absent, ~index, index)
+        output, lse = output.index_select(0, at), lse.index_select(0, at)
+        lse = lse.masked_fill(absent[:, None, None], -torch.inf)
+    output, lse = (each.view(-1, size, *each.shape[1:]) for each in (output, lse))
+    top = lse.amax(1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(lse - top)
+    total = weights.sum(1)
+    summed = (output * weights.unsqueeze(-1)).sum(1)
+    return summed / total.masked_fill(total == 0, 1).unsqueeze(-1), total.log() + top.squeeze(1)

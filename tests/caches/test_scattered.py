@@ -1,0 +1,158 @@
+"""Queries over many caches in one call of a kernel for keys that lie anywhere, which a stand-in computes on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import accuracy
+import numpy as np
+import pytest
+import torch
+from attending import EVERY_OPTION, Way, arrays, fill, pages_of, plan_of, pool_for, query_of, shape_of
+from cases import Case
+from hypothesis import given
+from hypothesis import strategies as st
+from resident import stored
+from scattering import HALF, ScatteringDevice, device
+from strategies import MANY
+
+from attnserve_server.caches import scattered
+from attnserve_server.caches.attend import attend_tensors
+from attnserve_server.kernels import varlen_cuda
+
+__all__ = ["device"]
+
+
+def check(
+    device: ScatteringDevice, cases: list[Case], storage: str, pages: list[list[int]], per_page: int = 4
+) -> list[Any]:
+    """Asserts that cases over such pages get the right results; later ones write what pages of earlier ones hold."""
+    shape = shape_of(cases[0], storage)
+    pool = pool_for(shape, per_page)
+    for case, own in zip(cases, pages, strict=True):
+        fill(pool, shape, own, case, (1000,))
+    queries = [query_of(case, storage, own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
+    results = attend_tensors(queries, pool, device)
+    for case, result in zip(cases, results, strict=True):
+        accuracy.check(case, arrays(result))
+    return results
+
+
+@HALF
+@EVERY_OPTION
+@pytest.mark.parametrize("length", [1, 3])
+def test_every_option(device: ScatteringDevice, dtype: str, length: int, options: dict[str, Any]) -> None:
+    """Those that the kernel lacks are computed in another way."""
+    case = stored(plan_of(options, dtype=dtype, query_length=length).case(length), dtype)
+    (result,) = check(device, [case], dtype, [pages_of(Way(scattered=True), 16)])
+    if length == 1 and options.keys() <= {"causal", "group", "key_heads", "window", "query_offset", "sinks"}:
+        assert (result.kernel == varlen_cuda.NAME) == bool(case.expected.attended.any())
+        assert len(device.scattered) == bool(case.expected.attended.any())
+
+
+@HALF
+@pytest.mark.parametrize("per_page", [4, 16])
+@pytest.mark.parametrize("lengths", [(1,), (4, 61), (1, 700, 61, 33, 5), (128, 129, 127, 4)])
+def test_lengths(device: ScatteringDevice, dtype: str, per_page: int, lengths: tuple[int, ...]) -> None:
+    """In one call, and pages that were freed by others, here NaN, are not read."""
+    plan = plan_of({"group": 2, "key_heads": 2, "causal": "bottom_right"}, dtype=dtype, query_length=1)
+    cases = [stored(replace(plan, key_length=length).case(n), dtype) for n, length in enumerate(lengths)]
+    if sum(-(-length // per_page) for length in lengths) > 400:
+        per_page = 16
+    free = np.random.default_rng(0).permutation(400).tolist()
+    pages = [[free.pop() for _ in range(-(-length // per_page))] for length in lengths]
+    results = check(device, cases, dtype, pages, per_page)
+    assert {result.kernel for result in results} == {varlen_cuda.NAME}
+    assert len(device.scattered) == 1
+
+
+@MANY
+@given(
+    counts=st.lists(st.integers(1, 80), min_size=1, max_size=6),
+    merged=st.sampled_from([2, 3, 32]),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 4)]),
+    seed=st.integers(0, 9),
+)
+def test_merges(counts: list[int], merged: int, heads: tuple[int, int], seed: int) -> None:
+    """Results over any number of pages become one for each query, in the order of their keys."""
+    generator = torch.Generator().manual_seed(seed)
+    total, (rows, kv_heads) = sum(counts), heads
+    output, lse = torch.randn(total, rows, kv_heads, 8, generator=generator), torch.randn(total, rows, kv_heads)
+    place = torch.randperm(total, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scattered, "MERGED", merged)
+        levels, sizes = scattered._levels(np.array(counts), place.numpy())
+    found = output, lse
+    for level, size in zip(levels, sizes, strict=True):
+        found = scattered._merged(*found, None if level is None else torch.from_numpy(level).flatten(), size)
+    for n, own in enumerate(torch.split(place, counts)):
+        weights = lse[own].softmax(0).unsqueeze(-1)
+        torch.testing.assert_close(found[0][n], (output[own] * weights).sum(0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[1][n], lse[own].logsumexp(0), rtol=0, atol=1e-5)
+
+
+@HALF
+def test_what_caches_share_is_read_once(device: ScatteringDevice, dtype: str) -> None:
+    plan = plan_of({"causal": "bottom_right", "group": 2}, dtype=dtype, query_length=1)
+    trunk, branch = [*range(50, 66)], [*range(50, 58), *range(100, 108)]
+    cases = [stored(plan.case(n), dtype) for n in range(4)]
+    for case in cases:
+        case.key[:], case.value[:] = cases[0].key, cases[0].value
+    other = stored(plan.case(9), dtype)
+    cases[2].key[:, :, 32:], cases[2].value[:, :, 32:] = other.key[:, :, 32:], other.value[:, :, 32:]
+    check(device, cases, dtype, [trunk, trunk, branch, trunk])
+    (call,) = device.scattered
+    assert int(call.kv_lengths.sum()) == 61 + 29
+    assert call.longest_query == 4 * 2
+
+
+@HALF
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_not_finite(device: ScatteringDevice, dtype: str, poison: float, part: str) -> None:
+    """Excluded, it is not seen; attended to, it is computed again, and nothing else is."""
+    plan = plan_of({"window": (20, 0), "query_offset": 50}, dtype=dtype, query_length=1)
+    cases = [stored(plan.case(n), dtype) for n in range(3)]
+    for case in cases:
+        for outside in (slice(0, 30), slice(51, 61)):
+            getattr(case, part)[:, :, outside] = poison
+    getattr(cases[1], part)[:, 2, 40] = poison
+    for case in cases:
+        case.__dict__.pop("expected", None)
+    results = check(device, cases, dtype, [[*range(first, first + 16)] for first in (0, 100, 200)])
+    assert [result.kernel == varlen_cuda.NAME for result in results][::2] == [True, True]
+    assert device.looks == 1
+    if part == "value" or np.isnan(poison):
+        assert results[1].kernel != varlen_cuda.NAME
+
+
+@HALF
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales(device: ScatteringDevice, dtype: str, scale: float) -> None:
+    case = stored(plan_of({"scale": scale}, dtype=dtype, query_length=1).case(0), dtype)
+    check(device, [case], dtype, [[*range(16)]])
+    assert len(device.scattered) == 1
+
+
+def test_batches_of_more_pages_than_a_call_may_have_are_several_calls(
+    device: ScatteringDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scattered, "MAX_SEQUENCES", 20)
+    plan = plan_of({"causal": "bottom_right"}, dtype="float16", query_length=1)
+    lengths = (61, 5, 9, 61, 61)
+    cases = [stored(replace(plan, key_length=length).case(n), "float16") for n, length in enumerate(lengths)]
+    check(device, cases, "float16", [[*range(16 * n, 16 * n + -(-k // 4))] for n, k in enumerate(lengths)])
+    assert [len(call.kv_lengths) for call in device.scattered] == [18, 19, 16]
+
+
+def test_queries_that_the_kernel_does_not_take(device: ScatteringDevice) -> None:
+    for options, storage in (
+        ({}, "float32"),
+        ({"value_dim": 24}, "float16"),
+        ({"head_dim": 12, "key_dim": 12}, "float16"),
+    ):
+        plan = plan_of({"causal": "bottom_right", **options}, dtype="float16", query_length=1)
+        case = stored(plan.case(0), storage)
+        check(device, [case], storage, [[*range(16)]])
+    assert not device.scattered

@@ -1,0 +1,160 @@
+"""Batches of requests to caches on a device with a kernel for keys that lie anywhere, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import accuracy
+import numpy as np
+import pytest
+import torch
+from cached_cases import by_sequence, last
+from caller import Reference, attend_request, result
+from cases import Case, Plan
+from kernel_calls import tensor
+from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow, hollow_device
+from resident import CPU, stored
+from scattering import HALF, ScatteringDevice, device
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import anybody
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.request import CachedRequest, read_attend
+from attnserve_server.caches.run import run_batch
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.work import Host
+from attnserve_server.devices import Device
+from attnserve_server.kernels import varlen_cuda
+from attnserve_server.requests.work import Phases
+
+__all__ = ["device"]
+
+PAGES, PAGE_BYTES = 200, 4096
+PLAN = Plan(batch=3, key_heads=2, group=2, query_length=1, key_length=70, head_dim=16, key_dim=16, value_dim=16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "length first": {"layout": "length_first"},
+    "one sequence of rank 3": {"batch": 1, "rank": 3, "causal": "bottom_right"},
+    "lengths": {"kv_lengths": (9, 70, 33), "causal": "bottom_right"},
+    "window": {"causal": "bottom_right", "window": (40, -1)},
+    "sinks": {"causal": "bottom_right", "sinks": True},
+    "two queries, to everything": {"query_length": 2},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "bias": {"bias_shape": (70,)},
+    "two queries, causal": {"query_length": 2, "causal": "bottom_right"},
+    "nothing to attend to for one": {"kv_lengths": (0, 70, 5)},
+    "softcap": {"softcap": 3.0},
+}
+
+
+class Bench:
+    """Caches on a device, and requests to them."""
+
+    def __init__(self, device: Device, where: torch.device = CPU) -> None:
+        self.device = device
+        self.store = CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100)
+        self.host = Host(self.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, where))
+
+    def request(self, case: Case, dtype: str, appended: int) -> CachedRequest:
+        """A request to new caches with the keys and values of a case, the last of which it appends."""
+        key, value = by_sequence(case)
+        length = key.shape[2]
+        shape = CacheShape(key.shape[1], key.shape[3], value.shape[3], 1, dtype)  # type: ignore[arg-type]
+        references = []
+        for b in range(len(key)):
+            cache = self.store.create(shape, None, monotonic())
+            reservation = self.store.reserve([(cache, 0, length - appended)], 0.0)
+            own = (tensor(part[b, :, : length - appended]) for part in (key, value))
+            placement = self.store.place(reservation, 0.0)[0]
+            if self.device.torch_device == CPU:
+                self.host.pages.write(shape, placement, *own)
+            self.store.cancel(reservation)
+            references.append(Reference(cache.name))
+        pair = last(case, [length] * len(key), appended) if appended else None
+        data = attend_request(case, references, pair, return_lse=True).SerializeToString()
+        request = read_attend(self.host, anybody("here"), data, 0, len(data))
+        assert isinstance(request, CachedRequest)
+        return request
+
+    def check(self, cases: list[Case], requests: list[CachedRequest]) -> dict[str, int]:
+        """Asserts that the replies to a batch are right; returns which kernels ran."""
+        for request in requests:
+            request.enter()
+            request.begin()
+        batch = run_batch(self.host.pages, self.device, requests)
+        for case, request, found in zip(cases, requests, batch.results, strict=True):
+            request.end(False)
+            request.leave()
+            pieces, _ = request.encode(found, Phases(0, 0, 0, 0, 0), 1)
+            accuracy.check(case, result(pb.AttendResponse.FromString(b"".join(pieces))))
+        return batch.kernel_calls
+
+
+@HALF
+@pytest.mark.parametrize("appended", [0, 1, 5])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_batch_is_one_call(device: ScatteringDevice, dtype: str, appended: int, options: dict[str, Any]) -> None:
+    bench = Bench(device)
+    cases = [stored(replace(PLAN, dtype=dtype, **options).case(n), dtype) for n in range(3)]
+    bench.check(cases, [bench.request(case, dtype, appended) for case in cases])
+    assert len(device.scattered) == 1
+    assert not device.looks, "what says whether results have a meaning comes with them"
+
+
+@HALF
+def test_others_in_a_batch_are_computed_in_another_way(device: ScatteringDevice, dtype: str) -> None:
+    bench = Bench(device)
+    plans = [replace(PLAN, dtype=dtype, **options) for options in [*OPTIONS.values(), *OTHERS.values()]]
+    cases = [stored(plan.case(n), dtype) for n, plan in enumerate(plans)]
+    order = np.random.default_rng(0).permutation(len(cases)).tolist()
+    kernels = bench.check([cases[n] for n in order], [bench.request(cases[n], dtype, 1) for n in order])
+    assert sum(kernels.values()) > 0
+    assert device.scattered
+
+
+@HALF
+@pytest.mark.parametrize("layout", [None, "length_first"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_is_computed_again(
+    device: ScatteringDevice, dtype: str, layout: str | None, poison: float
+) -> None:
+    """In one sequence of a request; those beside it keep their results."""
+    bench = Bench(device)
+    cases = [stored(replace(PLAN, dtype=dtype, layout=layout, sinks=True).case(n), dtype) for n in range(3)]
+    at = (1, 40, 0) if layout else (1, 0, 40)
+    cases[1].value[at][3] = poison
+    cases[1].__dict__.pop("expected", None)
+    requests = [bench.request(case, dtype, 1) for case in cases]
+    bench.check(cases, requests)
+    first, again = device.scattered
+    assert len(again.kv_lengths) * 9 == len(first.kv_lengths)
+    assert device.looks == 1
+
+
+@HALF
+@pytest.mark.parametrize("where", [META, CUDA], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_on_a_device_that_the_host_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, where: torch.device, options: dict[str, Any]
+) -> None:
+    """By the kernels as torch declares them; all is waited for once."""
+    with hollow(where):
+        device = hollow_device(where, monkeypatch)
+        bench = Bench(device, where)
+        cases = [replace(PLAN, dtype=dtype, **options).case(n) for n in range(3)]
+        requests = [bench.request(case, dtype, 1) for case in cases]
+        for request in requests:
+            request.enter()
+            request.begin()
+        with NothingWaits(where):
+            batch = run_batch(bench.host.pages, device, requests)
+    assert batch.kernel_calls == {varlen_cuda.NAME: 1}
+    for request, found in zip(requests, batch.results, strict=True):
+        assert len(found.output) + len(found.lse or b"") == request.reply_bytes
+    transfers = device._transfers
+    assert isinstance(transfers, MetaTransfers)
+    assert transfers.waits == 1
