@@ -13,6 +13,7 @@ from cases import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnserve._requests.attend import encode_attend
 from attnserve_server.devices.cuda import run_batch
@@ -54,6 +55,30 @@ def test_random_batches(device: torch.device, plans: list[tuple[Plan, dict[str, 
     for request, result in zip(requests, batch.results, strict=True):
         sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
         assert sum(sizes) == request.reply_bytes
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is launched on `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        on_device = isinstance(first, torch.Tensor) and first.device == META
+        self.count += on_device and not function.is_view and "empty" not in str(function)
+        return result
+
+
+def test_a_small_request_is_few_operations() -> None:
+    """Each takes some microseconds to launch, which is all that a small request waits for: there were 66."""
+    request = request_of(Plan(dtype="float16", batch=1, group=4, query_length=1, key_length=1), 0, {})
+    with Operations() as operations:
+        batch = run_batch([request], MetaTransfers(META, computes_first=True), RAGGED_KERNELS)
+    assert list(batch.kernel_calls.values()) == [1]
+    assert operations.count <= 20
 
 
 @EVERYWHERE

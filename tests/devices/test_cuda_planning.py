@@ -55,7 +55,9 @@ class HostTransfers:
 
 @pytest.fixture(autouse=True, params=["oldest", "newest"], scope="module")
 def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The table's CUDA kernels for CPU tensors, on top of stand-ins for the kernels of the oldest and newest torch."""
+    """The table's CUDA kernels for CPU tensors, on top of stand-ins for those of the oldest and newest torch. With the
+    one, where rows are is always found on the device, with the other on the host if there are few.
+    """
     varlen = getattr(cuda_kernels, f"{request.param}_varlen")
     parameters = {"oldest": frozenset[str](), "newest": frozenset({"enable_gqa", "num_splits"})}[request.param]
     rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
@@ -63,6 +65,7 @@ def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(efficient_cuda, "_efficient", cuda_kernels.efficient)
         patch.setattr(efficient_cuda, "_efficient_ragged", cuda_kernels.efficient_ragged)
         patch.setattr(varlen_cuda, "_varlen", lambda: (varlen, parameters))
+        patch.setattr(packing, "FEW_ROWS", {"oldest": 0, "newest": packing.FEW_ROWS}[request.param])
         patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
         yield
 

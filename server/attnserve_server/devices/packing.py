@@ -10,45 +10,26 @@ the device does not grow with the number of requests.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
+from attnserve_server.devices.arrangement import Arrangement, PackedSequence
 from attnserve_server.devices.inputs import Allocate
 from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
-from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedCall, RaggedKernel
+from attnserve_server.kernels.ragged import ALIGNMENT, MAX_SEQUENCES, RaggedCall, RaggedKernel
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
 
-Number = TypeVar("Number", int, torch.Tensor)
-
-
-class PackedSequence(NamedTuple, Generic[Number]):
-    """A sequence of the pack's request `member`, and which rows of all payloads it consists of.
-
-    Its token t in head h is the row `start + t * token + h * head`. The keys are those within reach of its queries.
-    Fields are integers for one sequence, tensors [N] for many.
-    """
-
-    member: Number
-    query_start: Number
-    query_token: Number
-    query_head: Number
-    query_length: Number
-    kv_start: Number
-    kv_token: Number
-    kv_head: Number
-    kv_length: Number
-    lse_start: Number
-    lse_head: Number
-
+FEW_ROWS = 1 << 14
+"""Where so many rows of queries and keys are is found on the host."""
 
 Window = tuple[int, int]
 
@@ -168,7 +149,7 @@ def _windows(request: Request, kernel: RaggedKernel) -> list[tuple[Window, int, 
 class PackResult:
     """output [R, Dv], R being all query rows, in the order of the replies; lse [R] likewise, if asked for.
 
-    `suspect` [M] is above 0 for requests whose queries, keys or values are not all finite: their results have no
+    `suspect` [M] is true for requests whose queries, keys or values are not all finite: their results have no
     meaning. `calls` counts the kernel's calls.
     """
 
@@ -191,9 +172,9 @@ class StagedPack:
         self._value = self._concatenated(members, "value", problem.value_dim)
         self._sinks = None
         if "sinks" in problem.tensors:
-            self._sinks = self._uploaded(np.stack([_sinks(member) for member in members]))
+            self._sinks = self._sent([torch.from_numpy(np.stack([_sinks(member) for member in members]))])[0]
         self._calls = [
-            (window, some, self._uploaded(np.array(some, np.int64)))
+            (window, some, self._arranged(some))
             for window, sequences in pack.sequences.items()
             for some in (sequences[at : at + MAX_SEQUENCES] for at in range(0, len(sequences), MAX_SEQUENCES))
         ]
@@ -204,36 +185,50 @@ class StagedPack:
         rows, device = pack.query_rows[-1], self._query.device
         output = torch.empty(rows, problem.value_dim, dtype=self._query.dtype, device=device)
         lse = torch.empty(rows, dtype=torch.float32, device=device) if problem.return_lse else None
-        suspect = torch.zeros(len(pack.places), dtype=torch.int32, device=device)
-        for window, sequences, table in self._calls:
-            self._run_call(window, sequences, table, output, lse, suspect)
-        return PackResult(output, lse, suspect, len(self._calls))
+        sums = torch.zeros(len(pack.places), dtype=torch.float32, device=device)
+        for window, sequences, arranged in self._calls:
+            self._run_call(window, sequences, arranged() if callable(arranged) else arranged, output, lse, sums)
+        # A sum is finite only if all its terms are: only then the difference is 0.
+        return PackResult(output, lse, sums - sums != 0, len(self._calls))
+
+    def _arranged(self, sequences: list[PackedSequence[int]]) -> Arrangement | Callable[[], Arrangement]:
+        """Where the rows of sequences are: found here and sent if there are few, as that takes fewer operations on the
+        device, which is what a small batch waits for; else found there, once the call runs.
+        """
+        problem, table = self._pack.problem, torch.from_numpy(np.array(sequences, np.int64))
+        queries, keys = (
+            sum(each) for each in zip(*((one.query_length, one.kv_length) for one in sequences), strict=True)
+        )
+        if queries * problem.query_heads + keys * problem.kv_heads <= FEW_ROWS:
+            found = self._arrangement(table, queries, keys)
+            return Arrangement(*self._sent(found))
+        there = self._sent([table])[0]
+        return lambda: self._arrangement(there, queries, keys)
+
+    def _arrangement(self, table: torch.Tensor, queries: int, keys: int) -> Arrangement:
+        columns, problem = PackedSequence[torch.Tensor](*table.unbind(1)), self._pack.problem
+        return Arrangement.of(columns, queries, keys, problem.query_heads, problem.kv_heads)
 
     def _run_call(
         self,
         window: Window,
         sequences: list[PackedSequence[int]],
-        table: torch.Tensor,
+        at: Arrangement,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        suspect: torch.Tensor,
+        sums: torch.Tensor,
     ) -> None:
-        """Computes some sequences, and writes their rows into the results."""
+        """Computes some sequences, writes their rows into the results, and adds their inputs to the sums."""
         problem = self._pack.problem
-        columns = PackedSequence[torch.Tensor](*table.unbind(1))
-        queries = _Tokens.of(columns.query_length, sum(sequence.query_length for sequence in sequences))
-        keys = _Tokens.of(columns.kv_length, sum(sequence.kv_length for sequence in sequences))
-        query_rows = queries.rows(columns.query_start, columns.query_token, columns.query_head, problem.query_heads)
-        kv_rows = keys.rows(columns.kv_start, columns.kv_token, columns.kv_head, problem.kv_heads)
-        query, key, value = self._query[query_rows], self._key[kv_rows], self._value[kv_rows]
+        query, key, value = self._query[at.query_rows], self._key[at.kv_rows], self._value[at.kv_rows]
         result = self._pack.kernel.attend(
             RaggedCall(
                 query,
                 key,
                 value,
-                queries.starts,
-                keys.starts,
-                queries.sequence,
+                at.query_starts,
+                at.kv_starts,
+                at.query_sequence,
                 max(sequence.query_length for sequence in sequences),
                 max(sequence.kv_length for sequence in sequences),
                 problem.scale,
@@ -241,16 +236,14 @@ class StagedPack:
                 problem.return_lse or self._sinks is not None,
             )
         )
-        of_queries, of_keys = columns.member[queries.sequence], columns.member[keys.sequence]
         if self._sinks is not None:
             assert result.lse is not None
-            result.output, result.lse = add_sinks(result.output, result.lse, self._sinks[of_queries])
-        output[query_rows] = result.output
+            result.output, result.lse = add_sinks(result.output, result.lse, self._sinks[at.query_member])
+        output[at.query_rows] = result.output
         if lse is not None and result.lse is not None:
-            one = torch.ones_like(columns.lse_start)
-            lse[queries.rows(columns.lse_start, one, columns.lse_head, problem.query_heads)] = result.lse
-        for tensor, member in ((query, of_queries), (key, of_keys), (value, of_keys)):
-            suspect.index_add_(0, member, (~torch.isfinite(tensor.sum((1, 2), dtype=torch.float32))).int())
+            lse[at.lse_rows] = result.lse
+        for tensor, member in ((query, at.query_member), (key, at.kv_member), (value, at.kv_member)):
+            sums.index_add_(0, member, tensor.sum((1, 2), dtype=torch.float32))
 
     def _concatenated(self, members: Sequence[Request], name: str, width: int) -> torch.Tensor:
         """The rows [R, D] of a tensor of all members."""
@@ -262,40 +255,24 @@ class StagedPack:
             target[start:stop] = payload
         return self._upload(raw.view(TORCH[self._pack.problem.dtype])).view(-1, width)
 
-    def _uploaded(self, array: NDArray[Any]) -> torch.Tensor:
-        """A small array of int64 or float32, of rank 2."""
-        raw = self._allocate(array.nbytes)
-        tensor = raw.view(torch.int64 if array.dtype == np.int64 else torch.float32).view(array.shape)
-        tensor.numpy()[...] = array
-        return self._upload(tensor)
+    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Small host tensors, by one upload."""
+        ends = list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors), initial=0))
+        raw = self._allocate(ends[-1])
+        parts = [(raw[start : start + each.nbytes], each) for start, each in zip(ends, tensors, strict=False)]
+        for part, each in parts:
+            part.view(each.dtype).view(each.shape).copy_(each)
+        sent = self._upload(raw)
+        return [
+            sent[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            for start, each in zip(ends, tensors, strict=False)
+        ]
 
 
 def _sinks(request: Request) -> NDArray[Any]:
     """A request's sinks [Hq] in float32."""
     dtype = _dtypes.NUMPY[request.problem.tensors["sinks"].dtype]
     return np.frombuffer(request.payload("sinks"), dtype).astype(np.float32)
-
-
-class _Tokens(NamedTuple):
-    """Packed tokens: where each sequence begins, int32 [N + 1]; the sequence of each token [T], and its place there."""
-
-    starts: torch.Tensor
-    sequence: torch.Tensor
-    place: torch.Tensor
-
-    @staticmethod
-    def of(lengths: torch.Tensor, total: int) -> _Tokens:
-        """The tokens of sequences of these lengths [N]; given their sum `total`, torch need not wait for it."""
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        sequence = torch.repeat_interleave(lengths, output_size=total)
-        place = torch.arange(total, device=lengths.device) - starts[sequence]
-        return _Tokens(starts.to(torch.int32), sequence, place)
-
-    def rows(self, start: torch.Tensor, token: torch.Tensor, head: torch.Tensor, heads: int) -> torch.Tensor:
-        """The row [T, heads] of each token in each head, given each sequence's strides [N]."""
-        first = start[self.sequence] + self.place * token[self.sequence]
-        across = torch.arange(heads, device=start.device) * head[self.sequence].unsqueeze(1)
-        return first.unsqueeze(1) + across
 
 
 def rows_of_members(pack: Pack) -> Iterator[tuple[int, slice]]:
