@@ -89,8 +89,7 @@ class Calls:
             await asyncio.wait(tuple(self._telling), timeout=LAST_WORDS_SECONDS)
         connections = self.servers.close()
         await self._unary.close()
-        for connection in connections:
-            await connection.close()
+        await asyncio.gather(*(connection.close() for connection in connections))
         await asyncio.gather(*self._looking, return_exceptions=True)
         await asyncio.gather(*self._closing)
 

@@ -1,4 +1,7 @@
-"""An interpreter that ends: finalizers of what lives until then run when the client's threads run no more, and get an
+"""The end of the interpreter while a client lives, and of an event loop right after its client was closed: in processes
+of their own, which print no errors.
+
+An interpreter that ends runs finalizers of what lives until then when the client's threads run no more; they get an
 error instead of hanging.
 """
 
@@ -62,3 +65,30 @@ def test_what_a_finalizer_does_last(server: Server, transport: str, last: str) -
     assert (run.returncode, run.stderr) == (0, "")
     expected = "done" if last in ("cancel", "close") else "the interpreter is ending"
     assert expected in run.stdout
+
+
+LOOPS = """
+import asyncio, sys
+import numpy as np
+from attnserve import AsyncClient
+from attnserve._transports import tasks
+
+ARRAY = np.ones((1, 2, 3), np.float32)
+tasks._FAREWELL_S = 60.0  # however busy the machine is
+
+async def use(address, transport):
+    async with AsyncClient(address, transport=transport) as client:
+        await client.attend(ARRAY, ARRAY, ARRAY)
+
+for _ in range(20):
+    asyncio.run(use(*sys.argv[1:]))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_one_loop_after_another(server: Server, transport: str) -> None:
+    """In a loop, gRPC prints an error if events of calls of an earlier one, which is closed, reach it."""
+    command = [sys.executable, "-c", LOOPS, server.address, transport]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")

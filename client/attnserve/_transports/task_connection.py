@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
@@ -34,8 +35,7 @@ class Connection(BaseConnection[StreamTransport]):
 
     async def close(self) -> None:
         """Gives up the calls on its streams and ends the connection."""
-        for stream in self._streams:
-            await stream.close()
+        await asyncio.gather(*(stream.close() for stream in self._streams))
         await self._channel.close()
 
 

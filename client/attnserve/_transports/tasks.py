@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -34,6 +34,11 @@ from attnserve._transports.multiplexer import Multiplexer
 
 R = TypeVar("R")
 T = TypeVar("T")
+
+_FAREWELL_S: Final = 0.2
+"""How long closing waits for the server to end a stream on which no call is in flight. If we cancel it instead, gRPC
+gets some events of it later, and prints an error if the loop is closed by then and another one is running.
+"""
 
 
 class CallFuture(asyncio.Future[T], Generic[R, T]):
@@ -155,10 +160,14 @@ class StreamTransport:
     async def close(self) -> None:
         """Gives up all calls and ends the streams."""
         self._closed = True
-        _settle(self._multiplexer.close())
+        given_up = self._multiplexer.close()
+        _settle(given_up)
         if self._timer is not None:
             self._timer.cancel()
         tasks = list(self._tasks)
+        if tasks and not given_up:
+            self._writable.set()
+            await asyncio.wait(tasks, timeout=_FAREWELL_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -194,7 +203,7 @@ class StreamTransport:
         reading = self._loop.create_task(self._read(stream, rpc, ending))
         self._tasks.update((writing, reading))
         writing.add_done_callback(partial(self._written, rpc))
-        reading.add_done_callback(partial(self._ended, stream, rpc, writing))
+        reading.add_done_callback(partial(self._ended, stream, rpc))
 
     async def _write(self, stream: int, rpc: Any) -> None:
         """Sends the messages of a stream, as long as it is in use."""
@@ -236,10 +245,9 @@ class StreamTransport:
             return ending.status(error)
         return Status()
 
-    def _ended(self, stream: int, rpc: Any, writing: asyncio.Task[None], reading: asyncio.Task[Status]) -> None:
+    def _ended(self, stream: int, rpc: Any, reading: asyncio.Task[Status]) -> None:
         """Handles the end of a stream or of its reading task, even if that was cancelled before it began."""
         self._tasks.discard(reading)
-        writing.cancel()
         status = Status()
         if reading.cancelled():  # or the stream was cancelled, when its writing task was
             rpc.cancel()
@@ -248,6 +256,7 @@ class StreamTransport:
         else:
             status = reading.result()
         outcomes = self._multiplexer.broken(stream, status, time.monotonic())
+        self._writable.set()  # its writing task ends, too
         self._advance()
         _settle(outcomes)
 
