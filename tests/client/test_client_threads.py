@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -146,9 +146,14 @@ def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: 
         assert OWN[UNARY] not in [called.get(timeout=PATIENCE_S) for _ in futures]
 
 
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
 @pytest.mark.parametrize("transport", [STREAM, UNARY])
-def test_what_is_called_back_ends_no_thread(transport: Any) -> None:
-    """A callback that raises SystemExit does not end the thread that others depend on."""
+def test_what_is_called_back_ends_no_thread(transport: Any, error: type[BaseException]) -> None:
+    """A callback that raises what is no Exception does not end the thread that others depend on."""
+
+    def fail(future: object) -> None:
+        raise error
+
     patient = Patient()
     with (
         peer(patient.stream, patient.unary) as address,
@@ -157,7 +162,7 @@ def test_what_is_called_back_ends_no_thread(transport: Any) -> None:
         for number in (2, 3):
             patient.told.clear()
             future = client.submit(*[array(number)] * 3)
-            future.add_done_callback(sys.exit)
+            future.add_done_callback(fail)
             patient.told.set()
             assert future.result(PATIENCE_S).output[0, 0] == number
 

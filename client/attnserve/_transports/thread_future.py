@@ -109,7 +109,9 @@ class CallFuture(Future[T], Generic[R, T]):
                 self.set_result(result)
             else:
                 self.set_exception(error)
-        except SystemExit:  # must not end a thread that other calls need
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # not an Exception, such as SystemExit: it must not end a thread that other calls need
             logger.exception("a callback of a call wanted to end its thread")
 
 
