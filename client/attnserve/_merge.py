@@ -7,7 +7,7 @@ are too many for one request, or are kept in several places.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, Generic, NamedTuple, get_args
 
@@ -47,6 +47,8 @@ def merge_attention(
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
+    if isinstance(results, AttentionResult):
+        raise ValueError("results: expected several in a list, found a single one")
     pairs = [_pair(result) for result in results]
     if not pairs:
         raise ValueError("results: expected one or more, found none")
@@ -94,5 +96,8 @@ def _pair(result: AttentionResult[Any] | tuple[Any, Any]) -> tuple[Any, Any]:
         if result.lse is None:
             raise ValueError("results: expected a result with its lse (return_lse=True), found one without")
         return result.output, result.lse
+    if not (isinstance(result, Sequence) and len(result) == 2):
+        found = type(result).__name__
+        raise ValueError(f"results: expected an AttentionResult or a pair (output, lse), found {found}")
     output, lse = (part if arrays.torch_tensor(part) is not None else np.asarray(part) for part in result)
     return output, lse

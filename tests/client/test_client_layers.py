@@ -179,6 +179,7 @@ def test_unload(ask: Ask, address: str, shelf: Shelf) -> None:
         ("load", (None,), "definitions"),
         ("load", ("layers.toml", ["minilm", ""]), "names"),
         ("unload", ([1],), "names"),
+        ("unload", (None,), "names"),
     ],
 )
 def test_names_are_strings(ask: Ask, address: str, shelf: Shelf, method: str, arguments: Any, field: str) -> None:

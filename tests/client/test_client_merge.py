@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import AttentionResult, Timings, merge_attention
+from attnserve import AttentionResult, LayerResult, Timings, merge_attention
 
 torch = pytest.importorskip("torch")
 
@@ -125,6 +125,10 @@ def test_results_are_taken_as_they_come() -> None:
         [(np.ones((2, 3, 4)), np.zeros((3, 2)))],
         [(np.ones((2, 3)), np.zeros(2)), (np.ones((2, 4)), np.zeros(2))],
         [(np.ones((2, 3)), np.zeros(2)), (np.ones((2, 3)), np.zeros(1))],
+        [(np.ones((2, 3)), np.zeros(2), np.zeros(2))],
+        [LayerResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1, 1)],
+        AttentionResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1),
+        np.ones((2, 3)),
     ],
 )
 def test_what_does_not_fit_is_refused(results: Any) -> None:

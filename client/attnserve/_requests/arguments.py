@@ -147,4 +147,8 @@ def address(field: str, value: Any) -> str:
 
 def names(field: str, values: Names) -> list[str]:
     """The names as a list; none may be empty."""
-    return [text(field, value) for value in ((values,) if isinstance(values, str) else values)]
+    if isinstance(values, str):
+        values = (values,)
+    elif not isinstance(values, Iterable):
+        raise InvalidRequestError(f"{field}: expected a name or several, found {values!r}", field=field)
+    return [text(field, value) for value in values]

@@ -77,14 +77,16 @@ def check_address(address: str) -> None:
     port modulo 65536, and a URL for a name that it looks up in vain, again and again.
     """
     if address.startswith(_NO_PORT):
+        if not address.partition(":")[2].strip("/"):
+            raise ValueError(f"address: {_EXPECTED}, found {address!r}")
         return
     named = _NAME.fullmatch(address)
     for place in _listed(address) or [address if named is None else unquote(named["place"])]:
         found = _HOST_AND_PORT.fullmatch(place)
         if found is None:
             raise ValueError(f"address: {_EXPECTED}, found {address!r}")
-        if int(found["port"]) > _LAST_PORT:
-            raise ValueError(f"address: expected a port of at most {_LAST_PORT}, found {address!r}")
+        if not 1 <= int(found["port"]) <= _LAST_PORT:
+            raise ValueError(f"address: expected a port from 1 to {_LAST_PORT}, found {address!r}")
 
 
 def _listed(address: str) -> list[str]:
