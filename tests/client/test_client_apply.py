@@ -161,6 +161,8 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"window": (1.5, 2)}, "window.left"),
         ({"return_scores": "all"}, "return_scores"),
         ({"priority": 1.0}, "priority"),
+        ({"priority": 0.0}, "priority"),
+        ({"priority": np.array([0, 0])}, "priority"),
         ({"timeout": -1}, "timeout"),
     ],
 )

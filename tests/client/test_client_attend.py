@@ -118,6 +118,8 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"scale": 10**400}, "scale"),
         ({"softcap": [1]}, "softcap"),
         ({"priority": 1.0}, "priority"),
+        ({"priority": 0.0}, "priority"),
+        ({"priority": np.array([0, 0])}, "priority"),
         ({"priority": 2**31}, "priority"),
         ({"score": "cosine"}, "score"),
         ({"score": QUERY}, "score"),

@@ -117,7 +117,7 @@ def encode_apply(
         bool(return_lse),
         arguments.choice("return_scores", arguments.STAGES, return_scores),
         bool(average_scores),
-        priority if priority == 0 else arguments.integer("priority", priority, 32),
+        arguments.integer("priority", priority, 32),
     )
     call: ApplyCall[ArrayT] = ApplyCall(
         header,

@@ -64,7 +64,7 @@ def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[s
 
 def check_no_layer(cache_layer: int) -> None:
     """InvalidRequestError for a layer of caches where there are none."""
-    if cache_layer != 0:
+    if integer("cache_layer", cache_layer, 64) != 0:
         raise InvalidRequestError(
             f"cache_layer: expected caches to go with it, found none, and {cache_layer!r}", field="cache_layer"
         )

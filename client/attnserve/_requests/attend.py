@@ -148,7 +148,7 @@ def encode_attend(
         0.0 if softcap is None else arguments.number("softcap", softcap),
         bool(return_lse),
         arguments.choice("return_scores", arguments.STAGES, return_scores),
-        priority if priority == 0 else arguments.integer("priority", priority, 32),
+        arguments.integer("priority", priority, 32),
     )
     call: AttendCall[ArrayT] = AttendCall(
         header,
