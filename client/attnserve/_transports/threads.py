@@ -34,6 +34,7 @@ from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
 from attnserve._transports.multiplexer import Multiplexer
 from attnserve._transports.thread_future import CallFuture
@@ -144,7 +145,7 @@ class StreamTransport:
         _settle(outcomes)
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
-        with self._lock if waits else at_once(self._lock):
+        with DelayedInterrupt(), self._lock if waits else at_once(self._lock):
             withdrawn = self._multiplexer.cancel(call)
             self._writable.notify_all()
         return withdrawn
@@ -178,7 +179,8 @@ class StreamTransport:
             arrived = partial(self._arrived, stream)
             attend_stream: Any = self._channel().stream_stream(SERVICE + "AttendStream", None, arrived)
             try:
-                rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+                with DelayedInterrupt():
+                    rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             except RuntimeError:
                 self._lose_channel()
                 raise

@@ -20,6 +20,7 @@ from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import NO_RETRIES, RetryPolicy
 from attnserve._transports.callbacks import Callbacks
+from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import Held, at_once
 from attnserve._transports.thread_future import CallFuture
 from attnserve._transports.unary import UnaryCall
@@ -67,7 +68,11 @@ class UnaryTransport:
                 raise ClientClosedError()
             future.withdraw = partial(self._withdraw, call)
             self._calls.add(call)
-        self._send(call)
+        try:
+            self._send(call)
+        except BaseException:  # an interrupt: nobody gets the future
+            self._withdraw(call)
+            raise
 
     def close(self) -> None:
         """Gives up all calls."""
@@ -91,17 +96,18 @@ class UnaryTransport:
         message = call.message
         span = call.future.span
         metadata = self._bearer.metadata + (() if span is None else span.metadata)
-        with self._lock:
-            if call not in self._calls:
-                return
-            connection.unary.add(call)
-            call.connection = connection
-            try:
-                call.rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
-            except RuntimeError as error:
-                connection.lose_channel()
-                raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
-        call.rpc.add_done_callback(partial(self._done, call))
+        with DelayedInterrupt():
+            with self._lock:
+                if call not in self._calls:
+                    return
+                connection.unary.add(call)
+                call.connection = connection
+                try:
+                    call.rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
+                except RuntimeError as error:
+                    connection.lose_channel()
+                    raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
+            call.rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _Call, rpc: Any) -> None:
         try:
@@ -130,13 +136,14 @@ class UnaryTransport:
                     raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 
     def _withdraw(self, call: _Call, *, waits: bool = True) -> bool:
-        with self._lock if waits else at_once(self._lock):
-            if call not in self._calls:
-                return False
-            if call.timer is not None and not waits:  # a timer has a lock, too
-                raise Held
-            self._calls.remove(call)
-        self._stop(call)
+        with DelayedInterrupt():
+            with self._lock if waits else at_once(self._lock):
+                if call not in self._calls:
+                    return False
+                if call.timer is not None and not waits:  # a timer has a lock, too
+                    raise Held
+                self._calls.remove(call)
+            self._stop(call)
         return True
 
     def _finish(self, call: _Call, outcome: bytes | AttnServeError) -> None:
