@@ -137,3 +137,19 @@ def test_other_threads_are_never_interrupted() -> None:
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [handler]
+
+
+def test_where_python_is_embedded_the_main_thread_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`threading` believes that the first thread to import it is the main one; `signal` knows better."""
+    handler = signal.getsignal(signal.SIGINT)
+    found: list[Any] = []
+
+    def look() -> None:
+        with DelayedInterrupt():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    monkeypatch.setattr(threading, "main_thread", lambda: thread)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found == [handler]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import messages
@@ -179,3 +180,41 @@ def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.M
     device._kernel_calls = cuda._KernelCalls()
     device.attend(calls_of(2), 0)
     assert transfers.fetches == 0
+
+
+class Here(StreamTransfers):
+    """Transfers whose computing needs no GPU."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        yield
+
+
+def trying(monkeypatch: pytest.MonkeyPatch, refuse: Exception, blame: str) -> CudaDevice:
+    """A device on which the kernel for keys that lie anywhere fails, as a failure of this kind."""
+
+    def load(device: torch.device) -> None:
+        raise refuse
+
+    monkeypatch.setattr(cuda, "load_scattered", load)
+    device = object.__new__(CudaDevice)
+    device._device, device._transfers, device._scatters = torch.device("cpu"), Here(), True
+    monkeypatch.setattr(device, "blame", lambda error: blame)
+    return device
+
+
+def test_a_kernel_that_torch_refuses_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = trying(monkeypatch, RuntimeError("seqused_k is not supported"), "request")
+    assert device.scattering is device
+    device._try_scattered()
+    assert device.scattering is None
+    assert "seqused_k is not supported" in caplog.text
+
+
+@pytest.mark.parametrize("blame", ["memory", "device"])
+def test_a_device_that_is_lost_or_full_does_not_start(monkeypatch: pytest.MonkeyPatch, blame: str) -> None:
+    device = trying(monkeypatch, RuntimeError("lost"), blame)
+    with pytest.raises(RuntimeError, match="lost"):
+        device._try_scattered()

@@ -233,3 +233,28 @@ def test_every_kernel_for_requests_is_warm_before_they_come(
 def test_without_a_cuda_device() -> None:
     with pytest.raises(DeviceError, match="'cuda:7' is not available"):
         open_device("cuda:7", 1, 0)
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has torch see a GPU that is too old."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+
+
+@pytest.mark.usefixtures("turing")
+def test_a_gpu_that_is_too_old_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"Tesla T4 has compute capability 7\.5, and kernels need 8\.0"):
+        open_device("cuda", 1, 0)
+
+
+@pytest.mark.usefixtures("turing")
+def test_a_gpu_that_is_too_old_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    device = open_device("auto", 1, 0, "off")
+    device.close()
+    torch.set_num_threads(threads)
+    assert device.name == "cpu"
+    assert "Tesla T4 has compute capability 7.5" in caplog.text

@@ -34,8 +34,11 @@ class DelayedInterrupt:
         if threading.current_thread() is threading.main_thread():
             handler = _signal.getsignal(SIGINT)
             if callable(handler):
+                try:
+                    _signal.signal(SIGINT, self._note)
+                except ValueError:  # an embedded Python's idea of the main thread is not that of signals
+                    return
                 self._handler = handler
-                _signal.signal(SIGINT, self._note)
 
     def __exit__(self, *exception: object) -> None:
         if self._handler is not None:

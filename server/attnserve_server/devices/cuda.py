@@ -14,6 +14,7 @@ and kernels by `tests/gpu`, where there is a GPU.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack,
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers, Transfers
-from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
+from attnserve_server.devices.warm import load_kernels, load_scattered
 from attnserve_server.kernels import (
     KERNELS,
     RAGGED_KERNELS,
@@ -49,6 +50,8 @@ from attnserve_server.native.products import Products
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, RequestResult
+
+logger = logging.getLogger(__name__)
 
 
 class _KernelCalls(local):
@@ -84,6 +87,7 @@ class CudaDevice:
         self._device = self.torch_device = torch.device("cuda", index)
         self._kernel_calls = _KernelCalls()
         self._transfers = CudaTransfers(self._device)
+        self._scatters = True
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
@@ -133,9 +137,9 @@ class CudaDevice:
         return results
 
     @property
-    def scattering(self) -> Scattering:
-        """Itself."""
-        return self
+    def scattering(self) -> Scattering | None:
+        """Itself, unless warming up showed that the kernel does not run here."""
+        return self if self._scatters else None
 
     def attend_scattered(self, call: ScatteredCall) -> RaggedResult:
         """The result of a call whose keys lie anywhere in memory."""
@@ -205,19 +209,27 @@ class CudaDevice:
         with ThreadPoolExecutor(self.depth, "attnserve-warm-up") as threads:
             for done in [threads.submit(self._warm_up, together) for _ in range(self.depth)]:
                 done.result()
+        self._try_scattered()
 
     def _warm_up(self, together: Barrier) -> None:
         together.wait()  # so that no thread does the work of two
         with self._transfers.computing():
-            for call in warm_calls(self._device):
-                attend(call)
-            for width in WIDTHS:
-                for kernel in RAGGED_KERNELS:
-                    for dtype in kernel.dtypes:
-                        kernel.attend(warm_ragged_call(self._device, dtype, width))
-                for dtype in varlen_cuda.DTYPES:
-                    varlen_cuda.attend_scattered(warm_scattered_call(self._device, dtype, width))
+            load_kernels(self._device)
         self._transfers.asked().until_computed()
+
+    def _try_scattered(self) -> None:
+        """Loads the kernel for keys that lie anywhere. It is not part of torch's documented functions: another version
+        may take it differently, and what it computes can be computed in other ways.
+        """
+        try:
+            with self._transfers.computing():
+                load_scattered(self._device)
+            self._transfers.asked().until_computed()
+        except Exception as error:
+            if self.blame(error) != "request":
+                raise
+            self._scatters = False
+            logger.warning("queries over caches are computed cache by cache, because torch's kernel refuses: %s", error)
 
     def memory(self) -> dict[str, int]:
         """Bytes in tensors, bytes that torch holds, and bytes that are free."""

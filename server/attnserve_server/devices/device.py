@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.devices.failures import Blame
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from attnserve_server.native.messages import Messages
 
 logger = logging.getLogger(__name__)
+
+LEAST_CAPABILITY: Final = (8, 0)
+"""The compute capability that kernels need: Ampere, which has bfloat16 and runs torch's flash kernel."""
 
 
 class Device(Compute, Protocol):
@@ -93,6 +96,9 @@ def open_device(name: str, threads: int, inline_flops: int, native_kernel: str =
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda" and (hindrance := _hindrance(0)) is not None:
+            logger.warning("the CPU computes, because %s", hindrance)
+            name = "cpu"
     if name == "cpu":
         from attnserve_server.devices.cpu import CpuDevice
         from attnserve_server.native import library
@@ -113,4 +119,17 @@ def open_device(name: str, threads: int, inline_flops: int, native_kernel: str =
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise DeviceError(f"device {name!r} is not available: there are {torch.cuda.device_count()} CUDA devices")
+    if (hindrance := _hindrance(index)) is not None:
+        raise DeviceError(f"device {name!r} is not available: {hindrance}")
     return CudaDevice(index)
+
+
+def _hindrance(index: int) -> str | None:
+    """Why the kernels cannot run on a CUDA device; None if they can."""
+    import torch
+
+    found = torch.cuda.get_device_capability(index)
+    if found >= LEAST_CAPABILITY:
+        return None
+    needed, has = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
+    return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and kernels need {needed} (Ampere)"

@@ -6,7 +6,27 @@ from typing import Final
 
 import torch
 
-from attnserve_server.kernels import AttentionCall, RaggedCall, ScatteredCall
+from attnserve_server.kernels import RAGGED_KERNELS, AttentionCall, RaggedCall, ScatteredCall, attend, varlen_cuda
+
+WIDTHS: Final = (64, 128)
+"""The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
+
+
+def load_kernels(device: torch.device) -> None:
+    """Loads the kernels that compute what others do not take, and the ragged ones."""
+    for call in warm_calls(device):
+        attend(call)
+    for width in WIDTHS:
+        for kernel in RAGGED_KERNELS:
+            for dtype in kernel.dtypes:
+                kernel.attend(warm_ragged_call(device, dtype, width))
+
+
+def load_scattered(device: torch.device) -> None:
+    """Loads the kernel for keys that lie anywhere. Raises what torch raises if it does not take such calls."""
+    for width in WIDTHS:
+        for dtype in varlen_cuda.DTYPES:
+            varlen_cuda.attend_scattered(warm_scattered_call(device, dtype, width))
 
 
 def warm_calls(device: torch.device) -> list[AttentionCall]:
@@ -22,10 +42,6 @@ def warm_calls(device: torch.device) -> list[AttentionCall]:
             AttentionCall(query, query, query, 0.125, causal=True, softcap=1.0, return_scores="weights"),
         ]
     return calls
-
-
-WIDTHS: Final = (64, 128)
-"""The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
 
 
 def warm_ragged_call(device: torch.device, dtype: torch.dtype, width: int) -> RaggedCall:
