@@ -78,7 +78,8 @@ class Config:
     device: str = _setting(
         kinds.DEVICE,
         "auto",
-        "What to compute on: auto, cpu, cuda or cuda:N. auto is CUDA where there is one of compute capability 8.0 or later, else the CPU.",
+        "What to compute on: auto, cpu, cuda or cuda:N. auto is CUDA where there is one (of compute capability 8.0 or "
+        "later), else the CPU.",
     )
     threads: int = _setting(
         kinds.count(0, 1024),
