@@ -145,4 +145,5 @@ def hollow_device(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaD
     device._device = device.torch_device = where
     device._transfers = MetaTransfers(where)  # type: ignore[assignment]
     device._kernel_calls = cuda._KernelCalls()
+    device._scatters = True
     return device
