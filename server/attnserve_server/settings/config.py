@@ -288,7 +288,9 @@ class Config:
             raise ConfigError("http_listen", f"another port than that of listen ({self.listen})", self.http_listen)
         if not (self.is_local or self.tls_certificate or self.callers or self.insecure):
             raise ConfigError(
-                "listen", "an address of this machine, or tls_certificate, or callers, or insecure", self.listen
+                "listen",
+                "loopback or a unix socket, because none of tls_certificate, callers and insecure is given",
+                self.listen,
             )
 
     @property
