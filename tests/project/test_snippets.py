@@ -77,9 +77,8 @@ def test_what_the_readme_shows_of_layers(start_server: Callable[..., Server], tm
     (tmp_path / "layers.toml").write_text(definitions)
     server = start_server("--device", "cpu", "--layers", str(tmp_path / "layers.toml"))
     (code,) = (code for code in snippets("README.md", server) if "layers" in code.co_names)
-    x, z = (np.ones((2, length, 384), np.float32) for length in (5, 7))
-    tokens = {"token_ids": np.array([101, 2023, 102, 101, 102]), "lengths": [3, 2]}
-    namespace: dict[str, Any] = {"x": x, "z": z, "mask": np.ones((5, 7), np.bool_), **tokens}
+    namespace: dict[str, Any] = {"np": np}
     with Client(server.address) as namespace["client"]:
         exec(code, namespace)
-    assert namespace["hidden"].shape == (5, 384)
+    assert namespace["hidden"].shape == (7, 384)
+    assert namespace["weights"].shape == (12, 5, 7)
