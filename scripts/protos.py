@@ -141,7 +141,7 @@ def main(*arguments: str) -> int:
                 renew_baseline()
             case ["descriptors", destination]:
                 Path(destination).parent.mkdir(parents=True, exist_ok=True)
-                descriptor_set(Path(destination), ERROR_DETAILS, comments=False)
+                descriptor_set(Path(destination), ERROR_DETAILS, comments=True)
             case _:
                 raise ProtoError(f"no such command: {' '.join(arguments)!r}\n\n{__doc__}")
     except ProtoError as error:

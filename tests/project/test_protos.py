@@ -56,6 +56,8 @@ def test_the_baseline_holds_the_service() -> None:
 def test_the_protocol_as_one_file_has_whatever_it_needs(tmp_path: Path) -> None:
     assert protos.main("descriptors", str(tmp_path / "new" / "protocol.binpb")) == 0
     files = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "new" / "protocol.binpb").read_bytes()).file
+    comments = [at.leading_comments for file in files for at in file.source_code_info.location]
+    assert any("The queries: [B, Hq, Lq, D]" in comment for comment in comments), "code made from it explains nothing"
     messages = {f"{file.package}.{message.name}" for file in files for message in file.message_type}
     assert {"attnserve.v1.AttendRequest", "google.rpc.Status", "google.rpc.BadRequest"} <= messages
     known = set[str]()
