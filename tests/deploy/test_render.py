@@ -42,6 +42,12 @@ CUSTOM: dict[tuple[str, str], Any] = {
     ("monitoring.coreos.com/v1", "PrometheusRule"): prometheus_operator.PrometheusRule,
 }
 CLUSTER_WIDE = ("Namespace",)
+SECRETS = {
+    name
+    for path in DEPLOY.glob("overlays/*/kustomization.yaml")
+    for name in re.findall(r"^# .*\bcreate secret generic (\S+)", path.read_text("utf-8"), re.MULTILINE)
+}
+"""Those that an overlay tells its reader to make."""
 
 
 def renderings() -> list[Any]:
@@ -139,7 +145,13 @@ def test_what_is_referred_to_is_there(rendered: Rendered) -> None:
     made = {certificate["spec"]["secretName"] for certificate in rendered.of_kind("Certificate")}
     secrets = {volume["secret"]["secretName"] for volume in rendered.pod["volumes"] if "secret" in volume}
     secrets |= {issuer["spec"]["ca"]["secretName"] for issuer in rendered.of_kind("Issuer") if "ca" in issuer["spec"]}
-    assert secrets <= made
+    credentials = {
+        endpoint["authorization"]["credentials"]["name"]
+        for monitor in rendered.of_kind("PodMonitor")
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+        if "authorization" in endpoint
+    }
+    assert secrets | credentials <= made | SECRETS
     for certificate in rendered.of_kind("Certificate"):
         issuer = certificate["spec"]["issuerRef"]
         assert rendered.named(issuer["kind"], issuer["name"])
