@@ -1,0 +1,134 @@
+"""docs/troubleshooting.md: what it quotes is what a real server and the SDK say."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from certificates import Authority
+from conftest import Server
+
+from attnserve import TLS, AttnServeError, Client
+from attnserve.v1 import attention_pb2, attention_pb2_grpc, tensor_pb2
+from attnserve_server.access.tokens import digest, format_hash, new_token
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+ONE = np.zeros((1, 1, 2), np.float32)
+
+Attempt = Callable[[], object]
+
+
+def quoted(section: str) -> list[str]:
+    """The phrases in the first column of a section's table."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    columns = re.findall(r"^\| (`[^|]+`)", text, re.MULTILINE)
+    phrases = [phrase for column in columns for phrase in re.findall("`([^`]+)`", column)]
+    assert phrases
+    return phrases
+
+
+def said(attempts: list[Attempt]) -> list[str]:
+    """What attempts fail with."""
+    messages = []
+    for attempt in attempts:
+        with pytest.raises((AttnServeError, ValueError, grpc.RpcError)) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def unknown(section: str, messages: list[str]) -> list[str]:
+    """The phrases that are in none of the messages."""
+    return [phrase for phrase in quoted(section) if not any(phrase in message for message in messages)]
+
+
+def attend(address: str, tls: TLS | None = None) -> Attempt:
+    def attempt() -> None:
+        with Client(address, tls=tls, retries=0) as client:
+            client.attend(ONE, ONE, ONE)
+
+    return attempt
+
+
+def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    files = authority.issue_for_server()
+    plain = start_server("--device", "cpu")
+    secure = start_server("--device", "cpu", "--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
+        closed.bind(("127.0.0.1", 0))  # has a port, and does not listen
+        messages = said(
+            [
+                *(attend(f"127.0.0.1:{each.getsockname()[1]}") for each in (closed, silent)),
+                attend(plain.http_address),
+                attend(secure.address),
+                attend(plain.address, TLS(ca=authority.ca)),
+                attend(secure.address, TLS(ca=other.ca)),
+            ]
+        )
+    # Two depend on the moment at which gRPC gives up, and one on the machine's name servers.
+    untested = ["connect() timed out", "tcp handshaker shutdown", "errors resolving"]
+    assert sorted(unknown("A client does not get through", messages)) == sorted(untested)
+
+
+def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    somebody = f'[[tokens]]\nname = "somebody"\nroles = ["use"]\nhash = "{format_hash(digest(new_token()))}"\n'
+    (tmp_path / "callers.toml").write_text(somebody)
+    server = start_server("--device", "cpu", "--max-message-bytes", "16MiB")
+    closed = start_server("--device", "cpu", "--callers", str(tmp_path / "callers.toml"))
+
+    def stock() -> None:
+        def tensor(length: int) -> tensor_pb2.Tensor:
+            zeros = np.zeros((length, 64), np.float32)
+            return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=zeros.shape, data=zeros.tobytes())
+
+        request = attention_pb2.AttendRequest(query=tensor(20_000), key=tensor(1), value=tensor(1))
+        with grpc.insecure_channel(server.address) as channel:
+            attention_pb2_grpc.AttentionServiceStub(channel).Attend(request)
+
+    with Client(server.address, retries=0) as client:
+        long = np.zeros((1, 100_000, 64), np.float32)
+        messages = said(
+            [
+                lambda: client.attend(long, long, long),
+                stock,
+                lambda: client.attend(ONE, ONE, ONE, mask=np.zeros((1, 1), np.float32)),
+                attend(closed.address),
+                lambda: Client("192.0.2.1:8001", token="secret"),
+                lambda: client.layers.load("layers.toml"),
+            ]
+        )
+    # A fork of this very process would have all servers and fixtures of the tests.
+    program = (
+        "import os, sys, numpy as np, attnserve\n"
+        f"client, one = attnserve.Client({server.address!r}), np.zeros((1, 1, 2), np.float32)\n"
+        "client.attend(one, one, one)\n"
+        "child = os.fork()\n"
+        "if child:\n    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "try:\n    client.attend(one, one, one)\n"
+        "except attnserve.ClientClosedError as error:\n    print(error, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    forked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert unknown("A call is refused", [*messages, forked.stdout]) == []
+
+
+def test_servers_that_do_not_start(server: Server) -> None:
+    messages = []
+    for flags, status in (
+        (["--listen", "0.0.0.0:0"], 2),
+        (["--listen", server.address], 1),
+        (["--listen", "127.0.0.1:0", "--device", "cuda:99"], 1),
+    ):
+        command = [sys.executable, "-m", "attnserve_server", "--http-listen", "127.0.0.1:0", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        messages.append(done.stderr.splitlines()[-1])
+    assert unknown("The server does not start", messages) == []
