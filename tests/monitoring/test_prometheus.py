@@ -259,18 +259,23 @@ def test_every_rule_is_evaluated(observed: Observed) -> None:
 
 def test_every_query_of_the_dashboard_gives_data(observed: Observed) -> None:
     dashboard = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
-    variables = {"job": "attnserve", "instance": ".*", "__rate_interval": "1h"}
+    # Only on Kubernetes is there a namespace.
+    variables = {"job": "attnserve", "namespace": ".*", "instance": ".*", "__rate_interval": "1h"}
     panels = [panel for row in dashboard["panels"] for panel in (row, *row.get("panels", ()))]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(queries) > 30
     for query in queries:
+        for selector in re.findall("{([^}]*)}", query):
+            assert all(f'{name}=~"${name}"' in selector for name in ("job", "namespace", "instance")), query
         substituted = re.sub(r"\$(\w+)", lambda found: variables[found[1]], query)
         samples = observed.prometheus.wait_for(substituted)
         assert any(math.isfinite(sample.value) for sample in samples), (query, samples)
     for variable in dashboard["templating"]["list"]:
         if found := re.fullmatch(r"label_values\((.+), (\w+)\)", variable.get("definition", "")):
-            selector = found[1].replace("$job", "attnserve")
-            assert all(found[2] in sample.labels for sample in observed.prometheus.wait_for(selector))
+            selector = re.sub(r"\$(\w+)", lambda found: variables[found[1]], found[1])
+            assert variable["name"] == "namespace" or all(
+                found[2] in sample.labels for sample in observed.prometheus.wait_for(selector)
+            )
 
 
 def test_the_metrics_follow_the_conventions(observed: Observed) -> None:
