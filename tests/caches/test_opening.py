@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from attnserve_server.caches.opening import DEFAULT_CACHE_BYTES, open_caches
 from attnserve_server.devices import open_device
@@ -55,3 +58,30 @@ def test_the_default_holds_one_page_at_least(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB)
     with pytest.raises(ConfigError, match=r"^cache_page_bytes: .* by default 256MiB here, found '300MiB'$"):
         pool_bytes(Config(cache_page_bytes=300 << 20))
+
+
+class Gpu(SimpleNamespace):
+    """A device with memory of its own, of which 6 GiB are free."""
+
+    name = "cuda:0"
+    torch_device = torch.device("meta")
+
+    def memory(self) -> dict[str, int]:
+        return {"allocated": 0, "reserved": GIB, "free": 6 * GIB}
+
+
+def test_the_default_on_a_gpu_is_half_of_what_is_free_there() -> None:
+    """Whatever memory the machine itself has."""
+    device: Any = Gpu()
+    assert open_caches(Config(), device).store.pool_bytes == 3 * GIB
+    assert open_caches(Config(cache_bytes=5 * GIB), device).store.pool_bytes == 5 * GIB
+
+
+def test_a_pool_beyond_the_memory_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    device: Any = Gpu()
+    with pytest.raises(StartError, match=r"^cache_bytes: 7GiB of memory is not available on cuda:0$"):
+        open_caches(Config(cache_bytes=7 * GIB), device)

@@ -18,10 +18,12 @@ from cases import Case, Plan
 from conftest import Server
 
 from attnserve import Client
+from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered import Reach, attend_ranges
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import open_device
+from attnserve_server.settings.config import Config
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
 pytestmark = [
@@ -69,6 +71,18 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
         rounding = 2.0**-10 if dtype == "float16" else 2.0**-7
         torch.testing.assert_close(found.output[n].double(), scores.softmax(-1) @ v, rtol=0, atol=4 * rounding)
         torch.testing.assert_close(found.lse[n].double(), scores.logsumexp(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")
+def test_by_default_half_of_what_is_free_is_taken_at_the_start() -> None:
+    device = open_device("cuda", 0, 0)
+    free = device.memory()["free"]
+    host = open_caches(Config(), device)
+    taken = free - device.memory()["free"]
+    assert host.store.pool_bytes == free // 2
+    assert free // 2 - host.store.page_bytes <= taken <= free * 0.55
+    del host
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
