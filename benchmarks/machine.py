@@ -13,6 +13,7 @@ import torch
 
 from attnserve import __version__
 from attnserve_server.host.cpus import usable_cpus
+from attnserve_server.native.library import available
 
 DISTRIBUTIONS: Final = ("torch", "grpcio", "protobuf", "numpy")
 
@@ -23,7 +24,7 @@ def describe(device: str = "cpu") -> dict[str, str | int]:
     This project's own version is not that of an installed package: it may run from its sources.
     """
     return {
-        "cpu": cpu_model(),
+        "cpu": f"{cpu_model()} with {next(iter(available()), 'no native kernel')}",
         "cores": usable_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
         "platform": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",

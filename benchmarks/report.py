@@ -27,7 +27,8 @@ PLOT: Final = Path("docs/performance.png")
 README: Final = Path("README.md")
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 BEGIN_PLOT, END_PLOT = "<!-- plot -->", "<!-- /plot -->"
-BEGIN_ELSEWHERE, END_ELSEWHERE = "<!-- elsewhere -->", "<!-- /elsewhere -->"
+BEGIN_ELSEWHERE, END_ELSEWHERE = "<!-- elsewhere: {} -->", "<!-- /elsewhere: {} -->"
+"""For a machine by the name that the document gives it."""
 
 SUMMARY: Final = (
     "",
@@ -175,11 +176,14 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
     parser.add_argument("--readme", type=Path, default=README, help="where the plot is shown, between markers too")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
-    parser.add_argument("--elsewhere", action="store_true", help="it was another machine: in brief, without a plot")
+    parser.add_argument(
+        "--elsewhere", metavar="NAME", help="it was another machine, of this name in the document: in brief, no plot"
+    )
     options = parser.parse_args()
     result = Result.read(options.json)
     if options.elsewhere:
-        document = with_report(options.document.read_text("utf-8"), brief(result), BEGIN_ELSEWHERE, END_ELSEWHERE)
+        markers = (marker.format(options.elsewhere) for marker in (BEGIN_ELSEWHERE, END_ELSEWHERE))
+        document = with_report(options.document.read_text("utf-8"), brief(result), *markers)
         options.document.write_text(document, "utf-8")
         return
     plot(result, options.plot)

@@ -166,11 +166,12 @@ def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Pat
 def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
     before, after = f"{BEGIN}\nfigures\n{END}", "after\n"
-    document.write_text(f"{before}\n{BEGIN_ELSEWHERE}\nold\n{END_ELSEWHERE}\n{after}")
-    command = [sys.executable, "-m", "benchmarks.report", "--elsewhere", "--json", str(run.file)]
+    begin, end = BEGIN_ELSEWHERE.format("old"), END_ELSEWHERE.format("old")
+    document.write_text(f"{before}\n{begin}\nold\n{end}\n{after}")
+    command = [sys.executable, "-m", "benchmarks.report", "--elsewhere", "old", "--json", str(run.file)]
     subprocess.run([*command, "--document", str(document)], cwd=ROOT, check=True, timeout=110)
     text = brief(Result.read(run.file))
-    assert document.read_text() == f"{before}\n{BEGIN_ELSEWHERE}\n{text}\n{END_ELSEWHERE}\n{after}"
+    assert document.read_text() == f"{before}\n{begin}\n{text}\n{end}\n{after}"
     assert text in report(Result.read(run.file))
 
 
