@@ -29,6 +29,21 @@ def _attend(
     return (weights / total @ value.double()).to(query.dtype), lse.float()
 
 
+def _online(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same without masks, as the flash kernel has it: its maximum passes NaN over and counts as 0 if it is -inf,
+    and where the sum of weights is 0 or NaN, it divides by 1 and the lse is +inf. So a row whose scores are all -inf,
+    from keys that are not finite or products that overflow, has output 0 like one without keys.
+    """
+    s = query.double() @ key.double().mT * scale
+    top = s.nan_to_num(-math.inf, math.inf, -math.inf).amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0)
+    weights = torch.exp(s - top)
+    total = weights.sum(-1, keepdim=True)
+    nothing = (total == 0) | total.isnan()
+    output = weights / total.masked_fill(nothing, 1) @ value.double()
+    return output.to(query.dtype), (top + total.log()).masked_fill(nothing, math.inf).squeeze(-1).float()
+
+
 def _is_aligned(tensor: Tensor, elements: int) -> bool:
     """Whether 16-byte loads are all aligned: at the start of the tensor and of each of its rows."""
     rows = all(stride % elements == 0 for stride in tensor.stride()[:-1])
@@ -233,8 +248,7 @@ def flash_scattered(
         queries, start = slice(*query_starts[n : n + 2].tolist()), int(kv_starts[n])
         assert start + length <= len(key)
         k, v = (tensor[start : start + length].transpose(0, 1) for tensor in (key, value))
-        nothing = torch.zeros((), dtype=torch.bool)
-        own, own_lse = _attend(query[queries].transpose(0, 1), k, v, nothing, None, scale)
+        own, own_lse = _online(query[queries].transpose(0, 1), k, v, scale)
         output[queries] = own.transpose(0, 1)
-        lse[:, queries] = own_lse.masked_fill(own_lse.isnan() | (own_lse == -math.inf), math.inf)
+        lse[:, queries] = own_lse
     return output, lse, torch.empty(0), torch.empty(0), torch.empty(0)
