@@ -166,42 +166,7 @@ def _ragged(
     return output, torch.cat(lse, 1)
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    kv_starts: Tensor,
-    longest_query: int,
-    longest_kv: int,
-    *,
-    return_aux: Any,
-    scale: float,
-    window_size: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    assert query.dtype in (torch.float16, torch.bfloat16)
-    assert query.shape[-1] == value.shape[-1] <= 256
-    assert query.shape[-1] % 8 == 0
-    assert return_aux.lse
-    return _ragged(query, key, value, query_starts, kv_starts, longest_query, longest_kv, scale, window_size, math.inf)
-
-
-def oldest_varlen(*tensors: Any, longest: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
-    """`varlen_attn` of torch 2.11. With one query per sequence, it divides the keys unless there is a window."""
-    assert tensors[5] > 1 or options["window_size"] != (-1, -1)
-    return _flash(*tensors, **options)
-
-
-def newest_varlen(
-    *tensors: Any, enable_gqa: bool = False, num_splits: int | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """`varlen_attn` of torch 2.13."""
-    assert num_splits == 1
-    assert enable_gqa or tensors[0].shape[1] == tensors[1].shape[1]
-    return _flash(*tensors, **options)
-
-
-def flash_scattered(
+def flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -216,20 +181,57 @@ def flash_scattered(
     scale: float,
     window_size_left: int,
     window_size_right: int,
-    seqused_k: Tensor,
+    seqused_k: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`aten::_flash_attention_forward` that is told how many keys each sequence has: it takes them from where they
-    begin, row by row, and reads no others.
+    """`aten::_flash_attention_forward` of torch 2.11. It divides the keys of single queries of grouped heads, unless
+    there is a window.
     """
+    window = window_size_left, window_size_right
+    assert longest_query > 1 or window != (-1, -1) or query.shape[1] == key.shape[1]
     assert query.dtype == key.dtype == value.dtype in (torch.float16, torch.bfloat16)
-    assert dropout == 0
-    assert scale > 0
-    assert not causal
-    assert not debug
-    assert window_size_left == window_size_right == -1
-    assert query.shape[1] == key.shape[1] == value.shape[1] <= 65535
+    assert query.shape[1] <= 65535
+    assert query.shape[1] % key.shape[1] == 0
+    assert key.shape[1] == value.shape[1]
     assert query.shape[2] == key.shape[2] == value.shape[2] <= 256
     assert query.shape[2] % 8 == 0
+    assert dropout == 0
+    assert scale > 0
+    assert causal == (window == (-1, 0))
+    assert not debug
+    starts = query_starts, kv_starts
+    if seqused_k is None:
+        output, lse = _ragged(query, key, value, *starts, longest_query, longest_kv, scale, window, math.inf)
+    else:
+        assert window == (-1, -1)
+        output, lse = _scattered(query, key, value, *starts, longest_query, longest_kv, scale, seqused_k)
+    return output, lse, torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+def newest_flash(*arguments: Any, num_splits: int, **options: Any) -> tuple[Tensor, ...]:
+    """The same of torch 2.13, which divides keys unless told not to."""
+    assert num_splits == 1
+    tensors, rest = arguments[:5], arguments[5:]
+    if options["seqused_k"] is None and (options["window_size_left"], options["window_size_right"]) == (-1, -1):
+        key, value = (each.repeat_interleave(tensors[0].shape[1] // each.shape[1], 1) for each in tensors[1:3])
+        tensors = (tensors[0], key, value, *tensors[3:])
+    return flash(*tensors, *rest, **options)
+
+
+def _scattered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    kv_starts: Tensor,
+    longest_query: int,
+    longest_kv: int,
+    scale: float,
+    seqused_k: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Told how many keys each sequence has, the kernel takes them from where they begin, row by row, and reads no
+    others.
+    """
+    assert query.shape[1] == key.shape[1]
     assert query.is_contiguous()
     assert all(_is_aligned(tensor, 8) for tensor in (query, key, value))
     assert key.shape[0] == value.shape[0]
@@ -251,4 +253,4 @@ def flash_scattered(
         own, own_lse = _online(query[queries].transpose(0, 1), k, v, scale)
         output[queries] = own.transpose(0, 1)
         lse[:, queries] = own_lse
-    return output, lse, torch.empty(0), torch.empty(0), torch.empty(0)
+    return output, lse

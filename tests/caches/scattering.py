@@ -45,7 +45,8 @@ class ScatteringDevice(CpuDevice):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScatteringDevice]:
     """Such a device."""
-    monkeypatch.setattr(varlen_cuda, "_flash_scattered", cuda_kernels.flash_scattered)
+    monkeypatch.setattr(varlen_cuda, "_flash", cuda_kernels.flash)
+    monkeypatch.setattr(varlen_cuda, "_DIVIDES", True)
     threads = torch.get_num_threads()
     device = ScatteringDevice()
     yield device

@@ -58,13 +58,13 @@ def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """The table's CUDA kernels for CPU tensors, on top of stand-ins for those of the oldest and newest torch. With the
     one, where rows are is always found on the device, with the other on the host if there are few.
     """
-    varlen = getattr(cuda_kernels, f"{request.param}_varlen")
-    parameters = {"oldest": frozenset[str](), "newest": frozenset({"enable_gqa", "num_splits"})}[request.param]
+    flash = {"oldest": cuda_kernels.flash, "newest": cuda_kernels.newest_flash}[request.param]
     rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(efficient_cuda, "_efficient", cuda_kernels.efficient)
         patch.setattr(efficient_cuda, "_efficient_ragged", cuda_kernels.efficient_ragged)
-        patch.setattr(varlen_cuda, "_varlen", lambda: (varlen, parameters))
+        patch.setattr(varlen_cuda, "_flash", flash)
+        patch.setattr(varlen_cuda, "_DIVIDES", request.param == "oldest")
         patch.setattr(packing, "FEW_ROWS", {"oldest": 0, "newest": packing.FEW_ROWS}[request.param])
         patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
         yield
@@ -162,6 +162,28 @@ def test_sequences_of_all_lengths_are_one_call(dtype: str, layout: str, sinks: b
 def test_single_queries_are_one_call() -> None:
     plans = [Plan(dtype="float16", group=4, query_length=1, key_length=3 + n, causal="bottom_right") for n in range(9)]
     assert check([(plan.case(n), {}) for n, plan in enumerate(plans)]).kernel_calls == {"cuda_varlen": 1}
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_single_queries_are_computed_in_blocks_of_the_same_size_in_any_company(
+    monkeypatch: pytest.MonkeyPatch, causal: bool | str, group: int
+) -> None:
+    """On some GPUs, the blocks of what is told to be causal have other sizes, and so results have other bits."""
+    told: list[bool] = []
+    flash = varlen_cuda._flash
+
+    def telling(*arguments: Any, **options: Any) -> Any:
+        told.append(options["window_size_left"] < 0 and options["window_size_right"] == 0)
+        return flash(*arguments, **options)
+
+    monkeypatch.setattr(varlen_cuda, "_flash", telling)
+    single, longer = (
+        Plan(dtype="float16", group=group, query_length=length, key_length=9, causal=causal) for length in (1, 5)
+    )
+    check([(single.case(0), {})])
+    check([(single.case(0), {}), (longer.case(1), {})])
+    assert told == [causal == "bottom_right"] * 2
 
 
 def test_windows_of_long_and_short_sequences() -> None:
