@@ -208,6 +208,31 @@ def test_only_those_with_nan_are_computed_again(dtype: str) -> None:
     assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # only one of three sequences
 
 
+@pytest.mark.parametrize("options", [{"mask_shape": (5, 7)}, {"bias_shape": (5, 7)}, {"alibi": True, "causal": True}])
+def test_large_keys_are_no_reason_to_compute_again(options: dict[str, Any]) -> None:
+    """Their sum overflows, but no result does."""
+    case = Plan(dtype="float32", **options).case(0)
+    case.key[:] = np.abs(case.key) * 3e37
+    case.query[:] *= 3e-38
+    case.__dict__.pop("expected", None)
+    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_not_finite_shows_in_results(dtype: str, poison: float, part: str, masked: bool) -> None:
+    """Attended to or excluded, in one sequence of three: whatever a kernel makes of it, replies are right."""
+    case = Plan(dtype=dtype, batch=3, mask_shape=(5, 7), bias_shape=(3, 1, 5, 7), sinks=True).case(0)
+    tensor = case.options["bias"] if part == "bias" else getattr(case, part)
+    tensor[1, 0, 2, 3] = poison
+    case.options["mask"][:, 2:4] = not masked
+    case.options["mask"][2, 3] = not masked
+    case.__dict__.pop("expected", None)
+    check([(case, {"return_lse": True})])
+
+
 def test_what_lies_beyond_the_lengths_is_never_looked_at() -> None:
     """Garbage in the padding makes no sequence suspect."""
     case = Plan(dtype="float16", causal="bottom_right", kv_lengths=(3, 6), key_length=9).case(0)

@@ -108,8 +108,8 @@ class AttentionResult:
     """output [N, Hq, Lq, Dv]; lse [N, Hq, Lq] and scores [N, Hq, Lq, S] if asked for; the name of the kernel that ran.
 
     The dtype of output and scores is that of the queries, of lse the accumulation dtype. The layout in memory is
-    whatever the kernel left. `suspect`, if there, is bool [N] on the device: where it is true, an input is not finite,
-    and the sequence is to be computed again by `math.attend_each`.
+    whatever the kernel left. `suspect`, if there, is bool [N] on the device: where it is true, an input or a result
+    is not finite, and the sequence is to be computed again by `math.attend_each`.
     """
 
     output: torch.Tensor

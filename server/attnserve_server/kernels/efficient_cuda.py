@@ -5,7 +5,8 @@ biases to 16, and all begin at multiples of 16 bytes, as its loads want them; th
 it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
 masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
 bias are computed in float32); and rows with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at
-excluded places get through: the result says which sequences have any, and its reader has those computed again.
+excluded places may get through, but only as NaN or inf: the result says which sequences have any, and its reader has
+those computed again.
 
 Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
 """
@@ -99,17 +100,18 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     query, scale = positive_scale(call.query.to(dtype), call.scale)
     output, lse = _run(query, key.to(dtype), value.to(dtype), bias, causal, scale)
     output = output[..., :width].to(call.query.dtype)
+    finite = torch.isfinite(lse)
     if bias is not None and (excluded is not None or call.bias is not None):
         empty = (bias == -torch.inf).all(-1).expand(lse.shape)
         output = output.masked_fill(empty.unsqueeze(-1), 0)
         lse = lse.masked_fill(empty, -torch.inf)
+        finite = finite | empty
+    # Inputs are not looked at: that would take longer than few queries do, and whatever is not finite shows here.
+    suspect = ~(finite.flatten(1).all(1) & torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)))
     if shift is not None:
         lse = lse + shift
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
-    suspect = _suspect(call, key, value)
-    if excluded is not None:  # a score that overflows is NaN where it is excluded: inf - inf
-        suspect = suspect | lse.isnan().flatten(1).any(1)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME, suspect)
 
 
@@ -153,19 +155,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
-
-
-def _suspect(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Bool [N]: whether anything that a sequence computes with is not finite, or its sum overflows.
-
-    A bias of -inf does not count: such a key weighs nothing, and the kernel computes it so.
-    """
-    total = sum(tensor.sum((1, 2, 3), dtype=torch.float32) for tensor in (call.query, key, value))
-    assert isinstance(total, torch.Tensor)
-    suspect = ~torch.isfinite(total)
-    if call.bias is not None:
-        suspect = suspect | (torch.isnan(call.bias) | (call.bias == torch.inf)).flatten(1).any(1)
-    return suspect
 
 
 def window(band: Band) -> tuple[int, int] | None:
