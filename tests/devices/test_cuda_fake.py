@@ -16,7 +16,7 @@ from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnserve._requests.attend import encode_attend
-from attnserve_server.devices.cuda import run_batch
+from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table, varlen_cuda
 from attnserve_server.layers.rows import Packing

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from attnserve._requests.attend import encode_attend
 from attnserve_server.devices import packing
-from attnserve_server.devices.cuda import run_batch
+from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.packing import pack
 from attnserve_server.devices.transfers import Asked
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda

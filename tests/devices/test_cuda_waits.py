@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from attnserve_server.devices import cuda
-from attnserve_server.devices.cuda import CudaDevice, run_batch
+from attnserve_server.devices.batch import run_batch
+from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.transfers import Asked, CudaTransfers
 from attnserve_server.kernels import AttentionCall, AttentionResult, math
 
