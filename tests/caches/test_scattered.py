@@ -146,6 +146,28 @@ def test_batches_of_more_pages_than_a_call_may_have_are_several_calls(
     assert [len(call.kv_lengths) for call in device.scattered] == [18, 19, 16]
 
 
+def test_one_long_cache_among_short_ones_takes_no_more_memory_than_a_call_may(
+    device: ScatteringDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many results are merged for each of them, most of which are gaps."""
+    plan = plan_of({"causal": "bottom_right"}, dtype="float16", query_length=1)
+    cases = [stored(replace(plan, key_length=n).case(n), "float16") for n in (61, *[3] * 12, 61)]
+    _, heads, _, width = cases[0].query.shape
+    most = 64
+    monkeypatch.setattr(scattered, "CALL_BYTES", most * 2 * heads * width * 2)
+    sizes: list[int] = []
+    merged = scattered._merged
+
+    def measuring(output: torch.Tensor, lse: torch.Tensor, index: torch.Tensor | None, size: int) -> Any:
+        sizes.append(len(output) if index is None else len(index))
+        return merged(output, lse, index, size)
+
+    monkeypatch.setattr(scattered, "_merged", measuring)
+    check(device, cases, "float16", [[*range(16 * n, 16 * n + -(-c.key.shape[2] // 4))] for n, c in enumerate(cases)])
+    assert len(device.scattered) > 1
+    assert max(sizes) <= most
+
+
 def test_queries_that_the_kernel_does_not_take(device: ScatteringDevice) -> None:
     for options, storage in (
         ({}, "float32"),

@@ -97,14 +97,15 @@ def attend_ranges(
     per_page = pool.tokens_per_page(shape)
     # Queries that share a key head become queries of that head, which the kernel reads once for all of them.
     folded = query.reshape(count, shape.num_kv_heads, rows, width).transpose(1, 2).contiguous()
-    most = max(1, min(MAX_SEQUENCES, CALL_BYTES // (2 * heads * length * width * query.element_size())))
-    parts, start, pages = [], 0, 0
+    most = max(1, CALL_BYTES // (2 * heads * length * width * query.element_size()))
+    parts, start, pages, groups, longest = [], 0, 0, 0, 0
     for place, (_, begin, end) in enumerate(reaches):
         own = -(-end // per_page) - begin // per_page
-        if pages and pages + own > most:
+        pages, groups, longest = pages + own, groups + -(-own // MERGED), max(longest, own)
+        # What is merged is as many results for each sequence, with gaps.
+        if place > start and (pages > MAX_SEQUENCES or max(pages, groups * min(MERGED, longest)) > most):
             parts.append(_attend(folded[start:place], reaches[start:place], scale, shape, pool, device))
-            start, pages = place, 0
-        pages += own
+            start, pages, groups, longest = place, own, -(-own // MERGED), own
     parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
     output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
     suspect = ~torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) | lse.isnan().flatten(1).any(1)
