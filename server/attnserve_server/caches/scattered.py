@@ -189,12 +189,14 @@ class _Plan(NamedTuple):
         starts = pages * page_rows + low
         readers = np.arange(len(pages) + 1)
         if len(counts) > 1:
-            alike, part = np.unique(starts * (per_page + 1) + lengths, return_inverse=True)
-            if len(alike) < len(pages):
-                order = np.argsort(part, kind="stable")
+            alike = starts * (per_page + 1) + lengths
+            ordered = np.sort(alike)  # much faster than to find the order, which is needed only if pages are shared
+            changes = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+            if len(changes) + 1 < len(pages):
+                order = np.argsort(alike, kind="stable")
                 place = np.empty_like(order)
                 place[order] = np.arange(len(order))
-                readers = np.concatenate(([0], np.bincount(part).cumsum()))
+                readers = np.concatenate(([0], changes, [len(order)]))
                 starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
                 sequence = sequence[order]
         levels, sizes = _levels(counts, place)
