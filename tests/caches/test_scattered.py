@@ -107,6 +107,30 @@ def test_what_caches_share_is_read_once(device: ScatteringDevice, dtype: str) ->
     assert call.longest_query == 4 * 2
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_what_many_share_is_as_many_sequences_as_the_kernel_has_blocks_of(
+    device: ScatteringDevice, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """It would start as many for what only one of them attends to."""
+    monkeypatch.setattr(scattered, "BLOCK_ROWS", 4 * length)
+    plan = plan_of({"group": 2}, dtype="float16", query_length=length)
+    cases = [stored(plan.case(n), "float16") for n in range(5)]
+    for case in cases[1:]:
+        case.key[:, :, :32], case.value[:, :, :32] = cases[0].key[:, :, :32], cases[0].value[:, :, :32]
+    pages = [[*range(50, 58), *range(100 + 10 * n, 108 + 10 * n)] for n in range(5)]
+    results = check(device, cases, "float16", pages)
+    (call,) = device.scattered
+    assert call.longest_query == 4 * length
+    assert int(call.kv_lengths.sum()) == 3 * 32 + 5 * 29
+    queries = [query_of(case, "float16", own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
+    monkeypatch.setattr(scattered, "BLOCK_ROWS", 128)
+    pool = pool_for(queries[0].shape, 4)
+    for case, own in zip(cases, pages, strict=True):
+        fill(pool, queries[0].shape, own, case, (1000,))
+    for result, other in zip(results, attend_tensors(queries, pool, device), strict=True):
+        assert torch.equal(result.output, other.output)
+
+
 @HALF
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["key", "value"])

@@ -2,9 +2,10 @@
 
 In: queries of equal shapes, and which tokens of which pages each attends to; no masks, biases or the like. Out: their
 results, and which of these are to be computed in another way. To the kernel, the keys of a page are a sequence of their
-own, read where they lie, once for all queries that attend to them. Results over pages are merged by their
-log-sum-exps, in the order of the keys, so many at a time. So the number of operations on the device does not grow with
-that of caches, and nothing is read twice: whether keys and values are finite is seen from the results.
+own, read where they lie, once for all queries that attend to them (several, if these are more than it computes
+together). Results over pages are merged by their log-sum-exps, in the order of the keys, so many at a time. So the
+number of operations on the device does not grow with that of caches, and nothing is read to look at it alone: whether
+keys and values are finite is seen from the results.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ MERGED: Final = 32
 """The most results that are merged at once."""
 CALL_BYTES: Final = 1 << 28
 """The most bytes of copies of queries and of results over pages in one call; a single query may have more."""
+BLOCK_ROWS: Final = 128
+"""The most queries that the kernel computes together. It starts as many blocks for each sequence of keys as for the one
+with the most queries, also if most are empty: what more queries attend to is several sequences.
+"""
 MAX_ROWS: Final = 2**31 - 1
 """The kernel counts rows of keys in int32."""
 
@@ -125,7 +130,7 @@ def _attend(
     count, rows, heads, width = query.shape
     key, value = pool.everything(shape)
     page_rows = key.stride(0) // width
-    plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows)
+    plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows, max(1, BLOCK_ROWS // rows))
     levels = [level for level in plan.levels if level is not None]
     arrays = [plan.readers * rows, plan.starts, plan.lengths, plan.sequence, *(level.ravel() for level in levels)]
     sent = device.send(np.concatenate(arrays).astype(np.int32))
@@ -174,8 +179,8 @@ class _Plan(NamedTuple):
     sizes: list[int]
 
     @staticmethod
-    def of(reaches: Sequence[Reach], per_page: int, page_rows: int) -> _Plan:
-        """The plan for ranges of tokens."""
+    def of(reaches: Sequence[Reach], per_page: int, page_rows: int, most: int) -> _Plan:
+        """The plan for ranges of tokens, where a part has at most so many queries."""
         begins, ends = (np.array(each, np.int64) for each in list(zip(*reaches, strict=True))[1:])
         firsts = begins // per_page
         counts = -(-ends // per_page) - firsts
@@ -196,11 +201,18 @@ class _Plan(NamedTuple):
                 order = np.argsort(alike, kind="stable")
                 place = np.empty_like(order)
                 place[order] = np.arange(len(order))
-                readers = np.concatenate(([0], changes, [len(order)]))
+                readers = _divided(np.concatenate(([0], changes, [len(order)])), most)
                 starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
                 sequence = sequence[order]
         levels, sizes = _levels(counts, place)
         return _Plan(readers, np.append(starts, 0), lengths, sequence, levels, sizes)
+
+
+def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Where ranges begin, and the last one ends, with those of more than so many divided."""
+    parts = -(-np.diff(bounds) // most)
+    begin, first = np.repeat(bounds[:-1], parts), np.repeat(parts.cumsum() - parts, parts)
+    return np.append(begin + (np.arange(len(begin)) - first) * most, bounds[-1])
 
 
 def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[NDArray[np.int64] | None], list[int]]:
