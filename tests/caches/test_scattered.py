@@ -13,6 +13,7 @@ from attending import EVERY_OPTION, Way, arrays, fill, pages_of, plan_of, pool_f
 from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_calls import array
 from resident import stored
 from scattering import HALF, ScatteringDevice, device
 from strategies import MANY
@@ -157,6 +158,19 @@ def test_scales(device: ScatteringDevice, dtype: str, scale: float) -> None:
     case = stored(plan_of({"scale": scale}, dtype=dtype, query_length=1).case(0), dtype)
     check(device, [case], dtype, [[*range(16)]])
     assert len(device.scattered) == 1
+
+
+@HALF
+def test_results_are_rounded_once_after_all_is_merged(device: ScatteringDevice, dtype: str) -> None:
+    """With sinks as without, so that errors are few more than those of results rounded from the exact ones."""
+    found, rounded = 0.0, 0.0
+    for n in range(60):
+        case = stored(plan_of({"causal": "bottom_right", "sinks": True}, dtype=dtype, query_length=1).case(n), dtype)
+        (result,) = check(device, [case], dtype, [[*range(16)]])
+        exact = case.expected.output
+        found += np.abs(array(result.output).astype(np.float64) - exact).mean()
+        rounded += np.abs(exact.astype(case.query.dtype).astype(np.float64) - exact).mean()
+    assert found < 1.65 * rounded, found / rounded
 
 
 def test_batches_of_more_pages_than_a_call_may_have_are_several_calls(

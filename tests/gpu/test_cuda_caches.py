@@ -61,7 +61,7 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
                 new = torch.randn(2, width, device=where, generator=random).to(whole.dtype)
                 whole[pages[token // per_page], :, token % per_page] = new
     query = torch.randn(len(ranges), heads, length, width, device=where, generator=random).to(key.dtype)
-    found = attend_ranges(query, reaches, 0.2, shape, pool, device.scattering)
+    found = attend_ranges(query, reaches, 0.2, shape, pool, device.scattering, True)
     torch.cuda.synchronize()
     assert not found.suspect.any()
     for n, (pages, begin, end) in enumerate(reaches):

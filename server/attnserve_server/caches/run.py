@@ -125,7 +125,7 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
         assert scattering is not None
         for place, (output, lse, suspect) in attend_group(group, tensor, batch, pool, scattering):
             sinks = _parameter(device, batch[place], "sinks")
-            parts[place] = _laid_out(batch[place], *with_sinks(output, lse, sinks))
+            parts[place] = _laid_out(batch[place], *with_sinks(output, lse, sinks, tensor.dtype))
             suspects.append((place, (suspect, None, None)))
     attended_each = iter(attend_tensors(queries, pool, device) if queries else ())
     for place in rest:

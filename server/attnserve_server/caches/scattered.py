@@ -45,7 +45,9 @@ class Reach(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """output [S, Hq, Lq, D], lse [S, Hq, Lq] in float32; `suspect` [S]: inputs are not finite, it has no meaning."""
+    """output [S, Hq, Lq, D], of any precision; lse [S, Hq, Lq] in float32; `suspect` [S]: inputs are not finite, it has
+    no meaning.
+    """
 
     output: torch.Tensor
     lse: torch.Tensor
@@ -95,8 +97,11 @@ def attend_ranges(
     shape: CacheShape,
     pool: PagePool,
     device: Scattering,
+    rounded: bool,
 ) -> Attended:
-    """The results of query [S, Hq, Lq, D] over the S ranges of tokens; see `computes`."""
+    """The results of query [S, Hq, Lq, D] over the S ranges of tokens; see `computes`. `rounded`: the output has the
+    dtype of the queries; else it may have more bits, for what is yet to be computed with it.
+    """
     count, heads, length, width = query.shape
     rows = heads // shape.num_kv_heads * length
     per_page = pool.tokens_per_page(shape)
@@ -114,7 +119,8 @@ def attend_ranges(
     parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
     output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
     suspect = ~torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) | lse.isnan().flatten(1).any(1)
-    output = output.transpose(1, 2).reshape(query.shape).to(query.dtype)
+    output = output.transpose(1, 2).reshape(query.shape)
+    output = output.to(query.dtype) if rounded else output
     return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), suspect)
 
 

@@ -38,7 +38,8 @@ def alike(batch: Sequence[CachedRequest], pool: PagePool) -> list[Alike]:
         problem, shape = request.problem, request.uses[0].cache.shape
         reaches = _reaches(request, pool) if _is_plain(problem, shape, pool) else None
         if reaches is not None:
-            key = problem.dtype, problem.query_heads, problem.query_length, problem.scale, shape
+            sinks = "sinks" in problem.tensors
+            key = problem.dtype, problem.query_heads, problem.query_length, problem.scale, shape, sinks
             group = found.setdefault(key, Alike([], []))
             group.places.append(place)
             group.reaches.extend(reaches)
@@ -49,8 +50,9 @@ def attend_group(
     group: Alike, query: torch.Tensor, batch: Sequence[CachedRequest], pool: PagePool, device: Scattering
 ) -> Iterator[tuple[int, Attended]]:
     """The place and the results of each request of a group, without sinks; `query` is that of all their sequences."""
-    first = batch[group.places[0]]
-    attended = attend_ranges(query, group.reaches, first.problem.scale, first.uses[0].cache.shape, pool, device)
+    problem, shape = batch[group.places[0]].problem, batch[group.places[0]].uses[0].cache.shape
+    rounded = "sinks" not in problem.tensors
+    attended = attend_ranges(query, group.reaches, problem.scale, shape, pool, device, rounded)
     counts = [len(batch[place].uses) for place in group.places]
     for place, *parts in zip(group.places, *(torch.split(part, counts) for part in attended), strict=True):
         yield place, Attended(*parts)
@@ -83,7 +85,8 @@ def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scatteri
     for place, query in enumerate(queries):
         own = _reach_of(query, pool)
         if own is not None:
-            places, reaches = groups.setdefault((query.shape, query.query.shape, query.scale), ([], []))
+            key = query.shape, query.query.shape, query.scale, query.sinks is None
+            places, reaches = groups.setdefault(key, ([], []))
             places.append(place)
             reaches.append(own)
     found: list[AttentionResult | None] = [None] * len(queries)
@@ -91,7 +94,7 @@ def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scatteri
     for places, reaches in groups.values():
         first = queries[places[0]]
         tensor = first.query if len(places) == 1 else torch.cat([queries[place].query for place in places])
-        each.append(attend_ranges(tensor, reaches, first.scale, first.shape, pool, device))
+        each.append(attend_ranges(tensor, reaches, first.scale, first.shape, pool, device, first.sinks is None))
     if not each:
         return found
     suspects = set(device.flagged(torch.cat([attended.suspect for attended in each])))
@@ -103,7 +106,8 @@ def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scatteri
     for number, (place, attended, n) in enumerate(order):
         if number not in suspects:
             query = queries[place]
-            output, lse = with_sinks(attended.output[n : n + 1], attended.lse[n : n + 1], query.sinks)
+            part = slice(n, n + 1)
+            output, lse = with_sinks(attended.output[part], attended.lse[part], query.sinks, query.query.dtype)
             found[place] = AttentionResult(output, lse if query.return_lse else None, None, varlen_cuda.NAME)
     return found
 
@@ -122,7 +126,9 @@ def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
 
 
 def with_sinks(
-    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [S, Hq, Lq, D] and lse [S, Hq, Lq] with sinks [Hq], if there are any."""
-    return (output, lse) if sinks is None else add_sinks(output, lse, sinks[None, :, None])
+    """Output [S, Hq, Lq, D] in a dtype and lse [S, Hq, Lq], with sinks [Hq], if there are any."""
+    if sinks is not None:
+        output, lse = add_sinks(output, lse, sinks[None, :, None])
+    return output.to(dtype), lse
