@@ -21,7 +21,7 @@ from calls import PATIENCE_S
 from conftest import Models, Server
 from peers import peer, replies
 
-from attnserve import AsyncClient, CacheInfo, Client, ClientClosedError
+from attnserve import AsyncClient, AttentionResult, CacheInfo, Client, ClientClosedError
 from attnserve.v1 import attention_pb2 as pb
 
 T = TypeVar("T")
@@ -257,8 +257,8 @@ def test_closing(paged_server: Server, turns: Turns, runner: asyncio.Runner, tra
                 await asyncio.wait(others, timeout=PATIENCE_S)
             assert all(task.done() for task in others)
             assert connection._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
-            with pytest.raises(ClientClosedError):
-                await in_flight
+            (outcome,) = await asyncio.gather(in_flight, return_exceptions=True)
+            assert isinstance(outcome, ClientClosedError | AttentionResult), "the server may have been faster"
             await client.close()
             if turns.left > 0:
                 return turn
