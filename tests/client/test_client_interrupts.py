@@ -125,7 +125,9 @@ def test_where_python_has_no_handler_nothing_changes(handler: Any) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_are_never_interrupted() -> None:
+@pytest.mark.parametrize("embedded", [False, True])
+def test_other_threads_are_never_interrupted(monkeypatch: pytest.MonkeyPatch, embedded: bool) -> None:
+    """In an embedded Python, `threading` takes the first thread that imports it for the main one; `signal` knows."""
     handler = signal.getsignal(signal.SIGINT)
     found: list[Any] = []
 
@@ -134,22 +136,8 @@ def test_other_threads_are_never_interrupted() -> None:
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert found == [handler]
-
-
-def test_where_python_is_embedded_the_main_thread_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`threading` believes that the first thread to import it is the main one; `signal` knows better."""
-    handler = signal.getsignal(signal.SIGINT)
-    found: list[Any] = []
-
-    def look() -> None:
-        with DelayedInterrupt():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=look)
-    monkeypatch.setattr(threading, "main_thread", lambda: thread)
+    if embedded:
+        monkeypatch.setattr(threading, "main_thread", lambda: thread)
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [handler]
