@@ -65,6 +65,30 @@ ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
         **SIZES, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1
     ),
 }
+OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mpnet": lambda: transformers.MPNetConfig(
+        **SIZES,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    ),
+    "bloom": lambda: transformers.BloomConfig(**SIZES, hidden_size=32, n_layer=2, n_head=4),
+    "bigbird_pegasus": lambda: transformers.BigBirdPegasusConfig(
+        **SIZES,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        decoder_start_token_id=1,
+        attention_type="original_full",
+    ),
+}
 
 
 class Recorder:

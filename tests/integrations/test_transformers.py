@@ -16,6 +16,7 @@ from random_models import (
     BERT,
     CAUSAL,
     ENCODER_DECODER,
+    OWN_ATTENTION,
     Recorder,
     assert_same,
     both,
@@ -63,6 +64,22 @@ def test_encoder_decoder(recorder: Recorder, name: str, side: str) -> None:
     expected, actual = both(model, input_ids=ids, attention_mask=mask, decoder_input_ids=tokens(3, 6))
     assert_same(expected.logits, actual.logits, tolerance=1e-12)
     assert len(recorder.calls) == 2 + 2 + 2  # encoder, decoder on itself, decoder on encoder
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_with_an_attention_of_their_own(recorder: Recorder, name: str, side: str) -> None:
+    """They add the mask to their own scores; only BigBird-Pegasus' decoder asks the service, for two layers twice.
+
+    transformers lets them be made for the service, but not be set to it afterwards.
+    """
+    local = build(AutoModel, OWN_ATTENTION[name]())
+    remote = AutoModel.from_config(OWN_ATTENTION[name](), attn_implementation="attnserve").eval()
+    remote.load_state_dict(local.state_dict())
+    ids, mask = tokens(3, 11), padding(side, 3, 11)
+    expected, actual = (model(input_ids=ids, attention_mask=mask) for model in (local, remote))
+    assert_same(expected.last_hidden_state, actual.last_hidden_state, mask)
+    assert len(recorder.calls) == (4 if name == "bigbird_pegasus" else 0)
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
@@ -192,9 +209,10 @@ def test_a_written_mask_is_read_again(recorder: Recorder) -> None:
         model(ids, attention_mask=mask)
         assert not any("mask" in call for call in recorder.calls)
         recorder.calls.clear()
-        mask[..., 0, 1] = True
+        mask[..., 0, 1] = 0
         model(ids, attention_mask=mask)
-        assert all(torch.equal(call["mask"], mask) for call in recorder.calls)
+        assert len(recorder.calls) == 2
+        assert all(torch.equal(call["bias"], mask) for call in recorder.calls)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])

@@ -13,10 +13,9 @@ In: a model's calls of its attention and mask functions. Out: calls of `Client.a
 
 The results are those of the model's own `eager` attention: a mask, if there is one, decides alone, and neither a
 module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing (those of padding) give 0, where
-eager gives the mean of all values. Models that do not use `AttentionInterface` do not reach the service: transformers
-runs them on their own attention, whatever is asked for. A model that uses it only in part, and for which transformers
-has no `sdpa`, may add the bool mask to scores of its own, as BigBirdPegasus' encoder does with padded inputs: if `sdpa`
-refuses a model, compare its results with `eager` first.
+eager gives the mean of all values. Models that do not use `AttentionInterface`, MPNet and BLOOM for example, do not
+reach the service: transformers runs them on their own attention, whatever is asked for, or raises `KeyError`. A model
+that uses it only in part reaches the service with that part.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ from attnserve.integrations._mask_pattern import MaskPattern, recognise
 if TYPE_CHECKING:
     from attnserve import Client
 
-_PATTERN = "_attnserve_pattern"
+_MADE_FROM = "_attnserve_made_from"
 
 
 class _Known(NamedTuple):
-    """A pattern, and the version of the mask that it was read from: writing to the mask invalidates it."""
+    """What a mask was made from, and the version of the mask that was made: writing to the mask invalidates it."""
 
-    pattern: MaskPattern
+    allowed: torch.Tensor
+    """Bool `[B, 1, Lq, S]`, true means attend."""
+    pattern: MaskPattern | None
     version: int
 
 
@@ -78,23 +79,27 @@ def register(client: Client, name: str = "attnserve") -> None:
 
 
 def forward_mask(**arguments: Any) -> torch.Tensor | None:
-    """The mask of a forward pass: bool `[B, 1, Lq, S]`, true means attend; None if nothing is excluded.
+    """The mask of a forward pass, `[B, 1, Lq, S]`: what is added to the scores, 0 where a query attends a key and the
+    dtype's minimum elsewhere; None if nothing is excluded.
 
-    Takes what transformers passes to any mask function and makes the mask of its `sdpa`, but never omits a mask that is
-    merely causal: whether None means causal would be a guess. The mask carries its pattern along, so that requests
-    contain a mask only if no options express the same.
+    Takes what transformers passes to any mask function. The mask is that of its `eager`, because a model that does not
+    use `AttentionInterface`, or not everywhere, adds to its own scores whatever mask it gets. A mask that is merely
+    causal is not omitted: whether None means causal would be a guess. The mask carries along what it was made from, so
+    that requests contain it only if no options express the same, and then as bools.
     """
     # Outside inference mode, because inference tensors do not count writes to them.
     with torch.inference_mode(False), torch.no_grad():
-        mask: torch.Tensor | None = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-        if mask is None:
+        allowed: torch.Tensor | None = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+        if allowed is None:
             return None
         # Older versions of transformers pass the positions of the queries as `cache_position`, not as `q_offset`.
         positions = arguments.get("cache_position")
         first_query = arguments.get("q_offset", 0) if positions is None else positions[0]
-        pattern = recognise(mask, int(first_query) - int(arguments.get("kv_offset", 0)), arguments.get("local_size"))
-        if pattern is not None:
-            setattr(mask, _PATTERN, _Known(pattern, mask._version))
+        pattern = recognise(allowed, int(first_query) - int(arguments.get("kv_offset", 0)), arguments.get("local_size"))
+        dtype = arguments.get("dtype", torch.float32)
+        zero = torch.zeros((), dtype=dtype, device=allowed.device)
+        mask = torch.where(allowed, zero, torch.finfo(dtype).min)
+        setattr(mask, _MADE_FROM, _Known(allowed, pattern, mask._version))
     return mask
 
 
@@ -173,9 +178,11 @@ def _mask_options(mask: torch.Tensor | None, query_length: int, kv_length: int) 
     """The arguments of `Client.attend` that express a model's mask."""
     if mask is None:
         return {}
-    known: _Known | None = getattr(mask, _PATTERN, None)
-    if known is not None and mask._version == known.version and mask.shape[2:] == (query_length, kv_length):
-        return known.pattern.options(query_length, kv_length)
+    known: _Known | None = getattr(mask, _MADE_FROM, None)
+    if known is not None and mask._version == known.version:
+        if known.pattern is not None and mask.shape[2:] == (query_length, kv_length):
+            return known.pattern.options(query_length, kv_length)
+        mask = known.allowed
     # A mask that is longer than the keys is for a cache with room to grow.
     mask = mask[..., :kv_length]
     for axis in range(mask.ndim):
