@@ -86,8 +86,11 @@ def merge_attention(
         total = sum(weights[1:], weights[0])
         total = xp.where(nothing, xp.ones_like(total), total)
         lse = xp.where(nothing, xp.full_like(largest, -xp.inf), largest + xp.log(total))
-        weighted = [along_rows(weight) * cast(output, wide) for weight, output in zip(weights, outputs, strict=True)]
-        output = sum(weighted[1:], weighted[0]) / along_rows(total)
+        # Outputs near the dtype's largest number would overflow in a sum. A power of 2 changes no digits.
+        least = 0.5 ** (len(pairs) - 1).bit_length()
+        parts = zip(weights, outputs, strict=True)
+        weighted = [along_rows(weight * least) * cast(output, wide) for weight, output in parts]
+        output = sum(weighted[1:], weighted[0]) / along_rows(total * least)
     return MergedAttention(cast(output, outputs[0].dtype), cast(lse, lses[0].dtype))
 
 

@@ -67,6 +67,21 @@ def test_every_option_in_every_dtype(device: CpuDevice, dtype: str, storage: str
 
 
 @EVERY_OPTION
+@pytest.mark.parametrize("length", [1, 5, 20])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_values_near_the_largest_of_the_dtype(
+    device: CpuDevice, storage: str, length: int, options: dict[str, Any]
+) -> None:
+    """Sums of weighted values overflow unless they are divided before."""
+    case = plan_of(options, dtype="float32", query_length=length, value_dim=16).case(length)
+    case.value[...] = np.random.default_rng(2).uniform(0.5, 1, case.value.shape) * 3e38
+    case = stored(case, storage)
+    result = attended(device, case, storage, Way(per_page=8, scattered=True), return_lse=True)
+    np.testing.assert_allclose(result.output / 3e38, case.expected.output / 3e38, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(result.lse, case.expected.lse, rtol=2e-6, atol=1e-5)
+
+
+@EVERY_OPTION
 @pytest.mark.parametrize("length", [1, 5])
 def test_which_kernel_computes_few_queries(device: CpuDevice, length: int, options: dict[str, Any]) -> None:
     """Without the native kernel, matrix products over whole pages, except for rare options, value widths that are not

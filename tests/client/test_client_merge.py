@@ -93,6 +93,14 @@ def test_large_log_sum_exps_do_not_overflow() -> None:
     assert merged.lse[0] == np.float32(1e4 + np.log(2))
 
 
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_large_outputs_do_not_overflow(in_torch: bool) -> None:
+    """Their average is no larger than they are, but their sum is."""
+    output, lse = np.full((2, 3), 3e38, np.float32), np.zeros(2, np.float32)
+    pair: Any = (torch.from_numpy(output), torch.from_numpy(lse)) if in_torch else (output, lse)
+    np.testing.assert_array_equal(np.asarray(merge_attention([pair] * 4).output), output)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_dtypes_stay_and_sums_are_wide(dtype: Any) -> None:
     """Many equal parts in half precision: their sum would stall at 2048 if it were kept in float16."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import accuracy
 import grpc
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -87,6 +88,19 @@ def test_large_and_small_queries(client: Client, factor: float, dtype: str) -> N
     result = case.attend(client, return_lse=True)
     assert np.isfinite(result.output.astype(np.float64)).all()
     accuracy.check(case, result)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("length", [1, 20])
+def test_an_average_of_the_largest_values_is_none_larger(client: Client, length: int, dtype: str) -> None:
+    """Whatever is asked for beside it: the sum of the weighted values, undivided, exceeds the dtype."""
+    case = Plan(dtype=dtype, query_length=length, key_length=100).case(2)
+    largest = float(ml_dtypes.finfo(case.value.dtype).max)
+    case.value[...] = np.random.default_rng(2).uniform(0.5, 1, case.value.shape) * (0.9 * largest)
+    bound = {"float32": 2e-6, "float64": 1e-12, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    for returned in ({}, {"return_lse": True}, {"return_scores": "weights"}):
+        output = case.attend(client, **returned).output.astype(np.float64)
+        np.testing.assert_allclose(output / largest, case.expected.output / largest, rtol=0, atol=bound)
 
 
 @EVERY_DTYPE

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import accuracy
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -231,14 +232,17 @@ def test_what_is_added_to_causal_scores_is_added_at_every_length(dtype: str, add
 
 @pytest.mark.parametrize("length", [9, 100])
 def test_a_score_that_overflows_stays_with_those_who_attend_it(length: int) -> None:
-    """The key is finite but its score is not: earlier queries and other sequences must be unaffected."""
+    """The key is finite but its score is not in float32: it outweighs all others for the query that attends to it, and
+    earlier queries and other sequences must be unaffected.
+    """
     case = Plan(causal=True, query_length=length, key_length=length).case(12)
     expected = run(call_of(case, return_lse=True))
     case.key[1, :, -1] = 3e38
     case.query[1, :, :] = abs(case.query[1, :, :]) + 3e2
     result = run(call_of(case, return_lse=True))
     assert np.isfinite(result.output[1, :, :-1]).all()
-    assert np.isnan(result.output[1, :, -1]).all()
+    np.testing.assert_array_equal(result.output[1, :, -1], case.value[1, :, -1])
+    assert np.isinf(result.lse[1, :, -1]).all()
     assert_same_bits(result.output[0], expected.output[0])
 
 
@@ -250,7 +254,7 @@ def test_a_score_that_overflows_leaves_other_heads_their_bits() -> None:
     group = first.query.shape[1]
     call.key[1, 1, -1] = 3e38
     call.query[1, group:] = call.query[1, group:].abs() + 3e2
-    assert torch.isnan(attend(call).output[1, group:]).any()
+    assert np.isinf(run(call).lse[1, group:]).any()
     assert_same_bits(run(first).output, run(call).output[:, :group])
 
 
@@ -266,6 +270,41 @@ def test_an_excluded_score_that_overflows_is_excluded(dtype: str, excluding: dic
     case.query[:, :, :2] = case.key[:, :, -1] = 1e300 if dtype == "float64" else 1e30
     result = run(call_of(case, return_lse=True))
     assert np.isfinite(result.output.astype(np.float64)).all()
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"query_length": 1, "group": 3},
+        {"causal": True, "query_length": 100},
+        {"window": (30, 0), "causal": "bottom_right", "sinks": True},
+        {"mask_shape": (2, 1, 20, 100), "bias_shape": (100,)},
+        {"alibi": True},
+        {"softcap": 2.0},
+    ],
+)
+def test_weighted_values_may_exceed_the_dtype_before_they_are_divided(options: dict[str, Any], dtype: str) -> None:
+    """The output is an average of values near the largest of the dtype; a sum of them with weights up to 1 is not."""
+    case = Plan(dtype=dtype, **{"query_length": 20, "key_length": 100, **options}).case(20)
+    largest = float(ml_dtypes.finfo(case.value.dtype).max)
+    case.value[...] = np.random.default_rng(20).uniform(-0.5, 1, case.value.shape) * (0.9 * largest)
+    for finite in (False, True):
+        result = run(replace(call_of(case, return_lse=True), finite=finite))
+        error = np.abs(result.output.astype(np.float64) / largest - case.expected.output / largest).max()
+        assert error <= {"float32": 2e-6, "float64": 1e-12, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+        np.testing.assert_allclose(result.lse, case.expected.lse, rtol=0, atol=1e-4)
+
+
+def test_values_that_overflow_a_sum_leave_other_heads_their_bits() -> None:
+    call = call_of(Plan(causal=True, query_length=100, key_length=100).case(21), return_lse=True)
+    expected = run(call)
+    call.value[1, 1] = 3e38
+    result = run(call)
+    assert np.isfinite(result.output).all()
+    assert_same_bits(result.output[0], expected.output[0])
+    assert_same_bits(result.output[1, :-1], expected.output[1, :-1])
 
 
 def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:

@@ -18,7 +18,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
 from attnserve_server.caches.scattered_queries import attend_alike
-from attnserve_server.caches.step import Step
+from attnserve_server.caches.step import Step, is_finite
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
 
@@ -63,15 +63,19 @@ def attend_tensors(
 def _attend_each(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
     """The same by the kernels of `Attend`."""
     steps = [None if fold else Step.of(query, pool) for query in queries]
-    others = [query for query, step in zip(queries, steps, strict=True) if step is None]
+    stepped = _run_steps([step for step in steps if step is not None], compute) if any(steps) else iter(())
+    # Sums over large values may overflow in a step, but not where they are computed next.
+    found = [None if step is None else _if_finite(next(stepped)) for step in steps]
+    others = [query for query, result in zip(queries, found, strict=True) if result is None]
     running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in others]
     for wave in _waves(running):
         _run(wave, pool, compute)
-    stepped = (
-        _run_steps([step for step in steps if step is not None], compute) if len(others) < len(steps) else iter(())
-    )
     attended = (attention.result() for attention in running)
-    return [next(attended if step is None else stepped) for step in steps]
+    return [next(attended) if result is None else result for result in found]
+
+
+def _if_finite(result: AttentionResult) -> AttentionResult | None:
+    return result if is_finite(result.output) else None
 
 
 def _run_steps(steps: Sequence[Step], compute: Compute) -> Iterator[AttentionResult]:

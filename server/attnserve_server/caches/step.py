@@ -59,7 +59,7 @@ class Step:
         keys = query.length if query.kv_length is None else query.kv_length
         band = Band.of(tensor.shape[2], keys, query.offset, query.causal, query.window)
         begin, end = band.reach()
-        if begin == end or not _is_finite(tensor) or not (query.bias is None or _is_finite(query.bias)):
+        if begin == end or not is_finite(tensor) or not (query.bias is None or is_finite(query.bias)):
             return None
         first, last = begin // per_page, -(-end // per_page)
         each = max(1, PIECE_BYTES // pool.page_bytes)
@@ -197,6 +197,6 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.
             out[:, head] = own.baddbmm_(left[:, head].contiguous(), right[:, head], beta=0, alpha=scale)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all is certainly finite: a sum is finite only if its terms are; one that is not may have overflowed."""
     return isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).item())

@@ -2,9 +2,10 @@
 
 The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
 with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through, be they inputs or scores that overflow, and swallows NaN in queries (such heads are computed
-again by the math kernel), scales masked scores (scales are made positive), and its bits depend on the alignment of the
-rows modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one, always: parallelism is across
+excluded places through, be they inputs or scores that overflow, swallows NaN in queries, and sums weighted values
+before it divides by the sum of the weights, which overflows where values are large (such heads are computed again by
+the math kernel), scales masked scores (scales are made positive), and its bits depend on the alignment of the rows
+modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one, always: parallelism is across
 calls).
 """
 
@@ -99,6 +100,9 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
     width = call.value.shape[-1]
     if output.shape[-1] != width:
         output = output[..., :width]
+    if not _is_finite(output):
+        output, lse = output.contiguous(), lse.contiguous()
+        math.attend_heads(call, _suspect_heads(call.key.shape[1], output), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -120,7 +124,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
     # Large values may give an infinite score, and inf - inf is NaN where that key is excluded.
-    overflowed = None if excluded is None or isfinite(lse.sum().item()) else ~lse.isfinite()
+    overflowed = None if excluded is None or isfinite(lse.sum().item()) else lse
     if shift is not None:
         lse = lse + shift
     if excluded is not None and bias is not None and not isfinite(bias.amax(-1).amin().item()):
@@ -131,9 +135,10 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
     inputs = () if call.finite else (call.query, key, value)
-    if overflowed is not None or not _is_finite(*inputs, call.bias):
+    if overflowed is not None or not _is_finite(*inputs, call.bias, output):
         output, lse = output.contiguous(), lse.contiguous()
-        math.attend_heads(call, _suspect_heads(call.query, key, value, call.bias, overflowed), output, lse)
+        suspects = call.query, key, value, call.bias, overflowed, output
+        math.attend_heads(call, _suspect_heads(key.shape[1], *suspects), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -235,25 +240,16 @@ def _is_finite(*tensors: torch.Tensor | None) -> bool:
     return all(isfinite(tensor.sum().item()) for tensor in tensors if tensor is not None)
 
 
-def _suspect_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    overflowed: torch.Tensor | None,
-) -> list[list[int]]:
-    """The [sequence, key head] whose queries, keys, values or biases are not all finite, or of which rows [N, Hq, Lq]
-    have overflowed.
+def _suspect_heads(kv_heads: int, *suspects: torch.Tensor | None) -> list[list[int]]:
+    """The [sequence, key head] of which not all elements of some tensors are finite: these have the heads of the keys
+    or of the queries, or broadcast to them.
     """
-    count, kv_heads = key.shape[:2]
-    finite = torch.isfinite(query).flatten(2).all(2).view(count, kv_heads, -1).all(2)
-    if overflowed is not None:
-        finite &= ~overflowed.flatten(2).any(2).view(count, kv_heads, -1).any(2)
-    for tensor in (key, value):
-        finite &= torch.isfinite(tensor).flatten(2).all(2)
-    if bias is not None:
-        finite_bias = torch.isfinite(bias).flatten(2).all(2)
-        if finite_bias.shape[1] > 1:
-            finite_bias = finite_bias.view(-1, kv_heads, query.shape[1] // kv_heads).all(2)
-        finite = finite & finite_bias
+    finite = torch.ones(1, kv_heads, dtype=torch.bool)
+    for tensor in suspects:
+        if tensor is None:
+            continue
+        of_heads = torch.isfinite(tensor).flatten(2).all(2)
+        if of_heads.shape[1] > 1:
+            of_heads = of_heads.view(len(tensor), kv_heads, -1).all(2)
+        finite = finite & of_heads
     return torch.nonzero(~finite).tolist()
