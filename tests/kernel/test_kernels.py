@@ -297,6 +297,35 @@ def test_weighted_values_may_exceed_the_dtype_before_they_are_divided(options: d
         np.testing.assert_allclose(result.lse, case.expected.lse, rtol=0, atol=1e-4)
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("lengths", [(33, 1), (1, 9), (1, 1), (7, 9)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "additive", "hidden": 1, "head_dim": 1},
+        {"score": "general", "head_dim": 1},
+        {"softcap": 0.5},
+        {"causal": "bottom_right"},
+        {"bias_shape": (1,)},
+    ],
+)
+def test_bits_do_not_depend_on_the_layout(options: dict[str, Any], lengths: tuple[int, int], dtype: str) -> None:
+    """Heads first or length first: axes of length 1 differ in nothing but their strides."""
+    sizes = {"batch": 3, "key_heads": 5, "group": 5, "query_length": lengths[0], "key_length": lengths[1]}
+    for seed in range(3):
+        call = call_of(Plan(dtype=dtype, sinks=True, **sizes, **options).case(seed), return_lse=True)
+        length_first = replace(
+            call, query=_length_first(call.query), key=_length_first(call.key), value=_length_first(call.value)
+        )
+        assert_same_results(run(length_first), run(call))
+
+
+def _length_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor [N, H, L, D] in memory of [N, L, H, D], with the strides of that."""
+    count, heads, length, width = tensor.shape
+    return torch.empty(count, length, heads, width, dtype=tensor.dtype).copy_(tensor.transpose(1, 2)).transpose(1, 2)
+
+
 def test_values_that_overflow_a_sum_leave_other_heads_their_bits() -> None:
     call = call_of(Plan(causal=True, query_length=100, key_length=100).case(21), return_lse=True)
     expected = run(call)

@@ -243,8 +243,9 @@ def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in a dtype, packed and at an address that does not depend on its place in a batch."""
-    converted = tensor.to(dtype)
-    if converted is tensor:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return converted.contiguous()
+    """A copy of the tensor in a dtype, packed and at an address that does not depend on its place in a batch.
+
+    Axes of length 1 have the strides of a packed tensor, too, which `contiguous` may leave as they are: which product
+    torch computes depends on them.
+    """
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
