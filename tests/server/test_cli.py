@@ -19,7 +19,9 @@ import pytest
 from conftest import POOL
 from loopback import loopback
 
+from attnserve._commands import connection_flags
 from attnserve_server import __version__
+from attnserve_server.settings import command_line
 from attnserve_server.settings.command_line import misspelled
 from attnserve_server.settings.config import settings
 
@@ -110,15 +112,31 @@ def test_a_page_that_is_more_than_the_pool_is_by_default_is_one_line_and_status_
 
 
 def test_variables_that_are_nearly_settings_are_told() -> None:
-    names = ["ATTNSERVE_DEVCE", "ATTNSERVE_MAX_BYTE", "ATTNSERVE_DEVICE", "DEVCE"]
-    sdk = ["ATTNSERVE_CA", "ATTNSERVE_CLIENT_CERTIFICATE", "ATTNSERVE_CLIENT_KEY", "ATTNSERVE_TOKEN_FILE"]
-    of_a_service = ["ATTNSERVE_PORT", "ATTNSERVE_SERVICE_HOST", "ATTNSERVE_PORT_8001_TCP_ADDR"]
-    assert list(misspelled([*names, *sdk, *of_a_service])) == [
+    names = ["ATTNSERVE_DEVCE", "ATTNSERVE_LISTNE", "ATTNSERVE_MAX_BYTE", "ATTNSERVE_DEVICE", "DEVCE"]
+    assert list(misspelled(names)) == [
         ("ATTNSERVE_DEVCE", "ATTNSERVE_DEVICE"),
+        ("ATTNSERVE_LISTNE", "ATTNSERVE_LISTEN"),
         ("ATTNSERVE_MAX_BYTE", "ATTNSERVE_MAX_BYTES"),
     ]
     done = run_without_the_extra(ATTNSERVE_DEVCE="cpu")  # exits at once
     assert "ATTNSERVE_DEVCE is no setting: ATTNSERVE_DEVICE is" in done.stderr
+
+
+def test_any_two_letters_of_a_variable_that_are_exchanged_are_warned_of() -> None:
+    for item in settings():
+        right = command_line.variable(item.name)
+        for at in range(len(command_line.ENVIRONMENT_PREFIX), len(right) - 1):
+            wrong = right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+            if wrong != right:
+                assert list(misspelled([wrong])) == [(wrong, right)]
+
+
+def test_variables_of_others_are_not_warned_of() -> None:
+    sdk = [connection_flags.TOKEN_VARIABLE, *(flag["variable"] for flag in connection_flags.FLAGS.values())]
+    kubernetes = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_8001_TCP", "PORT_8001_TCP_ADDR")
+    # Services named attnserve, attnserve-http-listen and attnserve-layers: the last two are close to settings.
+    services = [f"{name}_{each}" for name in ("", "_HTTP_LISTEN", "_LAYERS") for each in kubernetes]
+    assert not list(misspelled([*sdk, *(f"ATTNSERVE{each}" for each in services)]))
 
 
 @contextmanager

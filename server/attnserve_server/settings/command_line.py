@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
+from attnserve._commands.connection_flags import FLAGS, TOKEN_VARIABLE
 from attnserve_server import __version__
 from attnserve_server.settings import kinds
 from attnserve_server.settings.config import Config, Source, kind_of, settings
 from attnserve_server.start_errors import ConfigError, UsageError
 
 ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
+_CLOSE: Final = 0.7
+"""How alike a misspelling and a setting are, by difflib: two letters exchanged in a name of six are 0.83 alike."""
+_OF_A_SERVICE: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+"""How the variables end that Kubernetes makes for a Service, with its name before that."""
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -59,14 +65,17 @@ def variable(name: str) -> str:
 def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Variables that look like misspelled settings, each with the right name.
 
-    Only close matches: the SDK has variables with the same prefix, and Kubernetes makes some for each Service.
+    Only close matches, for a variable with this prefix may be anybody's. Those of the SDK's commands and those that
+    Kubernetes makes for Services are none, however close.
     """
     known = {item.name.upper() for item in settings()}
+    others = {TOKEN_VARIABLE, *(each["variable"] for each in FLAGS.values())}
     for name in sorted(environment):
         rest = name.removeprefix(ENVIRONMENT_PREFIX)
-        if rest != name and rest not in known:
-            for meant in difflib.get_close_matches(rest, known, n=1, cutoff=0.85):
-                yield name, ENVIRONMENT_PREFIX + meant
+        if rest == name or rest in known or name in others or _OF_A_SERVICE.search(name):
+            continue
+        for meant in difflib.get_close_matches(rest, known, n=1, cutoff=_CLOSE):
+            yield name, ENVIRONMENT_PREFIX + meant
 
 
 class _Parser(argparse.ArgumentParser):
