@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from caller import Caller, Reference, attend_request, result, tokens
 from cases import Case
-from conftest import Server
+from conftest import Models, Server
+from decoders import create_cache
 from google.rpc import error_details_pb2
+
+from attnserve import Client, InvalidRequestError
 
 PAGE, PAGES = 4096, 16
 POOL = ("--device", "cpu", "--cache-bytes", str(PAGE * PAGES), "--cache-page-bytes", str(PAGE))
@@ -64,6 +67,29 @@ def pool_pages(server: Server) -> list[float]:
 def evictions(server: Server) -> dict[str, float]:
     name = "attnserve_cache_evictions_total"
     return {reason: calls.metric(server.http_address, name, reason=reason) for reason in ("lease", "pages", "caches")}
+
+
+def test_what_the_whole_pool_could_not_hold_is_an_error_of_its_field(small: Server) -> None:
+    key, value = tokens(1, PAGES * PAGE_TOKENS + 1)
+    with Client(small.address) as client, client.create_cache(2, 8) as cache:
+        for ask in (lambda: cache.append(key, value), lambda: cache.attend(key[:, :1], key, value)):
+            with pytest.raises(InvalidRequestError) as caught:
+                ask()
+            assert (caught.value.field, caught.value.reason) == ("key", "LIMIT_EXCEEDED")
+            expected = "key: expected at most 65536 bytes to append, the whole pool of the caches, found 69632, "
+            assert str(caught.value).startswith(f"{expected}in whole pages, for 513 tokens")
+        assert cache.append(key[:, :-1], value[:, :-1]) == PAGES * PAGE_TOKENS
+
+
+def test_what_the_whole_pool_could_not_hold_of_a_decoder_is_an_error_of_its_input(
+    models: Models, start_server: StartServer
+) -> None:
+    layers = ("--layers", str(models.directory / "layers.toml"))
+    server = start_server(*layers, "--cache-bytes", str(PAGE), "--cache-page-bytes", str(PAGE))
+    with Client(server.address) as client, create_cache(client, "gpt2") as cache:
+        with pytest.raises(InvalidRequestError, match=r"^input: expected at most 4096 bytes to append, ") as caught:
+            client.apply("gpt2", np.array([1, 2, 3]), cache=cache)
+        assert (caught.value.field, caught.value.reason) == ("input", "LIMIT_EXCEEDED")
 
 
 def test_a_full_pool(small: Server) -> None:

@@ -23,6 +23,8 @@ class Reservation(Generic[C]):
 
     caches: set[Cache]
     changes: Sequence[tuple[CacheLayer, C]]
+    source: str = ""
+    """The field of the request that its tokens come from, for errors; none if it appends nothing."""
     in_line: bool = field(default=False, init=False)
     """Whether it waits in the queues of the layers, and counts in what they are promised."""
     placed: bool = field(default=False, init=False)

@@ -139,9 +139,10 @@ class CacheStore(Register):
         self.counts.truncations += 1
 
     def reserve(
-        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True
+        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True, source: str = "key"
     ) -> Reservation[Append]:
-        """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none.
+        """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none. `source`
+        is the request's field with the tokens.
 
         Each layer is promised what all operations waiting for it take together, if each succeeds. If one does not, the
         others need no more pages where all are appends; behind forks and truncations they may, and these are sought at
@@ -158,7 +159,7 @@ class CacheStore(Register):
                 raise ValueError(f"{tokens} tokens cannot be appended")
             caches.add(cache)
             wanted.setdefault(cache.layers[index], Append(0)).tokens += tokens
-        reservation = self._open(caches, list(wanted.items()))
+        reservation = self._open(caches, list(wanted.items()), source)
         if foreseen:
             # A page promised for a copy is one too many once nobody else holds the original any more.
             self._settle(reservation.layers)
@@ -234,10 +235,10 @@ class CacheStore(Register):
         for cache in reservation.caches:
             self._let_go(cache)
 
-    def _open(self, caches: set[Cache], changes: Sequence[tuple[CacheLayer, C]]) -> Reservation[C]:
+    def _open(self, caches: set[Cache], changes: Sequence[tuple[CacheLayer, C]], source: str = "") -> Reservation[C]:
         for cache in caches:
             cache.users += 1
-        return Reservation(caches, changes)
+        return Reservation(caches, changes, source)
 
     def _promise(self, reservation: Reservation[Append], now: float) -> None:
         """Makes sure that all operations waiting for the layers of a reservation are promised the pages they need."""
@@ -250,8 +251,12 @@ class CacheStore(Register):
                 break
             alone = sum(layer.pages_for(append.tokens) for layer, append in changes)
             if alone > self._allocator.pages:
+                tokens = sum(append.tokens for _, append in changes)
                 raise InvalidRequest(
-                    "", f"at most {self.pool_bytes} bytes to append", alone * self.page_bytes, LIMIT_EXCEEDED
+                    reservation.source,
+                    f"at most {self.pool_bytes} bytes to append, the whole pool of the caches",
+                    f"{alone * self.page_bytes}, in whole pages, for {tokens} tokens",
+                    LIMIT_EXCEEDED,
                 )
             # An evicted cache may have shared a last page, which then need not be copied: so needs are recounted.
             if not self._evict_oldest(now, "pages"):

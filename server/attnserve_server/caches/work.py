@@ -91,6 +91,11 @@ class CacheWork:
         return False
 
     @property
+    def appended_field(self) -> str:
+        """The field of the request whose tokens it appends."""
+        return "key"
+
+    @property
     def layer(self) -> None:
         """No layer."""
 
@@ -117,7 +122,7 @@ class CacheWork:
         appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
         if appends:
             foreseen = all(use.expects(use.cache.coming_length(use.layer)) for use in self.uses)
-            self._appends = self.host.store.reserve(appends, now, foreseen)
+            self._appends = self.host.store.reserve(appends, now, foreseen, self.appended_field)
 
     def leave_line(self) -> None:
         """Ends its reservation: it has been carried out, or never will be."""

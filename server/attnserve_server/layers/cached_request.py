@@ -58,6 +58,11 @@ class CachedLayerRequest(CacheWork):
     """The operations over the tokens that the caches held before it."""
 
     @property
+    def appended_field(self) -> str:
+        """The input: keys and values are made of it."""
+        return "input"
+
+    @property
     def layer(self) -> str:  # type: ignore[override]
         """The name of the layer."""
         return self.applied.layer
