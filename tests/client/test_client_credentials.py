@@ -153,6 +153,19 @@ def test_commands_say_that_a_certificate_may_be_wanted(
     assert main(["health", server.address, "--ca", str(authority.ca), *shown]) == 0
 
 
+def test_commands_say_that_a_server_speaks_no_tls(
+    server: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("info", "layers", "caches", "health"):
+        for flags in (["--tls"], ["--ca", str(authority.ca)]):
+            assert main([command, server.address, *flags]) == 1
+            said = capsys.readouterr().err
+            assert said.endswith("; it speaks no TLS: leave out --tls and --ca, and the variable ATTNSERVE_CA\n")
+    for address, flags in ((server.http_address, ["--tls"]), (f"https://{server.http_address}", [])):
+        assert main(["top", address, "--once", "--timeout", "1", *flags]) == 1
+        assert capsys.readouterr().err.endswith("; if it speaks no TLS: http://, without --tls and --ca\n")
+
+
 @pytest.mark.usefixtures("variables")
 def test_commands_take_credentials_from_variables(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["caches", guarded.address]) == 0

@@ -18,7 +18,7 @@ from grpc import StatusCode
 
 from attnserve._client import Client
 from attnserve._commands import bench as _bench
-from attnserve._commands.connection_flags import add_flags, tls_of, token_of
+from attnserve._commands.connection_flags import FLAGS, NOT_TLS, add_flags, tls_of, token_of
 from attnserve._commands.table import table
 from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._info import ServerInfo, Setting
@@ -71,7 +71,9 @@ def _complain(parsed: argparse.Namespace, error: Exception) -> None:
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
-    """The flags that the server may expect. It does not say why it closes a connection without TLS or a certificate."""
+    """The flags that the server may expect. It does not say why it closes a connection without TLS or a certificate;
+    and gRPC says only in the text of an error that what came was no TLS.
+    """
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
     if not isinstance(error, UnavailableError):
@@ -79,6 +81,8 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     tls = tls_of(parsed, os.environ)
     if tls is None:
         return "; if it speaks TLS: --tls or --ca"
+    if NOT_TLS in str(error):
+        return f"; it speaks no TLS: leave out --tls and --ca, and the variable {FLAGS['--ca']['variable']}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 
 

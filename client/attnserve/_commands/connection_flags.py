@@ -13,6 +13,8 @@ from typing import Final, TypedDict
 from attnserve._settings.credentials import TLS, Token
 
 TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
+NOT_TLS: Final = "WRONG_VERSION_NUMBER"
+"""OpenSSL's reason, which gRPC's messages have too, where the answer to a TLS handshake is not of TLS."""
 
 
 class Flag(TypedDict):

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
 
+from attnserve._commands.connection_flags import NOT_TLS
 from attnserve._settings.credentials import TLS, Bearer, Token, is_local
 
 _SAID: Final = 200
@@ -53,8 +54,13 @@ class Endpoint:
                 answer = connection.getresponse()
                 text = self._read(answer).decode(errors="replace")
         except OSError as error:
-            closed = self._tls is None and isinstance(error, ConnectionResetError)  # as a server that speaks TLS does
-            raise OSError(f"no metrics at {self.url}: {error}{'; if it speaks TLS: https://' * closed}") from None
+            hint = ""
+            if self._tls is None and isinstance(error, ConnectionResetError):  # as a server that speaks TLS does
+                hint = "; if it speaks TLS: https://"
+            elif self._tls is not None and (isinstance(error, TimeoutError) or _is_no_tls(error)):
+                # To a server of HTTP the handshake is a request without an end, for which it waits a while.
+                hint = "; if it speaks no TLS: http://, without --tls and --ca"
+            raise OSError(f"no metrics at {self.url}: {error}{hint}") from None
         except http.client.HTTPException:  # its text is what was received, perhaps nothing
             raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
         if answer.status != http.HTTPStatus.OK:
@@ -91,6 +97,10 @@ class _NamedConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         http.client.HTTPConnection.connect(self)
         self.sock = self._given.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _is_no_tls(error: OSError) -> bool:
+    return isinstance(error, ssl.SSLError) and error.reason == NOT_TLS
 
 
 def _context(tls: TLS) -> ssl.SSLContext:
