@@ -133,6 +133,7 @@ def test_any_two_letters_of_a_variable_that_are_exchanged_are_warned_of() -> Non
 
 def test_variables_of_others_are_not_warned_of() -> None:
     sdk = [connection_flags.TOKEN_VARIABLE, *(flag["variable"] for flag in connection_flags.FLAGS.values())]
+    assert {command_line.ENVIRONMENT_PREFIX + name for name in command_line._OF_THE_SDK} == set(sdk)
     kubernetes = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_8001_TCP", "PORT_8001_TCP_ADDR")
     # Services named attnserve, attnserve-http-listen and attnserve-layers: the last two are close to settings.
     services = [f"{name}_{each}" for name in ("", "_HTTP_LISTEN", "_LAYERS") for each in kubernetes]

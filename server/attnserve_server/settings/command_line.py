@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from attnserve._commands.connection_flags import FLAGS, TOKEN_VARIABLE
 from attnserve_server import __version__
 from attnserve_server.settings import kinds
 from attnserve_server.settings.config import Config, Source, kind_of, settings
@@ -21,6 +20,8 @@ from attnserve_server.start_errors import ConfigError, UsageError
 ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
 _CLOSE: Final = 0.7
 """How alike a misspelling and a setting are, by difflib: two letters exchanged in a name of six are 0.83 alike."""
+_OF_THE_SDK: Final = frozenset(("CA", "CLIENT_CERTIFICATE", "CLIENT_KEY", "SERVER_NAME", "TOKEN", "TOKEN_FILE"))
+"""Variables of the SDK's commands, which a test compares with theirs: nothing of those is imported here."""
 _OF_A_SERVICE: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 """How the variables end that Kubernetes makes for a Service, with its name before that."""
 
@@ -69,10 +70,9 @@ def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
     Kubernetes makes for Services are none, however close.
     """
     known = {item.name.upper() for item in settings()}
-    others = {TOKEN_VARIABLE, *(each["variable"] for each in FLAGS.values())}
     for name in sorted(environment):
         rest = name.removeprefix(ENVIRONMENT_PREFIX)
-        if rest == name or rest in known or name in others or _OF_A_SERVICE.search(name):
+        if rest == name or rest in known or rest in _OF_THE_SDK or _OF_A_SERVICE.search(name):
             continue
         for meant in difflib.get_close_matches(rest, known, n=1, cutoff=_CLOSE):
             yield name, ENVIRONMENT_PREFIX + meant
