@@ -201,7 +201,11 @@ class AsyncClient:
         return await self._calls.ask(READINESS, timeout)
 
     async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server works, even if it is starting or draining. Arguments and errors as for `is_ready`."""
+        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`.
+
+        A client asks nothing of a server that takes no calls: soon after it began to drain that is `UnavailableError`,
+        here and from `is_ready`. For probes there is ``attnserve health --live``, which asks it nevertheless.
+        """
         return await self._calls.ask(LIVENESS, timeout)
 
     async def close(self) -> None:

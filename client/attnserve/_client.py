@@ -314,7 +314,11 @@ class Client:
         return self._calls.ask(READINESS, timeout)
 
     def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server works, even if it is starting or draining. Arguments and errors as for `is_ready`."""
+        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`.
+
+        A client asks nothing of a server that takes no calls: soon after it began to drain that is `UnavailableError`,
+        here and from `is_ready`. For probes there is ``attnserve health --live``, which asks it nevertheless.
+        """
         return self._calls.ask(LIVENESS, timeout)
 
     def close(self) -> None:

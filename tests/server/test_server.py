@@ -22,6 +22,7 @@ from google.rpc import code_pb2
 from occupied import PATIENT, Occupied
 
 from attnserve import AttnServeError, Client
+from attnserve._commands.cli import main
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
@@ -86,6 +87,26 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             assert refused.code() == grpc.StatusCode.UNAVAILABLE
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
+    assert server.process.wait(calls.PATIENCE_S) == 0
+
+
+def test_the_command_asks_a_draining_server(
+    start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a liveness probe it must not have a server killed that still answers what is in flight."""
+    server = start_server()
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(1, calls.large_reply()))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is there")
+        server.process.send_signal(signal.SIGTERM)
+        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        assert main(["health", server.address]) == 1
+        assert main(["health", "--live", server.address]) == 0
+        assert capsys.readouterr().out == "not ready\nalive\n"
+        assert main(["info", server.address]) == 1
+        assert "backend unhealthy" in capsys.readouterr().err  # docs/troubleshooting.md
+        assert [reply.id for reply in stream.rest()] == [1]
     assert server.process.wait(calls.PATIENCE_S) == 0
 
 

@@ -86,10 +86,10 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 
 
-def _client(parsed: argparse.Namespace, retries: int = 3) -> Client:
+def _client(parsed: argparse.Namespace, **arguments: Any) -> Client:
     """A client set up by the command line and the environment. ValueError if they are invalid."""
     tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
-    return Client(parsed.address, retries=retries, tls=tls, token=token)
+    return Client(parsed.address, tls=tls, token=token, **arguments)
 
 
 def _measure(parsed: argparse.Namespace) -> int:
@@ -169,7 +169,8 @@ def _seconds(text: str) -> float:
 def _health(parsed: argparse.Namespace) -> int:
     """Asks whether the server is healthy."""
     try:
-        client = _client(parsed, retries=0)
+        # Otherwise gRPC itself asks first, and sends nothing to a server that starts or drains.
+        client = _client(parsed, retries=0, options=[("grpc.inhibit_health_checking", 1)])
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2
