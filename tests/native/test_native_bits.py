@@ -107,3 +107,18 @@ def test_reading_shared_pages_once_changes_no_bits(instructions: str, page_token
     for threads in (1, 3):
         for together, alone in zip(attend(library, calls, threads), apart, strict=True):
             assert_same(together, alone)
+
+
+@each_instructions
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("width", [32, 64, 72, 128])
+def test_more_than_a_processor_keeps_in_cache_changes_no_bits(instructions: str, width: int, rows: int) -> None:
+    """Few queries over many keys prefetch these only where all calls together read more than caches may hold."""
+    numbers, library, length = np.random.default_rng(width), Library(instructions), 2111 * 64 // width
+    query, key, value = (normal(numbers, (heads, n, width)) for heads, n in ((8 * rows, 1), (8, length), (8, length)))
+    call = Call(query, key, value, left=length - 3, right=0, offset=length - 1)
+    assert key.nbytes + value.nbytes < 1 << 24 < 2 * (key.nbytes + value.nbytes)
+    (alone,) = attend(library, [call])
+    for outcome in attend(library, [call, replace(call, query=-query), call])[::2]:
+        assert_same(outcome, alone)
+    assert alone.finite

@@ -101,6 +101,7 @@ static int take_memory(struct memory *memory, const struct call *calls, int64_t 
         if (rows_of_call(calls + at) <= RANGE_ROWS) merged = most(merged, (own + 1) * kept_floats(calls + at));
         at += group;
     }
+    memory->near = all_near(calls, count);
     memory->queries = floats(queries);
     memory->outputs = floats(outputs);
     memory->keys = floats(keys * BLOCK);

@@ -10,6 +10,8 @@ enum {
     TILE_ROWS = 6,
     EIGHT = 8,          /* the number of vectors that vtops and vtotals take; no less than TILE_ROWS */
     FEW_ROWS = 3,       /* of a call and a key head: up to this many are computed without transposition */
+    NARROW_TILES = TILE_VECTORS < 4, /* a tile's columns are too few sums for a single row, which stalls on each */
+    FEW_VECTORS = NARROW_TILES ? 4 : TILE_VECTORS, /* of outputs at once, for a single row */
     SUMMED = 64,        /* products: a score of wider heads is a sum of such sums, for smaller rounding errors */
 };
 
@@ -116,7 +118,7 @@ INLINE void ask_for(struct ahead ahead, int64_t row) {
    `first_apart`, the first key does. A key's sum follows from its place in its block, wherever the reach begins. */
 INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
                         const float *values, int64_t n, int64_t stride, float *outputs, struct ahead ahead) {
-    vec sums[FEW_ROWS][TILE_VECTORS], others[FEW_ROWS][TILE_VECTORS];
+    vec sums[FEW_ROWS][FEW_VECTORS], others[FEW_ROWS][FEW_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) {
         vec fade = vset(fades[r]);
         UNROLL for (int c = 0; c < vectors; c++) {
@@ -165,6 +167,16 @@ INLINE void few_scores(int rows, const float *queries, int64_t stride, const flo
                     sum = vfma(vload(query + V), vload(key + V), sum);
                     sum = vfma(vload(query + 2 * V), vload(key + 2 * V), sum);
                     sums[r][i] = vfma(vload(query + 3 * V), vload(key + 3 * V), sum);
+                }
+            }
+        } else if (NARROW_TILES && !ahead.rows && n - j >= V && stride == 8 * V) { /* such as 64 elements of 8 */
+            UNROLL for (int i = 0; i < V; i++) {
+                const float *key = keys + (j + i) * stride;
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const float *query = queries + r * stride;
+                    vec sum = vload(query) * vload(key);
+                    UNROLL for (int d = 1; d < 8; d++) sum = vfma(vload(query + d * V), vload(key + d * V), sum);
+                    sums[r][i] = sum;
                 }
             }
         } else {
@@ -232,7 +244,11 @@ static void add_outputs(int few, int rows, const float *weights, const float *fa
                         int64_t to, int64_t stride, float *outputs, struct ahead ahead) {
     int64_t n = to - from;
     weights += from, values += from * stride;
-    for (int64_t c = 0; c < stride; c += TILE_VECTORS * V) {
+    int64_t c = 0;
+    if (NARROW_TILES && few && rows == 1 && !ahead.rows)
+        for (; c + FEW_VECTORS * V <= stride; c += FEW_VECTORS * V)
+            few_outputs(1, FEW_VECTORS, from % 2, weights, fades, values + c, n, stride, outputs + c, NOTHING);
+    for (; c < stride; c += TILE_VECTORS * V) {
         int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
         if (few && ahead.rows)
             FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, ahead)
