@@ -47,20 +47,19 @@ CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
         **LLAMA_SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
     ),
 }
+BART_SIZES: dict[str, Any] = SIZES | {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 1,
+}
 ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
-    "bart": lambda: transformers.BartConfig(
-        **SIZES,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        decoder_start_token_id=1,
-        forced_eos_token_id=None,
-    ),
+    "bart": lambda: transformers.BartConfig(**BART_SIZES, forced_eos_token_id=None),
     "t5": lambda: transformers.T5Config(
         **SIZES, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1
     ),
@@ -75,19 +74,7 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=64,
     ),
     "bloom": lambda: transformers.BloomConfig(**SIZES, hidden_size=32, n_layer=2, n_head=4),
-    "bigbird_pegasus": lambda: transformers.BigBirdPegasusConfig(
-        **SIZES,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        decoder_start_token_id=1,
-        attention_type="original_full",
-    ),
+    "bigbird_pegasus": lambda: transformers.BigBirdPegasusConfig(**BART_SIZES, attention_type="original_full"),
 }
 
 

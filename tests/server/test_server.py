@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,15 +60,25 @@ def test_sigterm_answers_what_is_in_flight(start_server: Callable[..., Server]) 
     assert "Traceback" not in server.stderr()
 
 
-def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Server]) -> None:
-    """The delay is over and a reply is still unsent: new calls, streamed or unary, are told to go elsewhere."""
-    server = start_server()
+@contextmanager
+def draining(server: Server) -> Iterator[tuple[grpc.Channel, calls.Stream]]:
+    """A channel to a server that drains, and a stream on it whose call 1 has an answer that waits to be read. Ends once
+    the server has ended well.
+    """
     with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
         stream = calls.Stream(channel)
         stream.send(calls.call(1, calls.large_reply()))
         calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is there")
         server.process.send_signal(signal.SIGTERM)
         calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        yield channel, stream
+    assert server.process.wait(calls.PATIENCE_S) == 0
+
+
+def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Server]) -> None:
+    """The delay is over and a reply is still unsent: new calls, streamed or unary, are told to go elsewhere."""
+    server = start_server()
+    with draining(server) as (channel, stream):
         request = messages.random_attend(0)
         stream.send(calls.call(9, request))
         calls.until(
@@ -87,7 +98,6 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             assert refused.code() == grpc.StatusCode.UNAVAILABLE
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
-    assert server.process.wait(calls.PATIENCE_S) == 0
 
 
 def test_the_command_asks_a_draining_server(
@@ -95,19 +105,13 @@ def test_the_command_asks_a_draining_server(
 ) -> None:
     """As a liveness probe it must not have a server killed that still answers what is in flight."""
     server = start_server()
-    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
-        stream = calls.Stream(channel)
-        stream.send(calls.call(1, calls.large_reply()))
-        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is there")
-        server.process.send_signal(signal.SIGTERM)
-        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+    with draining(server) as (_, stream):
         assert main(["health", server.address]) == 1
         assert main(["health", "--live", server.address]) == 0
         assert capsys.readouterr().out == "not ready\nalive\n"
         assert main(["info", server.address]) == 1
         assert "backend unhealthy" in capsys.readouterr().err  # docs/troubleshooting.md
         assert [reply.id for reply in stream.rest()] == [1]
-    assert server.process.wait(calls.PATIENCE_S) == 0
 
 
 def test_an_interrupt_ends_the_draining(start_server: Callable[..., Server]) -> None:
