@@ -12,7 +12,9 @@ enum {
     PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
     UNITS_EACH = 2,                     /* units per thread, at least, if there are enough columns to divide */
-    UNIT_PANELS = 8                     /* of a unit, at least: each unit arranges its rows itself */
+    UNIT_PANELS = 8,                    /* of a unit, at least: a thread that comes to other rows arranges them itself */
+    UNIT_PRODUCTS = 1 << 23             /* of a unit, about, if that many panels have them: a thread that is interrupted in
+                                           the last unit has all others wait */
 };
 
 /* Rows of a batch, by index: those of pieces, end to end, or all in one block of memory. */
@@ -118,16 +120,17 @@ struct multiplication {
     int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
-/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. */
+/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. `left` has room for the rows, or holds
+   them already, if they are `arranged`. */
 static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
-                          float *left) {
+                          float *left, int arranged) {
     const struct product *product = work->product;
     float *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
     int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    find_rows(&work->from, first, rows, from);
+    if (!arranged) find_rows(&work->from, first, rows, from);
     find_rows(&work->to, first, rows, to);
     int64_t inputs = product->inputs, panel = inputs * PANEL, apart = (int)V == PANEL ? panel : V;
-    for (int64_t b = 0; b < blocks; b++) {
+    for (int64_t b = 0; b < blocks && !arranged; b++) {
         int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
         arrange(from + top, bottom - top, inputs, left + b * inputs * V);
     }
@@ -155,12 +158,13 @@ static void multiply_units(void *all) {
     int64_t blocks = (rows_of_unit(work->product) + BLOCK_ROWS - 1) / BLOCK_ROWS;
     float *left = floats(blocks * work->product->inputs * V);
     if (!left) return;
-    int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit;
+    int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit, last = -1;
     __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
     while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
         int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;
         multiply_unit(work, work->rows * group / work->row_groups, work->rows * (group + 1) / work->row_groups,
-                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left);
+                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left, group == last);
+        last = group;
     }
     free(left);
 }
@@ -171,10 +175,11 @@ static int multiply_all(const struct product *product, struct side from, struct 
     if (!rows || !product->outputs) return 1;
     int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
     int64_t threads = team ? most(helpers, 0) + 1 : 1;
-    /* Rows are divided first, and evenly: units with other columns of the same rows arrange these once more. */
+    /* Rows are divided first, and evenly: threads with other columns of the same rows arrange these once more. */
     row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t missing = (UNITS_EACH * threads + row_groups - 1) / row_groups;
-    int64_t panel_groups = threads > 1 ? least(missing, most(panels / UNIT_PANELS, 1)) : 1;
+    int64_t products = rows / row_groups * product->inputs * product->outputs;
+    int64_t panel_groups = threads > 1 ? least(most(missing, products / UNIT_PRODUCTS), most(panels / UNIT_PANELS, 1)) : 1;
     struct multiplication work = {product, from, to, rows, row_groups, panel_groups, 0, 0};
     share(team, helpers, multiply_units, &work);
     return work.begun;
