@@ -184,7 +184,7 @@ def test_no_weight_is_subnormal(instructions: str, length: int) -> None:
         value = np.full_like(call.value, 2.0**100)
         value[:, 0] = 0
         (outcome,) = attend(Library(instructions), [replace(call, bias=bias, value=value)])
-        weight = np.exp(-exponent) if exponent <= 87 else 0
+        weight = np.exp(-exponent) if exponent < 87 else 0
         np.testing.assert_allclose(outcome.output / 2.0**100, 69 * weight / (1 + 69 * weight), rtol=1e-4, atol=0)
 
 

@@ -13,10 +13,7 @@ INLINE void vstore(float *p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm256_max_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-INLINE vec vscale(vec a, vec exponent) {
-    __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
-    return a * _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
-}
+INLINE vec vpower(vec a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
 INLINE float vsum(vec a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));

@@ -13,7 +13,7 @@ INLINE void vstore(float *p, vec x) { _mm512_storeu_ps(p, x); }
 INLINE vec vfma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec vmax(vec a, vec b) { return _mm512_max_ps(a, b); }
 INLINE vec vabs(vec a) { return _mm512_abs_ps(a); }
-INLINE vec vscale(vec a, vec exponent) { return _mm512_scalef_ps(a, exponent); }
+INLINE vec vpower(vec a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 INLINE float vsum(vec a) { return _mm512_reduce_add_ps(a); }
 INLINE vec viota(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 

@@ -12,9 +12,9 @@ enum {
     PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
     UNITS_EACH = 2,                     /* units per thread, at least, if there are enough columns to divide */
-    UNIT_PANELS = 8,                    /* of a unit, at least: a thread that comes to other rows arranges them itself */
-    UNIT_PRODUCTS = 1 << 23             /* of a unit, about, if that many panels have them: a thread that is interrupted in
-                                           the last unit has all others wait */
+    UNIT_PANELS = 8,                    /* of a unit, at least: a thread arranges the rows of its units itself */
+    UNIT_PRODUCTS = 1 << 23             /* of a unit, about, if so few panels have them: a thread that is interrupted in
+                                           its last unit has all others wait */
 };
 
 /* Rows of a batch, by index: those of pieces, end to end, or all in one block of memory. */
@@ -163,7 +163,8 @@ static void multiply_units(void *all) {
     while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
         int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;
         multiply_unit(work, work->rows * group / work->row_groups, work->rows * (group + 1) / work->row_groups,
-                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left, group == last);
+                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left,
+                      group == last);
         last = group;
     }
     free(left);
@@ -177,9 +178,9 @@ static int multiply_all(const struct product *product, struct side from, struct 
     int64_t threads = team ? most(helpers, 0) + 1 : 1;
     /* Rows are divided first, and evenly: threads with other columns of the same rows arrange these once more. */
     row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
-    int64_t missing = (UNITS_EACH * threads + row_groups - 1) / row_groups;
-    int64_t products = rows / row_groups * product->inputs * product->outputs;
-    int64_t panel_groups = threads > 1 ? least(most(missing, products / UNIT_PRODUCTS), most(panels / UNIT_PANELS, 1)) : 1;
+    int64_t wanted = most((UNITS_EACH * threads + row_groups - 1) / row_groups,
+                          rows / row_groups * product->inputs * product->outputs / UNIT_PRODUCTS);
+    int64_t panel_groups = threads > 1 ? least(wanted, most(panels / UNIT_PANELS, 1)) : 1;
     struct multiplication work = {product, from, to, rows, row_groups, panel_groups, 0, 0};
     share(team, helpers, multiply_units, &work);
     return work.begun;

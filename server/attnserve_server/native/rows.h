@@ -108,8 +108,8 @@ void finish_tile(int count, struct row *rows, float *scores, int64_t first, int6
     {OF_ROW(0, field), OF_ROW(1, field), OF_ROW(2, field), OF_ROW(3, field), OF_ROW(4, field), OF_ROW(5, field), 0, 0}
 
 /* Turns a tile's scores, `vectors` vectors a row, into weights: 0 where a row does not reach. `fades` are the factors
-   that rescale earlier sums. Rows are interleaved, since a single one would stall on its own dependencies; no row's
-   bits depend on how many there are. */
+   that rescale earlier sums. Maxima of all rows are taken side by side, since those of a single one would wait for each
+   other; no row's bits depend on how many there are. */
 INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors, float *fades) {
     vec greatest[EIGHT], totals[EIGHT];
     float tops[V], sums[V], shifts[V];
@@ -145,12 +145,14 @@ INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int
     /* All scores of a row may be -inf so far; NaN shows nevertheless. */
     vec shift = vselect(vbelow(vset(-INFINITY), top), top, vzero());
     vstore(shifts, shift);
-    for (int64_t c = 0; c < vectors * V; c += V) {
-        UNROLL for (int r = 0; r < count; r++) {
-            vec weights = vexp(vload(scores + r * BLOCK + c) - vset(shifts[r]));
+    UNROLL for (int r = 0; r < count; r++) {
+        vec total = vzero(), own = vset(shifts[r]);
+        for (int64_t c = 0; c < vectors * V; c += V) {
+            vec weights = vexp(vload(scores + r * BLOCK + c) - own);
             vstore(scores + r * BLOCK + c, weights);
-            totals[r] = totals[r] + weights;
+            total = total + weights;
         }
+        totals[r] = total;
     }
     vec fade = vexp(before - shift);
     vstore(fades, fade);
