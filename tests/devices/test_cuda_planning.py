@@ -20,6 +20,7 @@ import pytest
 import strategies
 import torch
 from cases import Case, Plan
+from garbage import no_tensors_in_cycles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,6 +280,17 @@ def test_more_heads_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     for heads, kernel in ((4, "cuda_efficient"), (6, math.NAME)):
         plan = Plan(key_heads=heads, mask_shape=(5, 7))
         assert check([(plan.case(0), {"return_lse": True})]).kernel_calls == {kernel: 1}
+
+
+def test_batches_are_freed_when_they_are_done() -> None:
+    """Not when garbage is collected: until then, there would be no memory for the next ones."""
+    plans = [Plan(dtype="float16", batch=3, **options) for options in ({}, {"window": (2, 0)}, {"mask_shape": (5, 7)})]
+    cases = [plan.case(0) for plan in plans]
+    cases[0].value[0, 0, 0] = np.nan
+    requests = [request_of(case, return_lse=True) for case in cases]
+    run(requests)  # what is remembered from the first time on may be in cycles
+    with no_tensors_in_cycles():
+        run(requests)
 
 
 def test_what_is_alike_is_stacked() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,15 +200,11 @@ class StagedPack:
         queries, keys = (
             sum(each) for each in zip(*((one.query_length, one.kv_length) for one in sequences), strict=True)
         )
+        sizes = queries, keys, problem.query_heads, problem.kv_heads
         if queries * problem.query_heads + keys * problem.kv_heads <= FEW_ROWS:
-            found = self._arrangement(table, queries, keys)
-            return Arrangement(*self._sent(found))
-        there = self._sent([table])[0]
-        return lambda: self._arrangement(there, queries, keys)
-
-    def _arrangement(self, table: torch.Tensor, queries: int, keys: int) -> Arrangement:
-        columns, problem = PackedSequence[torch.Tensor](*table.unbind(1)), self._pack.problem
-        return Arrangement.of(columns, queries, keys, problem.query_heads, problem.kv_heads)
+            return Arrangement(*self._sent(_arrangement(table, *sizes)))
+        # Not of `self`: a cycle would keep all inputs on the device until garbage is collected.
+        return partial(_arrangement, self._sent([table])[0], *sizes)
 
     def _run_call(
         self,
@@ -267,6 +264,10 @@ class StagedPack:
             sent[start : start + each.nbytes].view(each.dtype).view(each.shape)
             for start, each in zip(ends, tensors, strict=False)
         ]
+
+
+def _arrangement(table: torch.Tensor, queries: int, keys: int, query_heads: int, kv_heads: int) -> Arrangement:
+    return Arrangement.of(PackedSequence[torch.Tensor](*table.unbind(1)), queries, keys, query_heads, kv_heads)
 
 
 def _sinks(request: Request) -> NDArray[Any]:
