@@ -5,6 +5,7 @@ With `GPU_TESTS_ON=cpu` what goes through a server runs on a CPU, to check the t
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -76,12 +77,15 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")
 def test_by_default_half_of_what_is_free_is_taken_at_the_start() -> None:
     device = open_device("cuda", 0, 0)
+    gc.collect()
+    torch.cuda.empty_cache()  # or the pool might be what torch still holds
     free = device.memory()["free"]
     host = open_caches(Config(), device)
     taken = free - device.memory()["free"]
-    assert host.store.pool_bytes == free // 2
+    assert 0 <= free // 2 - host.store.pool_bytes < host.store.page_bytes
     assert free // 2 - host.store.page_bytes <= taken <= free * 0.55
     del host
+    gc.collect()  # a pool is part of a cycle
     torch.cuda.empty_cache()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -118,6 +119,7 @@ def test_nan_is_computed_again_and_only_where_it_is(device: CudaDevice) -> None:
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
     """Limits torch's memory on the device to 1 GiB."""
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(2**30 / total, 0)
