@@ -20,6 +20,7 @@ from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered_queries import alike, attend_group, with_sinks
+from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.results import Parts, fetched, put
 from attnserve_server.devices.staging import TORCH, exact_dtype, heads_first, in_range
 from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
@@ -41,7 +42,7 @@ def _elements(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) 
     """The elements of a tensor, flat."""
     raw = device.allocate(spec.size)
     if spec.payload >= 0:
-        memoryview(raw.numpy())[:] = payloads[spec.payload]  # type: ignore[arg-type]
+        fill(raw, [payloads[spec.payload]])
     return device.upload(raw.view(TORCH[spec.dtype]))
 
 

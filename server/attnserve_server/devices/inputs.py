@@ -35,6 +35,24 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values."""
 
 
+def fill(raw: torch.Tensor, payloads: Sequence[memoryview]) -> None:
+    """Copies payloads to host memory of as many bytes, end to end."""
+    array, start = raw.numpy(), 0
+    target = memoryview(array)  # type: ignore[arg-type]
+    for payload in payloads:
+        stop = start + len(payload)
+        if len(payload) < COPIED_ASIDE:
+            target[start:stop] = payload
+        else:
+            copy_aside(payload, array[start:stop])
+        start = stop
+
+
+def copy_aside(payload: memoryview, target: NDArray[Any]) -> None:
+    """Copies a payload to as many bytes, without the GIL: other threads go on receiving and launching meanwhile."""
+    target[:] = np.frombuffer(payload, np.uint8)
+
+
 class Place:
     """Host memory for the queries, keys and values of `count` requests that share a problem."""
 
@@ -69,7 +87,7 @@ class Place:
                 if size < COPIED_ASIDE:
                     target[start : start + size] = member.payloads[payload]
                 else:
-                    self._array[start : start + size] = np.frombuffer(member.payloads[payload], np.uint8)
+                    copy_aside(member.payloads[payload], self._array[start : start + size])
                 start += size
 
     def inputs_in(self, elements: torch.Tensor) -> Inputs:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from attnserve import _dtypes
 from attnserve_server.devices.arrangement import Arrangement, PackedSequence
-from attnserve_server.devices.inputs import Allocate
+from attnserve_server.devices.inputs import Allocate, fill
 from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
@@ -245,11 +245,8 @@ class StagedPack:
     def _concatenated(self, members: Sequence[Request], name: str, width: int) -> torch.Tensor:
         """The rows [R, D] of a tensor of all members."""
         payloads = [member.payload(name) for member in members]
-        ends = list(itertools.accumulate((len(payload) for payload in payloads), initial=0))
-        raw = self._allocate(ends[-1])
-        target = memoryview(raw.numpy())  # type: ignore[arg-type]
-        for payload, start, stop in zip(payloads, ends, ends[1:], strict=False):
-            target[start:stop] = payload
+        raw = self._allocate(sum(map(len, payloads)))
+        fill(raw, payloads)
         return self._upload(raw.view(TORCH[self._pack.problem.dtype])).view(-1, width)
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from math import isfinite
 import torch
 
 from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged
+from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
@@ -140,11 +140,8 @@ class Stager:
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
         """A tensor of several requests, stacked along a new first axis, which is dropped for a single one."""
         spec = members[0].problem.tensors[name]
-        size = spec.size
-        raw = self._allocate(size * len(members))
-        target = memoryview(raw.numpy())  # type: ignore[arg-type]
-        for place, member in enumerate(members):
-            target[place * size : (place + 1) * size] = member.payload(name)
+        raw = self._allocate(spec.size * len(members))
+        fill(raw, [member.payload(name) for member in members])
         tensor = self._upload(raw.view(TORCH[spec.dtype]))
         return tensor.view(spec.shape if len(members) == 1 else (len(members), *spec.shape))
 
