@@ -16,7 +16,10 @@ from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnserve._requests.attend import encode_attend
+from attnserve_server.caches.pages import sent
+from attnserve_server.devices import cuda
 from attnserve_server.devices.batch import run_batch
+from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table, varlen_cuda
 from attnserve_server.layers.rows import Packing
@@ -117,3 +120,37 @@ def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> N
         assert positions.shape == (16,)
     Packing([3, 2]).positions([4, 0], torch.device("cpu"))
     assert asked == [True, False]
+
+
+def test_where_tokens_go_comes_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    empty_like = torch.empty_like
+
+    def told(tensor: torch.Tensor, pin_memory: bool = False) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty_like(tensor)
+
+    monkeypatch.setattr(torch, "empty_like", told)
+    assert sent([[3, 1], [2, 7]], torch.device("cpu")).tolist() == [[3, 1], [2, 7]]
+    assert not asked
+    with hollow(CUDA):
+        places = sent([[3, 1], [2, 7]], CUDA)
+        assert places.device == CUDA
+        assert places.shape == (2, 2)
+    assert asked == [True]
+
+
+def test_sums_of_products_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default is faster, and rounds the sums of parts of half-precision products before it adds them."""
+    monkeypatch.setattr(cuda, "CudaTransfers", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    matmul = torch.backends.cuda.matmul
+    names = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
+    before = [getattr(matmul, name) for name in names]
+    try:
+        CudaDevice(0)
+        assert not any(getattr(matmul, name) for name in (*names, "allow_fp16_accumulation"))
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)

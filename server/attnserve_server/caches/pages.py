@@ -151,8 +151,7 @@ class PagePool:
             page, slot, _ = places[0]
             views.key[page, :, slot], views.value[page, :, slot] = key[0], value[0]
             return
-        # Sent without waiting for running computations, which may be those of other batches.
-        pages, slots = torch.tensor([place[:2] for place in places]).to(key.device, non_blocking=True).unbind(1)
+        pages, slots = sent([place[:2] for place in places], key.device).unbind(1)
         views.key[pages, :, slots], views.value[pages, :, slots] = key, value
 
     def write_arrays(self, shape: CacheShape, places: Sequence[Write], key: NDArray[Any], value: NDArray[Any]) -> None:
@@ -298,6 +297,16 @@ class PagePool:
         """The same as arrays."""
         views = self._views(shape)
         return _array(views.key), _array(views.value)
+
+
+def sent(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers, or rows of integers, as int64 on a device: on CUDA by way of pinned memory, as a copy from other memory
+    may wait for running computations, which may be those of other batches.
+    """
+    here = torch.tensor(numbers)
+    if device.type == "cuda":
+        here = torch.empty_like(here, pin_memory=True).copy_(here)
+    return here.to(device, non_blocking=True)
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:

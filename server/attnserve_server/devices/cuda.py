@@ -74,6 +74,9 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         # float32 means float32: TF32 has 10 bits of mantissa.
         torch.set_float32_matmul_precision("highest")
+        # Sums are float32: cuBLAS may divide a half-precision product, and would round the parts' sums before adding.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.name = f"cuda:{index}"
         self.description = torch.cuda.get_device_name(index)
         self._device = self.torch_device = torch.device("cuda", index)

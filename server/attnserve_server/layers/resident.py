@@ -11,7 +11,7 @@ import torch
 
 from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.layer import Placement, Write
-from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.pages import PagePool, sent
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
@@ -109,5 +109,5 @@ def _write(
         rows.append(start)
         places.append(placement.writes[0])
     for shape, (rows, places) in steps.items():
-        index = torch.tensor(rows).to(key.device, non_blocking=True)
+        index = sent(rows, key.device)
         pool.write_tokens(shape, places, key[index], value[index])
