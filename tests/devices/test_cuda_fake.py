@@ -141,7 +141,7 @@ def test_where_tokens_go_comes_from_pinned_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sums_of_products_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's default is faster, and rounds the sums of parts of half-precision products before it adds them."""
+    """By default torch is faster, and rounds the sums of parts of half-precision products before it adds them."""
     monkeypatch.setattr(cuda, "CudaTransfers", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     matmul = torch.backends.cuda.matmul
