@@ -31,7 +31,12 @@ from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.tracing import open_tracing
-from attnserve_server.requests.limits import RequestLimits, default_request_flops
+from attnserve_server.requests.limits import (
+    CUDA_BATCH_BYTES,
+    RequestLimits,
+    default_batch_flops,
+    default_request_flops,
+)
 from attnserve_server.rpc import port, reflection
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
 from attnserve_server.rpc.fast_path import FastPath
@@ -78,6 +83,7 @@ class Server:
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
+        batch_flops = config.max_batch_flops or default_batch_flops(self.device.threads, config.max_flops)
         admission = Admission(
             config.max_requests,
             config.max_bytes,
@@ -85,10 +91,14 @@ class Server:
             config.max_message_bytes,
             config.max_queue_time,
             config.max_batch_requests,
-            config.max_batch_flops,
+            batch_flops,
         )
         queue: BatchQueue[Entry] = BatchQueue(
-            config.max_batch_flops, config.max_batch_requests, config.priority_aging, admission.pace
+            batch_flops,
+            config.max_batch_requests,
+            config.priority_aging,
+            admission.pace,
+            None if self.device.threads else CUDA_BATCH_BYTES,
         )
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
@@ -151,7 +161,7 @@ class Server:
             readers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
-            partial(server_info, config, self.device, limits, self.caches.store.pool_bytes),
+            partial(server_info, config, self.device, limits, batch_flops, self.caches.store.pool_bytes),
             self.tracing,
             config.max_caller_streams,
             stream_life,

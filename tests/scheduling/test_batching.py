@@ -53,6 +53,18 @@ def test_a_batch_is_bounded_by_cost() -> None:
     assert popped(queue_of(sixty, forty, one)) == [[sixty, forty], [one]]
 
 
+def test_a_batch_is_bounded_by_bytes() -> None:
+    """Where what it receives is copied while another batch computes; a single request may have more."""
+    sizes = (6, 4, 1, 11, 0, 5, 6)
+    entries = [Entry(arrival, cost=0, received_bytes=size) for arrival, size in enumerate(sizes)]
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, max_batch_bytes=10)
+    for entry in entries:
+        assert queue.is_full == (queue.bytes >= 10)
+        queue.push(entry)
+    assert popped(queue) == [entries[:2], entries[2:3], entries[3:4], entries[4:6], entries[6:]]
+    assert not queue.is_full
+
+
 def test_a_request_above_the_bound_of_a_batch_runs_alone() -> None:
     small, huge, later = Entry(0, cost=1), Entry(1, cost=10 * MAX_FLOPS), Entry(2, cost=1)
     queue = queue_of(small, huge, later)

@@ -162,7 +162,7 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^max_message_bytes: expected at most max_bytes \(1MiB\), found '256MiB'"):
         Config(max_bytes=2**20)
     with pytest.raises(ConfigError, match=r"^max_batch_flops: expected at most max_flops \(1e3\), found '4e9'"):
-        command_line.load(["--max-flops", "1000"], {})
+        command_line.load(["--max-flops", "1000", "--max-batch-flops", "4e9"], {})
 
 
 def test_both_ports_at_one_address_are_refused() -> None:

@@ -36,8 +36,10 @@ _DTYPES: Final = (
 )
 
 
-def server_info(config: Config, device: Device, limits: RequestLimits, cache_pool_bytes: int) -> pb.ServerInfoResponse:
-    """The reply to the RPC `ServerInfo`. The last two are those in force where the configuration leaves them open."""
+def server_info(
+    config: Config, device: Device, limits: RequestLimits, max_batch_flops: int, cache_pool_bytes: int
+) -> pb.ServerInfoResponse:
+    """The reply to the RPC `ServerInfo`. The last three are those in force where the configuration leaves them open."""
     return pb.ServerInfoResponse(
         version=__version__,
         device=device.name,
@@ -50,7 +52,7 @@ def server_info(config: Config, device: Device, limits: RequestLimits, cache_poo
             max_requests=config.max_requests,
             max_bytes=config.max_bytes,
             max_flops=config.max_flops,
-            max_batch_flops=config.max_batch_flops,
+            max_batch_flops=max_batch_flops,
             max_batch_requests=config.max_batch_requests,
             max_message_calls=config.max_message_calls,
             max_rank=limits.max_rank,

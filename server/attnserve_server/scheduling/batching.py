@@ -1,10 +1,10 @@
 """What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
 
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
-its group, wherever they are in the queue, until the batch is full by cost or count. When an entry is due depends on
-what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each priority
-level makes it due earlier by the work that the device does in `aging` seconds: a higher priority goes first, and
-nothing waits forever. Entries that nobody waits for any more never reach a batch.
+its group, wherever they are in the queue, until the batch is full by cost, count or bytes. When an entry is due depends
+on what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each
+priority level makes it due earlier by the work that the device does in `aging` seconds: a higher priority goes first,
+and nothing waits forever. Entries that nobody waits for any more never reach a batch.
 """
 
 from __future__ import annotations
@@ -77,11 +77,19 @@ class Batch(Generic[E]):
 class BatchQueue(Generic[E]):
     """The waiting entries, and the decision which of them run next."""
 
-    def __init__(self, max_cost: int, max_requests: int, aging: float, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        max_cost: int,
+        max_requests: int,
+        aging: float,
+        pace: Pace | None = None,
+        max_batch_bytes: int | None = None,
+    ) -> None:
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
         self._pace = pace or Pace()
+        self._max_batch_bytes = max_batch_bytes
         self._fairness = FairClock()
         self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
         """A heap for each group: when an entry is due, its number in the order of pushes, and the entry."""
@@ -115,7 +123,9 @@ class BatchQueue(Generic[E]):
     @property
     def is_full(self) -> bool:
         """Whether what waits would fill a batch if it were all of one group."""
-        return self.cost >= self._max_cost or self.requests >= self._max_requests
+        if self.cost >= self._max_cost or self.requests >= self._max_requests:
+            return True
+        return self._max_batch_bytes is not None and self.bytes >= self._max_batch_bytes
 
     def oldest_arrival(self) -> float | None:
         """When the longest-waiting entry arrived; None if nothing waits. Looks at all waiting entries."""
@@ -175,17 +185,21 @@ class BatchQueue(Generic[E]):
 
     def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
         """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it."""
-        callers, work = self._fairness.callers, 0.0
+        callers, work, size, most = self._fairness.callers, 0.0, 0, self._max_batch_bytes
         while waiting and len(batch.entries) < self._max_requests:
             entry = waiting[0][2]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
-            if gone is None and batch.entries and batch.cost + entry.cost > self._max_cost:
-                break
+            if gone is None and batch.entries:
+                if batch.cost + entry.cost > self._max_cost:
+                    break
+                if most is not None and size + entry.received_bytes > most:
+                    break
             heapq.heappop(waiting)
             self._forget(entry)
             if gone is None:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
+                size += entry.received_bytes
                 batch.work.add(entry.kind, entry.cost)
                 work += self._pace.work(entry.cost)
             else:

@@ -144,9 +144,10 @@ class Config:
         "requests are being refused, 16 requests or two batches are the bound, whichever take longer. 0 is no bound.",
     )
     max_batch_flops: int = _setting(
-        kinds.flops(),
-        4 * 10**9,
-        "The most floating-point operations of one batch. A single request may have more, and then runs alone.",
+        kinds.flops(0),
+        0,
+        "The most floating-point operations of one batch. A single request may have more, and then runs alone. 0: 4e9 "
+        "on a CPU and 1e12 on CUDA, some 10 ms.",
     )
     max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
