@@ -49,7 +49,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--open", type=_names, help="the workloads to be measured by open loops too; default: X")
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True, help="how cost grows")
     parser.add_argument("--growth", type=int, help="tokens to append one by one; 0 leaves that out")
-    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="of requests that wait")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, help="of requests that wait, on a CPU only")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
@@ -60,10 +60,14 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         found.open = suite.opened
     if found.growth is None:
         found.growth = 100_000 if found.device == "cpu" else 0
+    if found.memory is None:
+        found.memory = found.device == "cpu"
     if found.peers is None:
         found.peers = [name for name, peer in PEERS.items() if peer.installed and found.device == "cpu"]
     if found.peers and found.device != "cpu":
         parser.error("peers compute on a CPU")
+    if found.memory and found.device != "cpu":  # elsewhere, what comes begins to be copied before it is much
+        parser.error("requests are made to wait on a CPU")
     for names, known in ((found.workloads, suite.workloads), (found.open, suite.workloads), (found.peers, PEERS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"no such {', '.join(unknown)}; there are {', '.join(known)}")

@@ -50,6 +50,7 @@ from benchmarks.report import (
 )
 from benchmarks.results import FIGURES, OPEN_FIGURES, Result, WorkloadResult
 from benchmarks.servers import Running
+from benchmarks.suites import SUITES
 from benchmarks.waiting import waiting
 from benchmarks.workload import Shape, Workload
 from benchmarks.workloads import CUDA_WORKLOADS, MILLION, WORKLOADS
@@ -184,12 +185,19 @@ def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_
         ["--rounds", "0"],
         ["--seconds", "0"],
         ["--growth", "5"],
+        ["--device", "cuda", "--memory"],
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         options(arguments)
     assert capsys.readouterr().err.startswith("usage: python -m benchmarks")
+
+
+@pytest.mark.parametrize("device", SUITES)
+def test_by_default_requests_are_made_to_wait_on_a_cpu_only(device: str) -> None:
+    """On CUDA they would not: a batch begins once it has as many bytes as are copied while another computes."""
+    assert options(["--device", device]).memory == (device == "cpu")
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
