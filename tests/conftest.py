@@ -47,6 +47,10 @@ settings.register_profile("default", max_examples=100, derandomize=True, deadlin
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# Torch's threads wait for each other by spinning, for milliseconds. Where more want to run than there are processors,
+# that takes the time of those that have work: of tests beside them, of servers, and of each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells ignore SIGINT for background jobs. Commands that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
