@@ -19,12 +19,12 @@ def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
 
     Dense ones are as the kernels take them: of rank 4, heads first, no lengths, one offset.
     """
-    layout = "heads_first" if dense else draw(st.sampled_from(["heads_first", "length_first", "packed"]))
-    rank = {"packed": 3}.get(layout) or (4 if dense else draw(st.sampled_from([4, 3, 2])))
-    key_heads, group = (1, 1) if rank == 2 else (draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3])))
+    layout = "heads_first" if dense else draw(_LAYOUTS)
+    rank = {"packed": 3}.get(layout) or (4 if dense else draw(_RANKS))
+    key_heads, group = (1, 1) if rank == 2 else (draw(_KEY_HEADS), draw(_GROUPS))
     heads = key_heads * group
     query_length, key_length = draw(_LENGTHS), draw(_LENGTHS)
-    batch = 1 if rank < 4 and layout != "packed" else draw(st.integers(1, 4))
+    batch = 1 if rank < 4 and layout != "packed" else draw(_BATCHES)
     query_lengths = kv_lengths = None
 
     def one_each(integers: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
@@ -33,14 +33,14 @@ def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
     if layout == "packed":
         query_lengths, kv_lengths = draw(one_each(_LENGTHS)), draw(one_each(_LENGTHS))
         query_length, key_length = max(query_lengths), max(kv_lengths)
-    elif not dense and draw(st.booleans()):
+    elif not dense and draw(_EITHER):
         kv_lengths = draw(one_each(st.integers(0, key_length)))
     grid = (batch, heads, query_length, key_length)
     offsets = st.integers(-key_length - 2, key_length + 2)
-    score = draw(st.sampled_from(["dot", "dot", "dot", "general", "additive"]))
+    score = draw(_SCORES)
     head_dim = draw(_WIDTHS)
     return Plan(
-        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        dtype=draw(_DTYPES),
         layout=layout,
         rank=rank,
         batch=batch,
@@ -53,24 +53,38 @@ def plans(draw: st.DrawFn, dense: bool = False) -> Plan:
         value_dim=draw(st.one_of(st.just(head_dim), _WIDTHS)),
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
-        causal=draw(st.sampled_from(_CAUSAL)),
+        causal=draw(_CAUSAL),
         query_offset=draw(st.one_of(st.none(), offsets, *([] if dense else [one_each(offsets)]))),
-        window=draw(st.one_of(st.none(), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))),
+        window=draw(_WINDOWS),
         mask_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
         bias_shape=draw(st.one_of(st.none(), _broadcastable(grid))),
-        alibi=draw(st.booleans()),
-        sinks=draw(st.booleans()),
-        scale=draw(st.one_of(st.none(), st.sampled_from([0.0, -0.5, 0.25, 1.0]))),
-        softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 5.0])),
+        alibi=draw(_EITHER),
+        sinks=draw(_EITHER),
+        scale=draw(_SCALES),
+        softcap=draw(_SOFTCAPS),
         score=score,
-        hidden=draw(st.integers(1, 6)),
-        additive_parts=draw(st.tuples(st.booleans(), st.booleans())),
-        parameter_dtype=draw(st.sampled_from(sorted(DTYPES))),
-        poisoned=draw(st.booleans()),
+        hidden=draw(_HIDDEN),
+        additive_parts=draw(_PAIRS),
+        parameter_dtype=draw(_DTYPES),
+        poisoned=draw(_EITHER),
     )
 
 
-_CAUSAL: list[bool | str] = [False, True, "top_left", "bottom_right"]
+# Made once: one that is made for each example is also examined for each, a quarter of the time to draw it.
+_EITHER = st.booleans()
+_PAIRS = st.tuples(_EITHER, _EITHER)
+_LAYOUTS = st.sampled_from(["heads_first", "length_first", "packed"])
+_RANKS = st.sampled_from([4, 3, 2])
+_BATCHES = st.integers(1, 4)
+_KEY_HEADS = st.integers(1, 3)
+_GROUPS = st.sampled_from([1, 1, 2, 3])
+_DTYPES = st.sampled_from(sorted(DTYPES))
+_SCORES = st.sampled_from(["dot", "dot", "dot", "general", "additive"])
+_HIDDEN = st.integers(1, 6)
+_CAUSAL = st.sampled_from([False, True, "top_left", "bottom_right"])
+_WINDOWS = st.one_of(st.none(), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))
+_SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.5, 0.25, 1.0]))
+_SOFTCAPS = st.sampled_from([0.0, 0.0, 0.5, 5.0])
 _LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 1, 16, 17, 40]))
 _WIDTHS = st.one_of(st.integers(1, 20), st.sampled_from([1, 16, 32, 64]))
 
