@@ -117,9 +117,9 @@ def test_bad_input_is_named(channel: grpc.Channel, caches: Caches, method: str) 
 
 
 def test_a_stream_says_the_same(channel: grpc.Channel, caches: Caches) -> None:
-    """The cases of Attend and Apply as calls in a few messages, with a sound call between every two."""
+    """The cases of Attend and Apply as calls of a few streams, with a sound call between every two."""
     cases = [case for case in CASES if case.method in (ATTEND, APPLY)]
-    stream, replies = calls.Stream(channel), 0
+    replies = 0
     good = sound(ATTEND, "dot", caches)
     expected = ask(channel, ATTEND, good).output
     for begin in range(0, len(cases), 100):
@@ -131,6 +131,7 @@ def test_a_stream_says_the_same(channel: grpc.Channel, caches: Caches) -> None:
                 pb.AttendStreamCall(id=2 * number, **{operation: broken(case, caches)}),
                 pb.AttendStreamCall(id=2 * number + 1, attend=good),
             ]
+        stream = calls.Stream(channel)  # one for each part, since it has a deadline
         stream.send(*sent)
         for reply in stream.replies(len(sent)):
             if reply.id % 2:
@@ -138,9 +139,9 @@ def test_a_stream_says_the_same(channel: grpc.Channel, caches: Caches) -> None:
             else:
                 check(reply.error, part[reply.id // 2])
                 replies += 1
+        stream.half_close()
+        assert stream.rest() == []
     assert replies == len(cases)
-    stream.half_close()
-    assert stream.rest() == []
 
 
 @pytest.mark.parametrize("method", METHODS)
