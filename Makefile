@@ -32,10 +32,11 @@ demo: $(VENV)/.demo ## start the service and embed sentences through it with a r
 serve: $(VENV)/.demo ## run the service until interrupted
 	$(BIN)/attnserve-server $(ARGS)
 
-# Servers and kernels use several processors each, so on two there is nothing to gain by testing several files at a
-# time. With more: `ARGS="-n 4 --dist loadfile"`. Each worker takes up to 2 GB, and starts servers of its own.
+# By two processes, each of which runs one file of tests at a time, since tests of a file share servers. Each takes up to
+# 3 GB, and starts servers of its own. `ARGS="-n 0"` runs all in one process, as a debugger (`--pdb`) needs it; with many
+# processors, `ARGS="-n 4"` is faster still.
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
 	$(BIN)/ruff format --check .
