@@ -20,7 +20,7 @@ from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.apply import ApplyOptions, encode_apply
-from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.result import AttentionResult, LayerResult
 from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
@@ -69,14 +69,14 @@ class AsyncClient:
 
     async def attend(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         caches: CacheStates | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> AttentionResult[ArrayT]:
+    ) -> AttentionResult[KindT]:
         """Computes one attention. Arguments, result and errors are those of `Client.attend`.
 
         Cancelling the task that awaits it also tells the server.
@@ -86,14 +86,14 @@ class AsyncClient:
 
     def submit(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         caches: CacheStates | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> asyncio.Future[AttentionResult[ArrayT]]:
+    ) -> asyncio.Future[AttentionResult[KindT]]:
         """Asks for one attention and returns a future of its result. Arguments are those of `Client.attend`.
 
         Errors in the arguments themselves are raised here, all others by the future.
@@ -110,12 +110,12 @@ class AsyncClient:
     async def apply(
         self,
         layer: str,
-        input: ArrayT,
+        input: ArrayOf[KindT],
         *,
         caches: CacheStates | None = None,
         cache: CacheState | None = None,
         **options: Unpack[ApplyOptions],
-    ) -> LayerResult[ArrayT]:
+    ) -> LayerResult[KindT]:
         """Applies a layer whose weights the server holds. Arguments, result and errors are those of `Client.apply`.
 
         Cancelling the task that awaits it also tells the server.
@@ -126,12 +126,12 @@ class AsyncClient:
     def submit_apply(
         self,
         layer: str,
-        input: ArrayT,
+        input: ArrayOf[KindT],
         *,
         caches: CacheStates | None = None,
         cache: CacheState | None = None,
         **options: Unpack[ApplyOptions],
-    ) -> asyncio.Future[LayerResult[ArrayT]]:
+    ) -> asyncio.Future[LayerResult[KindT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
         Arguments are those of `Client.apply`; the future is like that of `submit`.

@@ -20,7 +20,7 @@ from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.apply import ApplyOptions, encode_apply
-from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.result import AttentionResult, LayerResult
 from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
@@ -88,14 +88,14 @@ class Client:
 
     def attend(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         caches: CacheStates | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> AttentionResult[ArrayT]:
+    ) -> AttentionResult[KindT]:
         """Computes one attention and waits for it.
 
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
@@ -147,14 +147,14 @@ class Client:
 
     def submit(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         caches: CacheStates | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> Future[AttentionResult[ArrayT]]:
+    ) -> Future[AttentionResult[KindT]]:
         """Asks for one attention and returns a future of its result, so that one thread can keep many in flight.
 
         Arguments are those of `attend`. Cancelling the future also tells the server; finalizers (``__del__``) and
@@ -174,12 +174,12 @@ class Client:
     def apply(
         self,
         layer: str,
-        input: ArrayT,
+        input: ArrayOf[KindT],
         *,
         caches: CacheStates | None = None,
         cache: CacheState | None = None,
         **options: Unpack[ApplyOptions],
-    ) -> LayerResult[ArrayT]:
+    ) -> LayerResult[KindT]:
         """Applies a layer whose weights the server holds, and waits for it.
 
         B is the number of sequences, L and S the input and context length, d_in, d_context and d_out the layer's
@@ -227,12 +227,12 @@ class Client:
     def submit_apply(
         self,
         layer: str,
-        input: ArrayT,
+        input: ArrayOf[KindT],
         *,
         caches: CacheStates | None = None,
         cache: CacheState | None = None,
         **options: Unpack[ApplyOptions],
-    ) -> Future[LayerResult[ArrayT]]:
+    ) -> Future[LayerResult[KindT]]:
         """Asks for a layer to be applied and returns a future of the result.
 
         Arguments are those of `apply`; the future is like that of `submit`.

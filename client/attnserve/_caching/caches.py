@@ -15,7 +15,7 @@ from attnserve._caching.creation import Making
 from attnserve._caching.plans import CacheState
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
 from attnserve._requests import arguments, cache_requests
-from attnserve._requests.arguments import ArrayLike, ArrayT, Names
+from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
 from attnserve._requests.attend import AttendOptions
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult
@@ -79,13 +79,13 @@ class Cache(CacheState):
 
     def attend(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> AttentionResult[ArrayT]:
+    ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call.
 
         Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append.
@@ -151,13 +151,13 @@ class AsyncCache(CacheState):
 
     async def attend(
         self,
-        query: ArrayT,
+        query: ArrayOf[KindT],
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
         layer: int = 0,
         **options: Unpack[AttendOptions],
-    ) -> AttentionResult[ArrayT]:
+    ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 

@@ -29,7 +29,7 @@ from attnserve._caching.turns import Line, Turns
 from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.apply import ApplyCall, ApplyOptions, encode_apply
-from attnserve._requests.arguments import ArrayLike, ArrayT
+from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendCall, AttendOptions, encode_attend
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo
 from attnserve._requests.call import EncodedCall
@@ -170,12 +170,12 @@ def attend(
     turns: Turns,
     caches: CacheStates,
     layer: int,
-    query: ArrayT,
+    query: ArrayOf[KindT],
     key: ArrayLike | None,
     value: ArrayLike | None,
     default_timeout: float | None,
     options: AttendOptions,
-) -> Plan[AttentionResult[ArrayT]]:
+) -> Plan[AttentionResult[KindT]]:
     """Attends to caches, after appending keys and values to them, if any are given."""
     states = _checked(turns, caches)
     layer = _layer("cache_layer", layer, states)
@@ -208,10 +208,10 @@ def apply(
     turns: Turns,
     caches: CacheStates,
     layer: str,
-    input: ArrayT,
+    input: ArrayOf[KindT],
     default_timeout: float | None,
     options: ApplyOptions,
-) -> Plan[LayerResult[ArrayT]]:
+) -> Plan[LayerResult[KindT]]:
     """Applies a layer whose blocks append their keys and values to the layers of the caches."""
     states = _checked(turns, caches)
     call = encode_apply(layer, input, True, default_timeout=default_timeout, **options)

@@ -17,7 +17,7 @@ import numpy as np
 from attnserve._requests import arguments
 from attnserve._requests import arrays as _arrays
 from attnserve._requests import call as _call
-from attnserve._requests.arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._requests.arguments import ArrayLike, ArrayOf, ArrayT, Causal, KindT, Scores
 from attnserve._requests.arrays import Array
 from attnserve._requests.call import EncodedCall, Tensors
 from attnserve._requests.operation import APPLY
@@ -70,7 +70,7 @@ class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
 
 def encode_apply(
     layer: str,
-    input: ArrayT,
+    input: ArrayOf[KindT],
     resident: bool = False,
     *,
     context: ArrayLike | None = None,
@@ -88,7 +88,7 @@ def encode_apply(
     priority: int = 0,
     timeout: float | EllipsisType | None = ...,
     default_timeout: float | None = None,
-) -> ApplyCall[ArrayT]:
+) -> ApplyCall[KindT]:
     """The call that `Client.apply` describes; `resident` if there are caches.
 
     InvalidRequestError names an argument that no server would accept.
@@ -119,7 +119,7 @@ def encode_apply(
         bool(average_scores),
         arguments.integer("priority", priority, 32),
     )
-    call: ApplyCall[ArrayT] = ApplyCall(
+    call: ApplyCall[KindT] = ApplyCall(
         header,
         arrays,
         input,

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from attnserve._errors import InvalidRequestError
 from attnserve._requests import arrays
@@ -18,7 +21,35 @@ from attnserve._settings.targets import check_address
 from attnserve.v1 import attention_pb2 as pb
 
 ArrayT = TypeVar("ArrayT")
-"""The caller's kind of array, NumPy or torch: the result is of the same kind as the query or the input."""
+"""The type of a result's arrays."""
+
+KindT = TypeVar("KindT", default=NDArray[Any])
+"""The same, as methods infer it from the query or the input: a torch tensor, or a NumPy array of any dtype, since not all
+arrays of a result have the same. Numbers in lists give a NumPy array.
+"""
+
+_KindT_co = TypeVar("_KindT_co", covariant=True)
+
+
+class _Tensor(Protocol[_KindT_co]):
+    """What type checkers know a torch tensor by, so that they need no torch here. A `torch.nn.Parameter` detaches to a
+    plain tensor, which is what comes back.
+    """
+
+    def detach(self) -> _KindT_co: ...
+
+
+class _NumPy(Protocol[_KindT_co]):
+    """What type checkers know a NumPy array by. Its base is an array of any dtype and shape."""
+
+    @property
+    def base(self) -> _KindT_co | None: ...
+
+
+ArrayOf: TypeAlias = _Tensor[KindT] | _NumPy[KindT] | Sequence[Any] | float
+"""A NumPy array, a torch tensor, or numbers in lists, to which a result with arrays of type `KindT` comes back. No
+alternative fits what another fits, or type checkers would infer nothing.
+"""
 
 ArrayLike: TypeAlias = Any
 """A NumPy array, a torch tensor, or numbers in lists."""

@@ -16,7 +16,7 @@ from attnserve._errors import InvalidRequestError
 from attnserve._requests import arguments
 from attnserve._requests import arrays as _arrays
 from attnserve._requests import call as _call
-from attnserve._requests.arguments import ArrayLike, ArrayT, Causal, Scores
+from attnserve._requests.arguments import ArrayLike, ArrayOf, ArrayT, Causal, KindT, Scores
 from attnserve._requests.arrays import Array
 from attnserve._requests.call import EncodedCall, Tensors
 from attnserve._requests.operation import ATTEND
@@ -94,7 +94,7 @@ class AttendCall(EncodedCall[AttentionResult[ArrayT]], Generic[ArrayT]):
 
 
 def encode_attend(
-    query: ArrayT,
+    query: ArrayOf[KindT],
     key: ArrayLike,
     value: ArrayLike,
     resident: bool = False,
@@ -117,7 +117,7 @@ def encode_attend(
     priority: int = 0,
     timeout: float | EllipsisType | None = ...,
     default_timeout: float | None = None,
-) -> AttendCall[ArrayT]:
+) -> AttendCall[KindT]:
     """The call that `Client.attend` describes; `resident` if there are caches: key and value may then be None.
 
     InvalidRequestError names an argument that no server would accept.
@@ -150,7 +150,7 @@ def encode_attend(
         arguments.choice("return_scores", arguments.STAGES, return_scores),
         arguments.integer("priority", priority, 32),
     )
-    call: AttendCall[ArrayT] = AttendCall(
+    call: AttendCall[KindT] = AttendCall(
         header,
         arrays,
         query,
