@@ -47,8 +47,9 @@ def merge_attention(
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
-    if isinstance(results, AttentionResult):
-        raise ValueError("results: expected several in a list, found a single one")
+    if isinstance(results, AttentionResult) or not isinstance(results, Iterable):
+        found = "a single one" if isinstance(results, AttentionResult) else type(results).__name__
+        raise ValueError(f"results: expected several in a list, found {found}")
     pairs = [_pair(result) for result in results]
     if not pairs:
         raise ValueError("results: expected one or more, found none")

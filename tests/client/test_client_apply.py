@@ -164,6 +164,9 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"priority": 0.0}, "priority"),
         ({"priority": np.array([0, 0])}, "priority"),
         ({"timeout": -1}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"return_lse": "false"}, "return_lse"),
+        ({"average_scores": "false"}, "average_scores"),
     ],
 )
 def test_what_no_server_would_take_names_its_field(options: dict[str, Any], field: str) -> None:

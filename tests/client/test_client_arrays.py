@@ -60,6 +60,19 @@ def test_plain_numbers_become_float32() -> None:
         np.testing.assert_array_equal(elements(sent), np.array(value, np.float32))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("make", [arrays.floating, arrays.floating_or_ids])
+def test_arrays_in_lists_keep_their_dtype(make: Any, dtype: Any) -> None:
+    rows = [np.ones((2, 3), dtype), np.zeros((2, 3), dtype)]
+    together = np.stack(rows)
+    for nested in (rows, tuple(rows), [list(row) for row in rows], [[list(each) for each in row] for row in rows]):
+        array = make("query", nested)
+        assert (array.dtype, array.shape) == (make("query", together).dtype, (2, 2, 3))
+        assert bytes(array.data) == together.tobytes()
+    assert make("query", rows[0][0, 0]).dtype == make("query", together).dtype
+    assert make("query", [np.empty((0, 4), dtype)]).dtype == make("query", together).dtype
+
+
 def test_numbers_of_numpys_keep_their_dtype() -> None:
     """Even float64, whose scalars are also Python floats."""
     assert arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64

@@ -114,7 +114,17 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"window": (1, 2, 3)}, "window"),
         ({"window": (1.5, 2)}, "window.left"),
         ({"window": (1, 2**63)}, "window.right"),
+        ({"window": "3"}, "window"),
+        ({"window": {8, 0}}, "window"),
+        ({"window": {8: 1, 0: 2}}, "window"),
         ({"scale": "big"}, "scale"),
+        ({"scale": "1"}, "scale"),
+        ({"scale": np.str_("1")}, "scale"),
+        ({"softcap": b"1"}, "softcap"),
+        ({"return_lse": "false"}, "return_lse"),
+        ({"return_lse": None}, "return_lse"),
+        ({"return_lse": 2}, "return_lse"),
+        ({"return_lse": np.ones(2)}, "return_lse"),
         ({"scale": 10**400}, "scale"),
         ({"softcap": [1]}, "softcap"),
         ({"priority": 1.0}, "priority"),
@@ -134,6 +144,7 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"timeout": -1}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"timeout": "soon"}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
         ({"timeout": 10**400}, "timeout"),
     ],
 )
@@ -143,6 +154,11 @@ def test_what_no_server_would_take_names_its_field(options: dict[str, Any], fiel
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: expected")
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("flag", [False, True, 0, 1, np.False_, np.True_])
+def test_flags_are_of_any_type_that_is_one(flag: Any) -> None:
+    assert request(return_lse=flag).return_lse == bool(flag)
 
 
 def test_the_timeout_of_a_call_wins_over_the_clients() -> None:

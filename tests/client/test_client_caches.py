@@ -167,6 +167,7 @@ def test_what_is_created(client: Any, keeper: Keeper, dtype: Any) -> None:
         ({"ttl": float("inf")}, "ttl: expected seconds"),
         ({"ttl": 1e300}, "ttl: expected seconds"),
         ({"ttl": "long"}, "ttl: expected a number"),
+        ({"ttl": "5"}, "ttl: expected a number"),
     ],
 )
 def test_what_cannot_be_created(client: Any, keeper: Keeper, options: dict[str, Any], words: str) -> None:

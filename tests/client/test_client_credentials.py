@@ -61,6 +61,7 @@ def test_a_token_is_not_sent_in_the_clear_to_other_machines(client_class: Any) -
         ({"tls": True}, "tls: expected attnserve.TLS"),
         ({"tls": TLS(ca="/nowhere/ca.pem")}, "tls: cannot read /nowhere/ca.pem"),
         ({"token": ""}, "token: expected visible"),
+        ({"token": b"text"}, "token: expected visible"),
         ({"token": "two words"}, "token: expected visible"),
         ({"token": "ümlaut"}, "token: expected visible"),
         ({"token": Token(file="/nowhere/token")}, "token: cannot read /nowhere/token"),
@@ -76,6 +77,21 @@ def test_values_that_are_not_complete_are_refused() -> None:
         with pytest.raises(ValueError, match=r"^t(ls|oken): expected"):
             make()
     assert SECRET not in repr(Token(SECRET))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TLS(ca=SECRET.encode()), "tls: expected the path of a file as ca, found bytes"),  # type: ignore[arg-type]
+        (lambda: TLS(ca=5), "tls: expected the path of a file as ca, found int"),  # type: ignore[arg-type]
+        (lambda: TLS(certificate="c", key=""), "tls: expected the path of a file as key, found an empty one"),
+        (lambda: TLS(server_name=5), "tls: expected a name as server_name, found 5"),  # type: ignore[arg-type]
+        (lambda: Token(file=5), "token: expected the path of a file as file, found int"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_path_is_refused_without_quoting_it(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        make()
 
 
 def test_a_token_in_a_file_is_read_again(tmp_path: Path) -> None:

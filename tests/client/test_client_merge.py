@@ -137,6 +137,7 @@ def test_results_are_taken_as_they_come() -> None:
         [LayerResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1, 1)],
         AttentionResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1),
         np.ones((2, 3)),
+        5,
     ],
 )
 def test_what_does_not_fit_is_refused(results: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attnserve import AsyncClient, Client, UnavailableError
@@ -18,6 +19,8 @@ from attnserve._settings.config import Settings
         ("transport", "pigeon"),
         ("timeout", -1),
         ("timeout", "soon"),
+        ("timeout", "3"),
+        ("timeout", b"3"),
         ("options", {"grpc.own": 1}),
         ("options", [("grpc.own",)]),
         ("options", None),
@@ -99,7 +102,7 @@ def test_the_callers_channel_options_win() -> None:
     assert options["grpc.max_receive_message_length"] == -1
 
 
-@pytest.mark.parametrize(("given", "taken"), [("3", 3.0), (7, 7.0), (1e300, None), (None, None)])
+@pytest.mark.parametrize(("given", "taken"), [(np.float32(3), 3.0), (7, 7.0), (1e300, None), (None, None)])
 def test_a_timeout_is_a_number_of_seconds(given: Any, taken: float | None) -> None:
     assert Settings("host:1", "stream", given, 0, 1, ()).timeout == taken
 

@@ -94,6 +94,7 @@ def encode_apply(
     InvalidRequestError names an argument that no server would accept.
     """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    return_lse = arguments.flag("return_lse", return_lse)
     arrays = [("input", _arrays.floating_or_ids("input", input))]
     if context is not None:
         arrays.append(("context", _arrays.floating("context", context)))
@@ -114,16 +115,16 @@ def encode_apply(
         arguments.text("layer", layer),
         arguments.choice("causal", _RESIDENT_ALIGNMENTS if resident else _ALIGNMENTS, causal),
         arguments.window(window),
-        bool(return_lse),
+        return_lse,
         arguments.choice("return_scores", arguments.STAGES, return_scores),
-        bool(average_scores),
+        arguments.flag("average_scores", average_scores),
         arguments.integer("priority", priority, 32),
     )
     call: ApplyCall[KindT] = ApplyCall(
         header,
         arrays,
         input,
-        returns_lse=bool(return_lse),
+        returns_lse=return_lse,
         returns_scores=return_scores is not None,
         timeout=timeout,
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from attnserve._errors import InvalidRequestError
+from attnserve._numbers import real
 from attnserve._requests import arrays
 from attnserve._requests.arrays import Array
 from attnserve._settings.targets import check_address
@@ -24,8 +26,8 @@ ArrayT = TypeVar("ArrayT")
 """The type of a result's arrays."""
 
 KindT = TypeVar("KindT", default=NDArray[Any])
-"""The same, as methods infer it from the query or the input: a torch tensor, or a NumPy array of any dtype, since not all
-arrays of a result have the same. Numbers in lists give a NumPy array.
+"""The same, as methods infer it from the query or the input: a torch tensor, or a NumPy array of any dtype, since not
+all arrays of a result have the same. Numbers in lists give a NumPy array.
 """
 
 _KindT_co = TypeVar("_KindT_co", covariant=True)
@@ -113,9 +115,18 @@ def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
 def number(field: str, value: Any) -> float:
     """A number of any type, as a float."""
     try:
-        return float(value)
+        return real(value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError(f"{field}: expected a number, found {value!r}", field=field) from None
+
+
+def flag(field: str, value: Any) -> bool:
+    """True or False, NumPy's too, or 0 or 1. Nothing else, since any text would be true, "false" included."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, int | np.bool_) and value in (0, 1):
+        return bool(value)
+    raise InvalidRequestError(f"{field}: expected True or False, found {value!r}", field=field)
 
 
 def integer(field: str, value: Any, bits: int) -> int:
@@ -143,7 +154,7 @@ def window(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     try:
-        left, right = value
+        left, right = () if isinstance(value, Set | Mapping) else value  # those have no first and second
     except (TypeError, ValueError):
         raise InvalidRequestError(f"window: expected (left, right), found {value!r}", field="window") from None
     return integer("window.left", left, 64), integer("window.right", right, 64)

@@ -43,9 +43,9 @@ def torch_tensor(value: Any) -> Any | None:
 
 
 def floating(field: str, value: Any) -> Array:
-    """A floating tensor. Plain numbers and lists become float32. InvalidRequestError for any other dtype."""
+    """A floating tensor. Plain numbers, also in lists, become float32. InvalidRequestError for any other dtype."""
     array = _as_numpy(field, value)
-    if array is not value and not isinstance(value, np.generic) and array.dtype.kind in "fiu" and _is_plain(value):
+    if array is not value and array.dtype.kind in "fiu" and _is_plain(value):
         array = array.astype(np.float32)
     return _floating(field, array, "float32, float16, bfloat16 or float64")
 
@@ -53,7 +53,7 @@ def floating(field: str, value: Any) -> Array:
 def floating_or_ids(field: str, value: Any) -> Array:
     """A floating tensor, or an int64 tensor for integers and for empty lists.
 
-    Floats in lists become float32. InvalidRequestError for any other dtype.
+    Plain floats in lists become float32. InvalidRequestError for any other dtype.
     """
     array = _as_numpy(field, value)
     plain = _is_plain(value)
@@ -105,8 +105,10 @@ def _integers(field: str, array: np.ndarray[Any, Any]) -> Array:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a Python number or sequence, which has no dtype."""
-    return isinstance(value, int | float | list | tuple)
+    """Whether a value is Python's own numbers, which have no dtype, as far as the first one shows."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
 
 
 def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:

@@ -123,6 +123,7 @@ def encode_attend(
     InvalidRequestError names an argument that no server would accept.
     """
     timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    return_lse = arguments.flag("return_lse", return_lse)
     arrays = [("query", _arrays.floating("query", query))]
     if not (resident and key is None and value is None):
         arrays += (("key", _arrays.floating("key", key)), ("value", _arrays.floating("value", value)))
@@ -146,7 +147,7 @@ def encode_attend(
         arguments.window(window),
         None if scale is None else arguments.number("scale", scale),
         0.0 if softcap is None else arguments.number("softcap", softcap),
-        bool(return_lse),
+        return_lse,
         arguments.choice("return_scores", arguments.STAGES, return_scores),
         arguments.integer("priority", priority, 32),
     )
@@ -154,7 +155,7 @@ def encode_attend(
         header,
         arrays,
         query,
-        returns_lse=bool(return_lse),
+        returns_lse=return_lse,
         returns_scores=return_scores is not None,
         timeout=timeout,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, get_args
 
 from attnserve._errors import InvalidRequestError
+from attnserve._numbers import real
 from attnserve._settings.credentials import TLS, Token, is_local
 from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Address, Target, is_looked_up, target_of
@@ -142,7 +143,7 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     try:
-        seconds = float(timeout)
+        seconds = real(timeout)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not (seconds >= 0 and math.isfinite(seconds)):

@@ -51,6 +51,10 @@ class TLS:
     """The name that the server's certificate must have. Default: that of the address."""
 
     def __post_init__(self) -> None:
+        for name in ("ca", "certificate", "key"):
+            _check_path("tls", name, getattr(self, name))
+        if self.server_name is not None and not (isinstance(self.server_name, str) and self.server_name):
+            raise ValueError(f"tls: expected a name as server_name, found {self.server_name!r}")
         if (self.certificate is None) != (self.key is None):
             raise ValueError("tls: expected both a certificate and its key, or neither")
 
@@ -91,6 +95,7 @@ class Token:
     def __post_init__(self) -> None:
         if (self.value is None) == (self.file is None):
             raise ValueError("token: expected either the token or a file")
+        _check_path("token", "file", self.file)
         if self.value is not None:
             _checked(self.value)
 
@@ -178,6 +183,13 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def _check_path(argument: str, name: str, path: Any) -> None:
+    """ValueError if what should be a path, or None, is neither. It is not quoted: it may be what the file has."""
+    if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
+        found = "an empty one" if path == "" else type(path).__name__
+        raise ValueError(f"{argument}: expected the path of a file as {name}, found {found}")
 
 
 def _checked(token: Any) -> str:
