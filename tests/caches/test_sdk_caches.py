@@ -46,6 +46,22 @@ def test_prefill_decode_fork_and_truncate(client: Client) -> None:
     branch.delete()
 
 
+async def test_a_printed_cache_says_what_it_is_and_not_its_whole_name(client: Client, server: Server) -> None:
+    with client.create_cache(num_kv_heads=2, head_dim=8, ttl=60) as cache:
+        cache.append(*tokens(0, 4))
+        async with AsyncClient(server.address) as other:
+            described = [repr(cache), repr(await other.open_cache(cache.name))]
+        described += [repr(cache.info()), repr(client.caches.list()), repr(client.caches.pool())]
+        for text, kind in zip(described, ("Cache", "AsyncCache", "CacheInfo", "CacheInfo", "CacheInfo"), strict=True):
+            assert f"{kind}(" in text
+            assert f"{cache.name[:4]}…'" in text
+            assert cache.name[:6] not in text
+        assert "num_kv_heads=2, head_dim=8, value_dim=8, layers=1, dtype='float32', length=4" in described[0]
+        with Client(server.address) as stranger, pytest.raises(InvalidRequestError, match="of this client") as caught:
+            stranger.attend(tokens(0, 1)[0], caches=cache)
+        assert cache.name[:6] not in str(caught.value)
+
+
 def test_somebody_else_appends(client: Client) -> None:
     """The SDK sends the length that it expects, and is told the actual one."""
     with client.create_cache(2, 8) as cache:

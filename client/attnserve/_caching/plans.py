@@ -88,6 +88,12 @@ class CacheState:
         """The number of tokens in each layer, as of the last operation that succeeded."""
         return tuple(self.tokens)
 
+    def __repr__(self) -> str:
+        """Its shape and known length, without asking the server; its name only in part."""
+        sizes = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "length", "address")
+        described = ", ".join(f"{size}={getattr(self, size)!r}" for size in sizes)
+        return f"{type(self).__name__}({cache_requests.shown(self.name)}, {described})"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a cache cannot be pickled: have it opened by its name, with open_cache")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
@@ -45,6 +45,9 @@ _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
     "float16": tensor_pb2.DATA_TYPE_FLOAT16,
     "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16,
 }
+
+_SHOWN: Final = 4
+"""The characters of a cache's name that are shown, of 24: enough to tell one's own caches apart, not to open one."""
 
 AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
 
@@ -80,6 +83,15 @@ class CacheInfo:
     """How much of that is left, in seconds; None without a ttl."""
     address: str | None = None
     """Where the server that holds it can be reached; None if it does not say."""
+
+    def __repr__(self) -> str:
+        rest = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)[1:])
+        return f"CacheInfo(name={shown(self.name)}, {', '.join(rest)})"
+
+
+def shown(name: str) -> str:
+    """A cache's name for people and logs, cut short: where callers are not identified, the whole name is a secret."""
+    return repr(name[:_SHOWN] + "…")
 
 
 @dataclass(frozen=True, slots=True)
