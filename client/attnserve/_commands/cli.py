@@ -31,6 +31,8 @@ _METRICS_ADDRESS: Final = "127.0.0.1:8002"
 """The default address of a server's metrics."""
 _INTERRUPTED: Final = 130
 """The exit status by convention for a command ended by ctrl-c."""
+_ANYHOW: Final = (("grpc.inhibit_health_checking", 1),)
+"""The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ask(parsed: argparse.Namespace) -> int:
     """Asks the service, and prints the answer."""
     try:
-        client = _client(parsed)
+        client = _client(parsed, options=parsed.options)
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2
@@ -119,12 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         ("caches", _caches, "list the caller's caches on a server"),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"{help_text.capitalize()}.")
-        command.set_defaults(run=_ask, ask=ask)
+        command.set_defaults(run=_ask, ask=ask, options=_ANYHOW)
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
     _bench.add_flags(bench, _seconds)
-    bench.set_defaults(run=_measure)
+    bench.set_defaults(run=_measure, options=())
     top = commands.add_parser(
         "top",
         help="show a server's load and latency, live",
@@ -169,8 +171,7 @@ def _seconds(text: str) -> float:
 def _health(parsed: argparse.Namespace) -> int:
     """Asks whether the server is healthy."""
     try:
-        # Otherwise gRPC itself asks first, and sends nothing to a server that starts or drains.
-        client = _client(parsed, retries=0, options=[("grpc.inhibit_health_checking", 1)])
+        client = _client(parsed, retries=0, options=_ANYHOW)
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2
