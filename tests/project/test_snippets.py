@@ -1,9 +1,15 @@
-"""The documents' SDK snippets work exactly as written, in a program and at Python's prompt."""
+"""The documents' SDK snippets work exactly as written, in a program and at Python's prompt; so do the commands that try
+TLS and tokens.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from codeop import CommandCompiler
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,21 +21,40 @@ import numpy as np
 import pytest
 from conftest import Models, Server
 
-from attnserve import Client
+import attnserve
+from attnserve import Client, PermissionDeniedError
 
 ROOT = Path(__file__).resolve().parents[2]
-ADDRESS = "127.0.0.1:8001"
-"""The server's address in the documents."""
+ONE = np.zeros((1, 1, 2), np.float32)
 
 
 def snippets(document: str, server: Server) -> Iterator[CodeType]:
-    """A document's Python snippets, compiled with their line numbers in it, for the test's server."""
-    text = (ROOT / document).read_text("utf-8").replace(ADDRESS, server.address)
+    """A document's Python snippets, compiled with their line numbers in it. The test's server has all addresses."""
+    text = re.sub(r"[\w.-]+:8001", server.address, (ROOT / document).read_text("utf-8"))
     for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield compile("\n" * text.count("\n", 0, found.start(1)) + found[1], document, "exec")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/caches.md", "docs/replicas.md", "docs/security.md"])
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Client]]:
+    """The clients that snippets make, in order; closed at the end."""
+    clients: list[Client] = []
+
+    class Recorded(Client):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            clients.append(self)
+
+    monkeypatch.setattr(attnserve, "Client", Recorded)
+    yield clients
+    for client in clients:
+        client.close()
+
+
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("caches", "replicas", "security", "tracing"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_snippets_can_be_pasted_at_the_prompt(document: str) -> None:
     """There an empty line ends a block, and nothing else does."""
     text = (ROOT / document).read_text("utf-8")
@@ -82,3 +107,56 @@ def test_what_the_readme_shows_of_layers(start_server: Callable[..., Server], tm
         exec(code, namespace)
     assert namespace["hidden"].shape == (7, 384)
     assert namespace["weights"].shape == (12, 5, 7)
+
+
+def test_all_of_replicas(server: Server, made: list[Client]) -> None:
+    namespace: dict[str, Any] = {}
+    for code in snippets("docs/replicas.md", server):
+        exec(code, namespace)
+    *several, balanced = made
+    assert len(several) == 3
+    for client in several:
+        assert client.attend(ONE, ONE, ONE).output.shape == ONE.shape
+    cache = namespace["cache"]
+    assert cache.address == server.address
+    assert balanced.open_cache(cache.name, address=cache.address).length == 0
+    balanced.caches.delete([cache.name])
+
+
+def test_all_of_tracing(server: Server, made: list[Client]) -> None:
+    for code in snippets("docs/tracing.md", server):
+        exec(code, {})
+    (client,) = made
+    assert client.attend(ONE, ONE, ONE).output.shape == ONE.shape
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_all_of_security(
+    start_server: Callable[..., Server], made: list[Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell's commands, and then the callers of that server, which knows callers by tokens alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (block,) = re.findall(
+        r"^```sh\n(.*?)^```$", (ROOT / "docs" / "security.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    certificate, token, serve, info = block.replace("\\\n", "").splitlines()
+    for command in (certificate, token):
+        subprocess.run(command, shell=True, check=True, capture_output=True)
+    program, *flags = shlex.split(serve)
+    assert program == "attnserve-server"
+    server = start_server("--device", "cpu", *flags)
+    command = [*shlex.split(info, comments=True), server.address]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("version")
+
+    for source, names in (("server.pem", ["ca.pem", "client.pem"]), ("server-key.pem", ["client-key.pem"])):
+        for name in names:
+            shutil.copy(source, name)
+    shutil.copy("me.token", "ranker.token")
+    for code in snippets("docs/security.md", server):
+        exec(code, {})
+    with_token, with_certificate = made
+    assert with_token.attend(ONE, ONE, ONE).output.shape == ONE.shape
+    with pytest.raises(PermissionDeniedError, match="there is no token"):
+        with_certificate.attend(ONE, ONE, ONE)
