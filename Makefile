@@ -5,7 +5,7 @@ VENV ?= .venv
 # Further arguments for pip, such as the address of a mirror.
 PIP_ARGS ?=
 # Installed first, by itself, because plain torch on Linux brings several GB of CUDA, which a machine without a GPU does
-# not need: for a small install, give the index of the CPU builds here, as `torch --extra-index-url ...`.
+# not need: there, `make demo TORCH_INSTALL="torch --extra-index-url $index"`, with the index of torch's CPU builds.
 TORCH_INSTALL ?= torch
 # Arguments for the program behind a target: `make serve ARGS="--device cpu"`, `make test ARGS="-k wire"`.
 ARGS ?=
