@@ -6,7 +6,7 @@
 Each candidate attends to all items that its user has looked at so far, and is scored by the result. Histories have any
 length, and stay in the service as resident caches: a request sends its candidates, a click sends one item. Many
 requests are in flight at a time, each with a short timeout; if one fails, its items are ranked by popularity instead.
-Exit status 1 if the scores differ from NumPy's by more than 1e-4.
+Exit status 1 if the scores differ from NumPy's by more than 1e-4, or there is no service.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from service_process import Service
+from service_process import Service, ServiceError
 
 from attnserve import (
     AsyncCache,
@@ -198,10 +198,14 @@ def main() -> int:
         "--timeout", type=float, default=2.0, help="how many seconds a ranking may take (default %(default)s)"
     )
     options = parser.parse_args()
-    if options.address:
-        return 0 if asyncio.run(demonstrate(options, options.address)) else 1
-    with Service("--device", "cpu") as service:
-        return 0 if asyncio.run(demonstrate(options, service.address)) else 1
+    try:
+        if options.address:
+            return 0 if asyncio.run(demonstrate(options, options.address)) else 1
+        with Service("--device", "cpu") as service:
+            return 0 if asyncio.run(demonstrate(options, service.address)) else 1
+    except (AttnServeError, ServiceError) as error:
+        print(f"rank_items: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

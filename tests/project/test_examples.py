@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -33,6 +34,19 @@ def test_items_are_ranked_for_users_whose_histories_stay_in_the_service(server: 
     lines = dict(line.split(maxsplit=1) for line in done.stdout.replace("versus NumPy", "difference").splitlines())
     assert lines["rankings"].startswith("60 of 50 candidates")
     assert lines["by"].split() == ["popularity", "none"]
+
+
+def test_a_service_that_is_not_there_is_told_in_a_line() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # has a port, and does not listen
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        command = [sys.executable, str(EXAMPLES / "rank_items.py"), "--address", address, "--users", "1"]
+        done = subprocess.run(
+            [*command, "--requests", "1"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank_items: UNAVAILABLE: "), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, rank_items: ModuleType) -> None:
