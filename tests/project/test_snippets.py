@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from codeop import CommandCompiler
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,3 +161,12 @@ def test_all_of_security(
     assert with_token.attend(ONE, ONE, ONE).output.shape == ONE.shape
     with pytest.raises(PermissionDeniedError, match="there is no token"):
         with_certificate.attend(ONE, ONE, ONE)
+
+
+def test_metrics_that_documents_name_exist(server: Server) -> None:
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=30) as reply:
+        existing = set(re.findall(r"^# TYPE (\w+)", reply.read().decode(), re.MULTILINE))
+    texts = (path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    named = {name for text in texts for name in re.findall(r"\battnserve_(?!server\b)\w+", text)}
+    assert named
+    assert named - existing == set()
