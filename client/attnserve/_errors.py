@@ -52,10 +52,14 @@ class AttnServeError(Exception):
     def _info(self) -> error_details_pb2.ErrorInfo | None:
         return next((detail for detail in self.details if isinstance(detail, error_details_pb2.ErrorInfo)), None)
 
+    def _text(self, key: str) -> str:
+        """What the server has put into the error's metadata; empty if nothing."""
+        info = self._info
+        return "" if info is None else str(info.metadata.get(key, ""))
+
     def _number(self, key: str) -> int | None:
         """A number, 0 or more, that the server has put into the error's metadata; None if there is none."""
-        info = self._info
-        text = "" if info is None else str(info.metadata.get(key, ""))
+        text = self._text(key)
         return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -82,11 +86,23 @@ class NotFoundError(AttnServeError, LookupError):
 
     default_code = grpc.StatusCode.NOT_FOUND
 
+    @property
+    def name(self) -> str | None:
+        """The name that was not found; of several caches, the first. None if the server does not say."""
+        return self._text("name") or None
+
 
 class FailedPreconditionError(AttnServeError):
     """The request is valid, but the server is not in a state to do it; or a cache does not have the expected length."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+    @property
+    def name(self) -> str | None:
+        """The name of the cache that does not have the expected length: of several, the first. None for other errors,
+        and from servers that do not say it.
+        """
+        return self._text("name") or None
 
     @property
     def actual_length(self) -> int | None:
@@ -104,7 +120,7 @@ class FailedPreconditionError(AttnServeError):
         return self._says("truncated")
 
     def _says(self, what: str) -> bool:
-        return self._info is not None and self._info.metadata.get(what) == "true"
+        return self._text(what) == "true"
 
 
 class PermissionDeniedError(AttnServeError, PermissionError):

@@ -127,11 +127,15 @@ def test_lengths_that_nobody_expects(client: Client, cached_server: Server) -> N
         client.apply("gpt2", torch.randint(VOCABULARY, (1,)), cache=caches[0])
     assert caught.value.actual_length == 5
     # A decoder's layers all have one length.
+    caches[0].refresh()
     keys = torch.randn(4, 1, 6)
     caches[1].append(keys, keys, layer=1)
     with pytest.raises(FailedPreconditionError, match="3 to 4 tokens") as caught:
         client.apply("gpt2", torch.randint(VOCABULARY, (1,)), cache=caches[1])
-    assert caught.value.actual_length is None
+    assert (caught.value.actual_length, caught.value.name) == (None, caches[1].name)
+    with pytest.raises(FailedPreconditionError, match=r"^caches\[1\] has 3 to 4 tokens in its layers; ") as caught:
+        client.apply("gpt2", torch.randint(VOCABULARY, (2, 1)), caches=caches)
+    assert caught.value.name == caches[1].name
     assert caches[1].info().lengths == (3, 4)
     for cache in caches:
         cache.delete()

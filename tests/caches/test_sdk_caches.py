@@ -74,6 +74,27 @@ def test_somebody_else_appends(client: Client) -> None:
         assert cache.append(*tokens(2, 1)) == 7
 
 
+def test_which_of_several_caches_is_not_as_expected(client: Client) -> None:
+    """Errors of a call with several caches name the one at fault, so that its sequence alone is restored."""
+    caches = [client.create_cache(2, 8) for _ in range(4)]
+    query, key, value = np.random.default_rng(1).standard_normal((3, 4, 2, 1, 8)).astype(np.float32)
+    client.open_cache(caches[2].name).append(*tokens(1, 3))
+    for step in ((query, key, value), (query,)):
+        with pytest.raises(FailedPreconditionError, match=r"^caches\[2\] has 3 tokens, not 0; ") as differs:
+            client.attend(*step, caches=caches)
+        assert (differs.value.name, differs.value.actual_length) == (caches[2].name, 3)
+    with pytest.raises(FailedPreconditionError, match=r"^the cache has 3 tokens, not 0; ") as differs:
+        caches[2].truncate(0)
+    assert differs.value.name == caches[2].name
+    next(cache for cache in caches if cache.name == differs.value.name).refresh()
+    assert client.attend(query, key, value, caches=caches).cache_lengths == (1, 1, 4, 1)
+    client.caches.delete(caches[1].name)
+    with pytest.raises(NotFoundError) as lost:
+        client.attend(query, key, value, caches=caches)
+    assert lost.value.name == caches[1].name
+    client.caches.delete([cache.name for cache in caches])
+
+
 def test_many_appends_in_flight_stay_in_order(client: Client) -> None:
     """Steps submitted without waiting for each other."""
     query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)

@@ -101,7 +101,7 @@ def test_what_a_cache_has(metadata: dict[str, str], number: int | None) -> None:
     assert (full.free_bytes, full.resent) == (number, False)
     silent = error_from_status(status(grpc.StatusCode.FAILED_PRECONDITION))
     assert isinstance(silent, attnserve.FailedPreconditionError)
-    assert silent.actual_length is None
+    assert (silent.actual_length, silent.name) == (None, None)
 
 
 def test_details_that_are_unknown_or_broken_do_no_harm() -> None:

@@ -139,8 +139,10 @@ class Truncate(_Operation):
         longest = max(use.cache.lengths)
         if self.truncation_id in use.cache.truncations:
             message = f"the cache has {longest} tokens, for this truncation was carried out before; nothing was changed"
-            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(longest), truncated="true")
-        use.check_length(longest)
+            found = {"name": use.cache.name, "length": str(longest), "truncated": "true"}
+            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", **found)
+        if not use.expects(longest):
+            raise use.unexpected(longest)
         if self.length > longest:
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
         self.host.store.truncate(use.cache, self.length, self._place, self.truncation_id)

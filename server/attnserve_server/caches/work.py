@@ -54,17 +54,17 @@ class Use(NamedTuple):
         """Whether the caller expects this length, or states none."""
         return self.expected_length is None or self.expected_length == length
 
-    def check_length(self, length: int) -> None:
-        """Raises FailedPrecondition if the caller expects another length; the error says so if this very append was
-        the last one.
+    def unexpected(self, length: int, what: str = "the cache") -> FailedPrecondition:
+        """The error of an operation that expects another length, which says so if this very append was the last one;
+        `what` is the cache in the message: logs have that, and a name may be a secret.
         """
-        if self.expects(length):
-            return
+        found = {"name": self.cache.name, "length": str(length)}
         if self.tokens and self.append_id and self.append_id == self.cache.last_append(self.layer):
-            message = f"the cache has {length} tokens, for this append was carried out before; nothing was changed"
-            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length), appended="true")
-        message = f"the cache has {length} tokens, not {self.expected_length}; nothing was changed"
-        raise FailedPrecondition(message, "UNEXPECTED_LENGTH", length=str(length))
+            found["appended"] = "true"
+            message = f"{what} has {length} tokens, for this append was carried out before; nothing was changed"
+        else:
+            message = f"{what} has {length} tokens, not {self.expected_length}; nothing was changed"
+        return FailedPrecondition(message, "UNEXPECTED_LENGTH", **found)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,8 @@ class CacheWork:
         self._before = [use.cache.length(use.layer) for use in self.uses]
         lengths = []
         for use, before in zip(self.uses, self._before, strict=True):
-            use.check_length(before)
+            if not use.expects(before):
+                raise use.unexpected(before, self.spoken_of(use.cache))
             lengths.append(before + use.tokens)
         self.check(max(lengths, default=0))
         self.count(lengths)
@@ -144,6 +145,10 @@ class CacheWork:
             append_ids = [use.append_id for use in self.uses if use.tokens]
             self.placements = self.host.store.place(self._appends, monotonic(), append_ids)
         self.lengths = lengths
+
+    def spoken_of(self, cache: Cache) -> str:
+        """What its errors call a cache: by its place in the request, if that has several."""
+        return "the cache" if len(self.needs) == 1 else f"caches[{self.needs.index(cache.name)}]"
 
     def count(self, lengths: list[int]) -> None:
         """Counts what it costs with layers of these lengths, its own tokens included. Raises InvalidRequest if that is

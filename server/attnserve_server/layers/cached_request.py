@@ -125,10 +125,9 @@ class CachedLayerRequest(CacheWork):
         assert given is not None
         for use in self.uses:
             if use.layer == 0 and len(set(lengths := use.cache.lengths)) > 1:
-                message = (
-                    f"the cache's layers have {min(lengths)} to {max(lengths)} tokens; a decoder needs equally many"
-                )
-                raise FailedPrecondition(message, "UNEQUAL_LENGTHS")
+                found = f"{min(lengths)} to {max(lengths)} tokens in its layers"
+                message = f"{self.spoken_of(use.cache)} has {found}; a decoder needs equally many"
+                raise FailedPrecondition(message, "UNEQUAL_LENGTHS", name=use.cache.name)
         offsets = [use.cache.length(0) for use in self.uses if use.layer == 0]
         for length, offset in zip(given.lengths, offsets, strict=True):
             if length and last is not None and offset + length > last:
