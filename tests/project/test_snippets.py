@@ -76,6 +76,31 @@ def test_all_of_caches(start_server: Callable[..., Server], models: Models) -> N
         assert client.caches.list() == ()
 
 
+def test_what_caches_shows_of_a_lost_cache_finds_another_server(
+    server: Server, start_server: Callable[..., Server]
+) -> None:
+    """Where a cache's server never comes back, `generate` goes on at the next one, with the same step."""
+    names: dict[str, Any] = {}
+    first, *others = snippets("docs/caches.md", server)
+    exec(first, names)
+    (lost_cache,) = (code for code in others if "generate" in code.co_names)
+    with names["client"]:
+        exec(lost_cache, names)
+        names["cache"].delete()
+    servers = {each.address: each for each in (start_server("--device", "cpu") for _ in range(2))}
+    _, *history = names["tokens"](30)
+    query, key, value = names["tokens"](1)
+    with Client(list(servers)) as client:
+        cache = client.create_cache(8, 64, ttl=600)
+        cache.append(*history)
+        first_home = cache.address
+        before = cache.fork().attend(query, key, value, causal=True).output
+        servers[first_home].process.kill()
+        output, cache = names["generate"](client, cache, history, query, key, value)
+        assert (cache.address in servers, cache.address != first_home, cache.length) == (True, True, 31)
+        np.testing.assert_array_equal(output, before)
+
+
 def test_what_the_readme_shows_first(server: Server) -> None:
     """Attention, and caches, by the same client."""
     namespace: dict[str, Any] = {}
