@@ -32,16 +32,17 @@ def _check_asked_of_transformer(transformer: Transformer, options: LayerOptions,
         raise InvalidRequest("context", "none, for this layer has no cross-attention", "one")
     if cross_attention is not None and "context" not in given:
         raise InvalidRequest("context", f"a context of width {cross_attention.contexts}", "none")
-    for name, asked in (
-        ("causal", options.causal is not None),
-        ("window", options.window is not None),
-        ("return_lse", options.return_lse),
-        ("return_scores", options.return_scores is not None),
-        ("average_scores", options.average_scores),
-        ("bias", "bias" in given),
+    defined, returned = "a transformer's blocks define it", "a transformer returns its output alone"
+    for name, asked, why in (
+        ("causal", options.causal is not None, defined),
+        ("window", options.window is not None, defined),
+        ("return_lse", options.return_lse, returned),
+        ("return_scores", options.return_scores is not None, returned),
+        ("average_scores", options.average_scores, returned),
+        ("bias", "bias" in given, defined),
     ):
         if asked:
-            raise InvalidRequest(name, "none, for a transformer's blocks say it themselves", "one")
+            raise InvalidRequest(name, f"none, for {why}", "one")
     if "segments" in given and (embedding is None or not embedding.segments):
         raise InvalidRequest("segments", "none, for this layer has no segments", "some")
 
