@@ -14,7 +14,7 @@ from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches
 from attnserve._caching.creation import Making
 from attnserve._caching.plans import CacheState, CacheStates
-from attnserve._errors import UnavailableError
+from attnserve._errors import OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
@@ -164,20 +164,19 @@ class AsyncClient:
         As a context manager, the cache is deleted when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        failure = UnavailableError("there is no server")
         left = await self._calls.servers.find_soon(checked_timeout(timeout))
         with Making(rpc, self._calls.tell) as making:
             for replica in self._calls.servers.each_once(left):
                 making.at(replica.address)
                 try:
                     info = await self._calls.ask(rpc, timeout, replica.address)
-                except UnavailableError as error:
-                    failure = error
+                except (OverloadedError, UnavailableError) as error:
+                    making.failed(error)
                 else:
                     cache = AsyncCache(self, info, self._calls.servers.home_of(replica, info))
                     making.done()
                     return cache
-        raise failure
+        raise making.failure
 
     async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
         """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it."""

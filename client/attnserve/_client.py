@@ -14,7 +14,7 @@ from attnserve._caching import plans
 from attnserve._caching.caches import Cache, Caches
 from attnserve._caching.creation import Making
 from attnserve._caching.plans import CacheState, CacheStates
-from attnserve._errors import UnavailableError
+from attnserve._errors import OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
@@ -270,24 +270,23 @@ class Client:
           is needed. Default: as the server is configured, or else until it is deleted.
         - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        Retries never make a second cache, and if a server is unavailable, another is asked. If the call is given up, or
-        fails without an answer, a cache that it made is deleted as soon as its server hears of that; if it never does,
-        the cache stays until its `ttl` ends, and `caches` lists it.
+        Retries never make a second cache, and if a server is full or unavailable, another is asked. If the call is
+        given up, or fails without an answer, a cache that it made is deleted as soon as its server hears of that; if it
+        never does, the cache stays until its `ttl` ends, and `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        failure = UnavailableError("there is no server")
         with Making(rpc, self._calls.tell) as making:
             for replica in self._calls.servers.each_once(checked_timeout(timeout)):
                 making.at(replica.address)
                 try:
                     info = self._calls.ask(rpc, timeout, replica.address)
-                except UnavailableError as error:
-                    failure = error
+                except (OverloadedError, UnavailableError) as error:
+                    making.failed(error)
                 else:
                     cache = Cache(self, info, self._calls.servers.home_of(replica, info))
                     making.done()
                     return cache
-        raise failure
+        raise making.failure
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
         """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.

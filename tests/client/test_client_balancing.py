@@ -15,7 +15,15 @@ import calls
 import numpy as np
 import pytest
 
-from attnserve import AsyncClient, Client, ClientClosedError, DeadlineExceededError, NotFoundError, UnavailableError
+from attnserve import (
+    AsyncClient,
+    Client,
+    ClientClosedError,
+    DeadlineExceededError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -312,6 +320,26 @@ async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: s
                 assert cache.address == server.address
     with Client([nobody], retries=0) as alone, pytest.raises(UnavailableError):
         alone.create_cache(2, 8)
+
+
+async def test_a_cache_is_made_where_there_is_room(start_server: Callable[..., Server], nobody: str) -> None:
+    """A server that has as many caches as it may is passed over, in any order of asking; if all have, that is said."""
+    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    addresses = [nobody, full.address, roomy.address]
+    with Client(addresses, retries=0) as client:
+        made = [client.create_cache(2, 8) for _ in range(5)]
+        async with AsyncClient(addresses, retries=0) as in_tasks_too:
+            tasks = [await in_tasks_too.create_cache(2, 8) for _ in range(4)]
+            with pytest.raises(OverloadedError, match=r"its bound on caches is [18]; ") as refused:
+                await in_tasks_too.create_cache(2, 8)
+        assert refused.value.retry_delay == 10
+        with pytest.raises(OverloadedError, match=r"its bound on caches is [18]; "):
+            client.create_cache(2, 8)
+        homes = [cache.address for cache in (*made, *tasks)]
+        assert (homes.count(full.address), homes.count(roomy.address)) == (1, 8)
+    for each, count in ((full, 1), (roomy, 8)):
+        with Client(each.address) as alone:
+            assert len(alone.caches.list()) == count
 
 
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:

@@ -8,6 +8,7 @@ delete what they may have made, and not to make it later. No I/O: the clients se
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -17,6 +18,7 @@ from attnserve._errors import (
     NotFoundError,
     OverloadedError,
     PermissionDeniedError,
+    UnavailableError,
 )
 from attnserve._requests import cache_requests
 from attnserve._rpc import Rpc
@@ -30,6 +32,11 @@ _REFUSALS: Final = (
 )
 """A server that answers with one of these has made nothing, except perhaps at an earlier attempt: it may refuse before
 it checks for that."""
+
+
+def _until_room(error: OverloadedError | UnavailableError) -> float:
+    """In how many seconds a server may have room; infinite if it is out of reach."""
+    return error.retry_delay or 0.0 if isinstance(error, OverloadedError) else inf
 
 
 class Making:
@@ -48,10 +55,17 @@ class Making:
         self._rpc: Final = rpc
         self._send: Final = send
         self._asked: list[str | None] = []
+        self.failure: OverloadedError | UnavailableError = UnavailableError("there is no server")
+        """The error if no server has made the cache: that of the one that has room soonest, if any is full."""
 
     def at(self, home: str | None) -> None:
         """Notes that another server is about to be asked."""
         self._asked.append(home)
+
+    def failed(self, error: OverloadedError | UnavailableError) -> None:
+        """Notes that the last server is full or out of reach, and another is to be asked."""
+        self._note(error)
+        self.failure = min(error, self.failure, key=_until_room)
 
     def done(self) -> None:
         """Notes that the last server has made the cache, and its reply has arrived."""
@@ -65,8 +79,11 @@ class Making:
     ) -> None:
         if isinstance(error, GeneratorExit):  # a discarded coroutine, perhaps when its loop is closed
             return
+        self._note(error)
+        for home in self._asked:
+            self._send(cache_requests.give_up(self._rpc), home)
+
+    def _note(self, error: BaseException | None) -> None:
         # Only a server's error has details, and this one came from the server that was asked last.
         if isinstance(error, _REFUSALS) and error.details and not error.resent:
             self._asked.pop()
-        for home in self._asked:
-            self._send(cache_requests.give_up(self._rpc), home)

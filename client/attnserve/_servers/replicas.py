@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 FIRST_REST: Final = 0.5
@@ -158,6 +158,16 @@ class Replicas(Generic[C]):
             return rotation[0]
         with self._lock:
             chosen = min(rotation, key=lambda connection: self._preference(connection, now))
+            chosen.replica.used = next(self._calls)
+        return chosen
+
+    def choose_other(self, tried: Collection[str], now: float) -> C | None:
+        """The connection for a call that the servers at some addresses have not carried out; None if those are all."""
+        with self._lock:
+            others = [connection for connection in self._rotation if connection.replica.address not in tried]
+            if not others:
+                return None
+            chosen = min(others, key=lambda connection: self._preference(connection, now))
             chosen.replica.used = next(self._calls)
         return chosen
 

@@ -94,9 +94,9 @@ class Servers(Generic[C]):
         """
         self.find(timeout)
         tried: set[str] = set()
-        while (replica := self.connection().replica).address not in tried:
-            tried.add(replica.address)
-            yield replica
+        while (connection := self._replicas.choose_other(tried, time.monotonic())) is not None:
+            tried.add(connection.replica.address)
+            yield connection.replica
 
     def others(self, connection: C) -> bool:
         """Whether the calls of a connection could move to another."""
