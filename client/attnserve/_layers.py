@@ -77,6 +77,7 @@ class Layers:
 
     def load(self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name. One whose name is taken replaces the old one at once.
+        Caches that the old one has appended to stay as they are: `LayerResult.layer_version` tells their callers.
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
         layers to load, by default all. `InvalidRequestError` says what is wrong with a definition or its weights,

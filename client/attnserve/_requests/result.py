@@ -64,6 +64,7 @@ class LayerResult(Generic[ArrayT]):
     batch_size: int
     """How many requests were in its batch, itself included."""
     layer_version: int
-    """The version of the layer that computed it, as in `Layer.version`."""
+    """The version of the layer that computed it, as in `Layer.version`. If it changes between two calls with one cache,
+    the cache has keys and values of both."""
     cache_lengths: tuple[int, ...] = ()
     """How many tokens each of the resident caches now has; empty without caches."""
