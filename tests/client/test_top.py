@@ -69,10 +69,10 @@ def reading(at: float, ok: int, failed: int = 0, busy: float = 0.0, flops: float
     return Reading(Reading.parse(PAGE.format(ok=ok, failed=failed, busy=busy, flops=flops)).samples, at)
 
 
-def text(found: Figures, width: int = 80, history: tuple[float, ...] = ()) -> str:
+def text(found: Figures, width: int = 80, history: tuple[float, ...] = (), address: str = "host:8002") -> str:
     """The view as printed."""
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(view(found, "host:8002", found.started_at + 61, history))
+    Console(file=out, width=width, highlight=False).print(view(found, address, found.started_at + 61, history))
     return out.getvalue()
 
 
@@ -121,6 +121,13 @@ def test_the_view_fits(width: int) -> None:
     for words in ("1,241 requests/s", "25% in use", "75% of the limit on requests", "serving, up 0:01:01", "▁", "█"):
         assert words in shown
     assert "…" not in shown
+
+
+@pytest.mark.parametrize("port", [8002, 34655])
+def test_the_address_stands_apart_from_the_version(port: int) -> None:
+    """Even if the two fill the line, and the version goes on in the next."""
+    address = f"http://127.0.0.1:{port}/metrics"
+    assert f"{address}  " in text(figures(reading(0, 0), reading(1, 1)), address=address)
 
 
 def test_the_figures_of_a_real_server(server: Any) -> None:

@@ -25,7 +25,7 @@ def view(figures: Figures, address: str, now: float, history: Sequence[float] = 
 
     What matters most comes first: a terminal that is too small cuts off the rest.
     """
-    head = Table.grid(expand=True)
+    head = Table.grid(expand=True, padding=(0, 2, 0, 0))
     head.add_column()
     head.add_column(justify="right")
     what = f"attnserve {figures.version} on {figures.device.name}, torch {figures.torch}"
