@@ -32,9 +32,10 @@ from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.tracing import open_tracing
 from attnserve_server.requests.limits import (
+    BATCH_FLOPS,
     CUDA_BATCH_BYTES,
+    CUDA_LAYER_DISCOUNT,
     RequestLimits,
-    default_batch_flops,
     default_request_flops,
 )
 from attnserve_server.rpc import port, reflection
@@ -83,7 +84,8 @@ class Server:
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
-        batch_flops = config.max_batch_flops or default_batch_flops(self.device.threads, config.max_flops)
+        batch_flops = config.max_batch_flops or min(BATCH_FLOPS, config.max_flops)
+        on_gpu = not self.device.threads
         admission = Admission(
             config.max_requests,
             config.max_bytes,
@@ -98,7 +100,8 @@ class Server:
             config.max_batch_requests,
             config.priority_aging,
             admission.pace,
-            None if self.device.threads else CUDA_BATCH_BYTES,
+            CUDA_BATCH_BYTES if on_gpu else None,
+            CUDA_LAYER_DISCOUNT if on_gpu and not config.max_batch_flops else 1,
         )
         self.engine = Engine(self.device, queue, admission, self.metrics, config.max_wait, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None

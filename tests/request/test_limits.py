@@ -15,12 +15,7 @@ from google.rpc import error_details_pb2
 from attnserve import Client, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.requests.limits import (
-    CPU_REQUEST_FLOPS,
-    RequestLimits,
-    default_batch_flops,
-    default_request_flops,
-)
+from attnserve_server.requests.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -81,13 +76,6 @@ def test_a_cpu_takes_what_it_can_compute_in_seconds() -> None:
     assert default_request_flops(2, 2 * 10**13) == 2 * CPU_REQUEST_FLOPS
     assert default_request_flops(2, 10**9) == 10**9
     assert default_request_flops(0, 2 * 10**13) == 2 * 10**13
-
-
-def test_a_gpu_takes_larger_batches_than_a_cpu() -> None:
-    """One step of 64 callers by a decoder of 7 billion parameters costs 9e11, and is best done together."""
-    assert default_batch_flops(2, 2 * 10**13) == 4 * 10**9
-    assert default_batch_flops(2, 10**9) == 10**9
-    assert default_batch_flops(0, 2 * 10**13) > 64 * 2 * 7 * 10**9
 
 
 def test_the_largest_limits_can_be_shown(start_server: Callable[..., Server]) -> None:

@@ -17,7 +17,7 @@ from occupied import Occupied
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
-from attnserve_server.requests.limits import default_batch_flops, default_request_flops
+from attnserve_server.requests.limits import BATCH_FLOPS, default_request_flops
 from attnserve_server.settings.config import Config
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_server_info(channel: grpc.Channel) -> None:
     config = Config()
     no_settings = {
         "max_request_flops": default_request_flops(info.threads, config.max_flops),  # depends on the device
-        "max_batch_flops": default_batch_flops(info.threads, config.max_flops),  # likewise
+        "max_batch_flops": BATCH_FLOPS,
         "max_header_bytes": (1 << 16) + 64 * config.max_sequences,
         "max_request_fields": 1 << 18,
         "max_call_fields": 64,

@@ -65,6 +65,23 @@ def test_a_batch_is_bounded_by_bytes() -> None:
     assert not queue.is_full
 
 
+def test_operations_of_a_layer_may_count_for_less() -> None:
+    """Where its weights are read once for all requests of a batch, and that is most of the work."""
+    own, large, others = (
+        [Entry(arrival, group, cost=cost, layer=layer) for arrival in range(count)]
+        for group, cost, layer, count in (("a", 60, None, 2), ("b", 300, "b", 3), ("c", 1500, "c", 1))
+    )
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, Pace(1 / SECOND, 1e-12), layer_discount=10)
+    for entry in large:
+        queue.push(entry)
+    assert not queue.is_full
+    for entry in (*others, *own):
+        queue.push(entry)
+    assert queue.is_full
+    assert sorted(map(len, popped(queue))) == [1, 1, 1, 3]
+    assert not queue.is_full
+
+
 def test_a_request_above_the_bound_of_a_batch_runs_alone() -> None:
     small, huge, later = Entry(0, cost=1), Entry(1, cost=10 * MAX_FLOPS), Entry(2, cost=1)
     queue = queue_of(small, huge, later)

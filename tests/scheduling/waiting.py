@@ -27,6 +27,7 @@ class Entry:
     deadline: float = math.inf
     cancelled: bool = False
     caller: Hashable = None
+    layer: str | None = None
 
 
 def work(requests: int, flops: float, kind: str = "") -> Amount:

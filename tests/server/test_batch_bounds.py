@@ -23,18 +23,21 @@ def device() -> Iterator[CpuDevice]:
 
 
 @pytest.mark.parametrize(
-    ("threads", "configured", "flops", "copies_aside"),
-    [(1, 0, 4 * 10**9, False), (0, 0, 10**12, True), (0, 10**6, 10**6, True)],
+    ("threads", "configured", "flops", "discount"),
+    [(1, 0, 4 * 10**9, 1), (0, 0, 4 * 10**9, 250), (0, 10**6, 10**6, 1)],
     ids=["a CPU", "a GPU", "a GPU, as configured"],
 )
 async def test_the_bounds_of_batches(
-    device: CpuDevice, threads: int, configured: int, flops: int, copies_aside: bool
+    device: CpuDevice, threads: int, configured: int, flops: int, discount: int
 ) -> None:
-    """A GPU, which has no threads, takes more work at a time, but not more bytes than it copies meanwhile."""
+    """A GPU, which has no threads, steps all callers of a decoder of 7 billion parameters together; and it takes no
+    more bytes than it copies while it computes others.
+    """
     device.threads = threads
     server = Server(Config(cache_bytes=1 << 20, max_batch_flops=configured), lambda config: device)
     queue = server.engine._queue
     assert queue._max_cost == flops
-    assert (queue._max_batch_bytes is not None) == copies_aside
+    assert queue._layer_discount == discount
+    assert (queue._max_batch_bytes is None) == bool(threads)
     device.threads = 1
     await server.stop()

@@ -70,17 +70,14 @@ CPU_REQUEST_FLOPS = 5 * 10**11
 """What one request may cost on a CPU if nothing is configured, for each thread: some 10 s."""
 
 
-CPU_BATCH_FLOPS = 4 * 10**9
-"""What one batch may cost on a CPU if nothing is configured: some 10 ms."""
-CUDA_BATCH_FLOPS = 10**12
-"""On a GPU: likewise. With fewer, steps of callers that share a layer would each read all of its weights by itself."""
+BATCH_FLOPS = 4 * 10**9
+"""What one batch may cost if nothing is configured: some 10 ms of a CPU, and more than a GPU needs to be busy."""
+CUDA_LAYER_DISCOUNT = 250
+"""How many operations of a layer count as one there, on a GPU: a batch reads its weights once for all requests, which
+takes as long as some hundred operations with each of them. So steps by many callers of a large decoder run together.
+"""
 CUDA_BATCH_BYTES = 16 << 20
 """What one batch receives at most on a GPU: more is better copied there while a first part of it is computed."""
-
-
-def default_batch_flops(threads: int, max_flops: int) -> int:
-    """The most FLOPs of one batch if nothing is configured, on a CPU, or on a GPU (`threads` 0)."""
-    return min(max_flops, CPU_BATCH_FLOPS if threads else CUDA_BATCH_FLOPS)
 
 
 def default_request_flops(threads: int, max_flops: int) -> int:

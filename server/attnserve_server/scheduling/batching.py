@@ -27,6 +27,10 @@ class Waiting(Protocol):
         """Equal for entries that one batch can hold."""
 
     @property
+    def layer(self) -> str | None:
+        """The name of the layer that it applies, if any."""
+
+    @property
     def kind(self) -> str:
         """The kind of work: how long work takes is learnt per kind."""
 
@@ -84,12 +88,16 @@ class BatchQueue(Generic[E]):
         aging: float,
         pace: Pace | None = None,
         max_batch_bytes: int | None = None,
+        layer_discount: int = 1,
     ) -> None:
+        """No batch exceeds these bounds unless it is of one entry. So many operations of a layer count as one."""
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
         self._pace = pace or Pace()
         self._max_batch_bytes = max_batch_bytes
+        self._layer_discount = layer_discount
+        self._filling = 0
         self._fairness = FairClock()
         self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
         """A heap for each group: when an entry is due, its number in the order of pushes, and the entry."""
@@ -119,11 +127,12 @@ class BatchQueue(Generic[E]):
         self.requests += 1
         self.bytes += entry.received_bytes
         self.cost += entry.cost
+        self._filling += self._share(entry)
 
     @property
     def is_full(self) -> bool:
         """Whether what waits would fill a batch if it were all of one group."""
-        if self.cost >= self._max_cost or self.requests >= self._max_requests:
+        if self._filling >= self._max_cost or self.requests >= self._max_requests:
             return True
         return self._max_batch_bytes is not None and self.bytes >= self._max_batch_bytes
 
@@ -185,12 +194,13 @@ class BatchQueue(Generic[E]):
 
     def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
         """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it."""
-        callers, work, size, most = self._fairness.callers, 0.0, 0, self._max_batch_bytes
+        callers, work, filling, size = self._fairness.callers, 0.0, 0, 0
+        most = self._max_batch_bytes
         while waiting and len(batch.entries) < self._max_requests:
             entry = waiting[0][2]
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
             if gone is None and batch.entries:
-                if batch.cost + entry.cost > self._max_cost:
+                if filling + self._share(entry) > self._max_cost:
                     break
                 if most is not None and size + entry.received_bytes > most:
                     break
@@ -199,6 +209,7 @@ class BatchQueue(Generic[E]):
             if gone is None:
                 batch.entries.append(entry)
                 batch.cost += entry.cost
+                filling += self._share(entry)
                 size += entry.received_bytes
                 batch.work.add(entry.kind, entry.cost)
                 work += self._pace.work(entry.cost)
@@ -214,3 +225,8 @@ class BatchQueue(Generic[E]):
         self.requests -= 1
         self.bytes -= entry.received_bytes
         self.cost -= entry.cost
+        self._filling -= self._share(entry)
+
+    def _share(self, entry: E) -> int:
+        """What an entry counts towards the cost of a batch."""
+        return entry.cost if self._layer_discount == 1 or entry.layer is None else entry.cost // self._layer_discount

@@ -84,6 +84,11 @@ class Entry:
         return self.request.group
 
     @property
+    def layer(self) -> str | None:
+        """The name of the layer that it applies; None for attention."""
+        return self.request.layer
+
+    @property
     def received_bytes(self) -> int:
         """What it holds in memory."""
         return self.request.received_bytes

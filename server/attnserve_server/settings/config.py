@@ -146,8 +146,8 @@ class Config:
     max_batch_flops: int = _setting(
         kinds.flops(0),
         0,
-        "The most floating-point operations of one batch. A single request may have more, and then runs alone. 0: 4e9 "
-        "on a CPU and 1e12 on CUDA, some 10 ms.",
+        "The most floating-point operations of one batch. A single request may have more, and then runs alone. 0: "
+        "4e9, and 1e12 on CUDA for requests of a layer, whose weights are read once for all of them.",
     )
     max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
