@@ -221,9 +221,9 @@ def open_row(result: OpenResult, cores: int) -> list[str]:
         f"{result.share:.0%} of {'its own' if result.of == result.way else result.of.partition(',')[0]}",
         _shown(figures, "offered_per_second"),
         _shown(figures, "goodput_per_second"),
-        _shown(figures, "p50_us"),
-        _shown(figures, "p99_us"),
-        _shown(figures, "p999_us"),
+        _latency(figures, "p50_us"),
+        _latency(figures, "p99_us"),
+        _latency(figures, "p999_us"),
         "" if tail is None else f"{tail.spread:.0%}",
         _shown(figures, "server_cpu_us"),
         _shown(figures, "client_cpu_us"),
@@ -238,6 +238,12 @@ def _busy(figures: Figures, cores: int) -> str:
     if rate is None or server is None or client is None:
         return ""
     return f"{rate.median * (server.median + client.median) * 1e-6 / cores:.0%}"
+
+
+def _latency(figures: Figures, name: str) -> str:
+    """A latency in µs: from a tenth of a second on, as on a busy machine, three of them would be too wide in full."""
+    figure = figures[name]
+    return _shown(figures, name) if figure is None or figure.median < 99_999.5 else f"{figure.median / 1e3:,.0f} k"
 
 
 def _shown(figures: Figures, name: str, digits: int = 0) -> str:

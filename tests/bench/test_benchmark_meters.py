@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from attnserve_server.host.cpus import usable_cpus
 from benchmarks import products, table
@@ -208,6 +209,16 @@ def test_open_loops_say_how_busy_the_machine_was() -> None:
     nothing = {**dict.fromkeys(OPEN_FIGURES), "requests_per_second": Figure.of([0.0])}
     cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, nothing), 2)
     assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == ""
+
+
+def test_open_loops_of_a_slow_machine_fit_their_table() -> None:
+    figures = {name: Figure.of([1_225.0]) for name in OPEN_FIGURES} | {"batch_requests": Figure.of([128.0])}
+    figures |= {"p50_us": Figure.of([99_999.0]), "p99_us": Figure.of([99_999.9]), "p999_us": Figure.of([206_764.0])}
+    loop = OpenResult(SERVICE, SERVICE, 0.9, figures)
+    (_, _, _, _, *latencies, _, _, _, _, _) = table.open_row(loop, 2)
+    assert latencies == ["99,999", "100 k", "207 k"]
+    shown = table.opened(WorkloadResult("S1", "16 tokens", 1, 16.0, {}, {}, [loop], {}), 2)
+    assert Console(width=2 * table.WIDTH).measure(shown).maximum <= table.WIDTH
 
 
 def test_an_open_loop_leaves_out_none_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
