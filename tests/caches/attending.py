@@ -140,12 +140,18 @@ def arrays(result: AttentionResult) -> Any:
     return SimpleNamespace(output=array(result.output), lse=lse, scores=scores)
 
 
-def attended(device: CpuDevice, case: Case, storage: str, way: Way, **returned: Any) -> Any:
-    """The result of a case over a cache that was filled in a way."""
+def filled(case: Case, storage: str, way: Way) -> tuple[PagePool, list[int]]:
+    """A pool, and the pages in it of a cache that was filled in a way."""
     shape = shape_of(case, storage)
     pool = pool_for(shape, way.per_page)
     pages = pages_of(way, -(-case.key.shape[2] // pool.tokens_per_page(shape)))
     fill(pool, shape, pages, case, way.chunks)
+    return pool, pages
+
+
+def attended(device: CpuDevice, case: Case, storage: str, way: Way, **returned: Any) -> Any:
+    """The result of a case over a cache that was filled in a way."""
+    pool, pages = filled(case, storage, way)
     (result,) = attend_cache([query_of(case, storage, pages, **returned)], pool, device)
     return arrays(result)
 

@@ -25,6 +25,7 @@ from attending import (
     bounds,
     device,
     fill,
+    filled,
     pages_of,
     plan_of,
     pool_for,
@@ -85,15 +86,16 @@ def test_bits_do_not_depend_on_how_tokens_came_or_where_they_lie(
     device: CpuDevice, length: int, options: dict[str, Any], storage: str
 ) -> None:
     case = stored(plan_of(options, query_length=length).case(length), storage)
+    ways = Way(), Way(scattered=True), Way(chunks=(1,)), Way(scattered=True, chunks=(5, 1, 11))
+    caches = [filled(case, storage, way) for way in ways]
     for piece_bytes in (1, 1 << 25):
         with bounds(piece_bytes=piece_bytes):
-            expected = attended(device, case, storage, Way(), return_lse=True)
-            for way in (
-                Way(scattered=True),
-                Way(chunks=(1,)),
-                Way(scattered=True, chunks=(5, 1, 11)),
-            ):
-                assert_same_results(attended(device, case, storage, way, return_lse=True), expected)
+            results = [
+                arrays(attend_cache([query_of(case, storage, pages, return_lse=True)], pool, device)[0])
+                for pool, pages in caches
+            ]
+        for result in results[1:]:
+            assert_same_results(result, results[0])
 
 
 @given(plan=single_plans(), seed=strategies.SEEDS, storage=STORAGES, ways=st.tuples(WAYS, WAYS), returned=RETURNED)
