@@ -121,19 +121,20 @@ def test_the_command_asks_a_draining_server(
 def test_an_interrupt_ends_the_draining(start_server: Callable[..., Server]) -> None:
     """Whoever presses Ctrl-C again does not want to wait. SIGTERM and SIGHUP, however many, are what they were."""
     server = start_server("--drain-grace", "1h", *PATIENT)
-    with grpc.insecure_channel(server.address) as channel:
+    metric = partial(calls.metric, server.http_address)
+    # A tenth of a second or two of work each; and however fast it is done, the answer to the first waits to be read.
+    slow = messages.random_attend(0, 2048, heads=1, width=32, dtype=np.float64, softcap=1.0)
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
         stream = calls.Stream(channel)
-        with Occupied(server) as device:
-            stream.send(calls.call(1, messages.random_attend(0)))
-            device.until_waiting(1)
-            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
-                server.process.send_signal(number)
-            rejected = partial(calls.metric, server.http_address, "attnserve_rejected_requests_total")
-            calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
-            stream.send(calls.call(2, messages.random_attend(0)))
-            calls.until(lambda: rejected(reason="draining") >= 1, "it takes nothing new")
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(calls.PATIENCE_S) == CUT_OFF
+        stream.send(calls.call(1, calls.large_reply()), *(calls.call(number, slow) for number in range(2, 10)))
+        calls.until(lambda: metric("attnserve_in_flight_requests") >= 1, "they are there")
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            server.process.send_signal(number)
+        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        stream.send(calls.call(10, messages.random_attend(0)))
+        calls.until(lambda: metric("attnserve_rejected_requests_total", reason="draining") >= 1, "it takes nothing new")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(calls.PATIENCE_S) == CUT_OFF
         stream.vanish()
     assert "interrupted while draining" in server.stderr()
 
