@@ -247,7 +247,7 @@ def test_closing(paged_server: Server, turns: Turns, runner: asyncio.Runner, tra
         for turn in itertools.count(1):
             client = AsyncClient(paged_server.address, transport=transport)
             await client.attend(query, query, query)
-            connection = client._calls.servers.connection()
+            channel = client._calls.servers.connection()._channel
             in_flight = client.submit(query, query, query)
             await turns.cancelled_in(turn, client.close)
             if turn == 1:  # it had not begun
@@ -256,7 +256,7 @@ def test_closing(paged_server: Server, turns: Turns, runner: asyncio.Runner, tra
             if others:
                 await asyncio.wait(others, timeout=PATIENCE_S)
             assert all(task.done() for task in others)
-            assert connection._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+            assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
             (outcome,) = await asyncio.gather(in_flight, return_exceptions=True)
             assert isinstance(outcome, ClientClosedError | AttentionResult), "the server may have been faster"
             await client.close()

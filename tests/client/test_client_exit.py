@@ -76,19 +76,34 @@ from attnserve._transports import tasks
 ARRAY = np.ones((1, 2, 3), np.float32)
 tasks._FAREWELL_S = 60.0  # however busy the machine is
 
-async def use(address, transport):
-    async with AsyncClient(address, transport=transport) as client:
-        await client.attend(ARRAY, ARRAY, ARRAY)
+LARGE = np.ones((1, 2, 256, 16), np.float32)
 
+async def use(address, transport, last):
+    client = AsyncClient(address, transport=transport)
+    kept.append(client)
+    async with client:
+        await client.attend(ARRAY, ARRAY, ARRAY)
+        futures = [client.submit(LARGE, LARGE, LARGE) for _ in range(4 if last != "reply" else 0)]
+        for _ in range(5):
+            await asyncio.sleep(0)  # so that they are sent
+        if last == "cancel":
+            for future in futures:
+                future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
+
+kept = []
 for _ in range(20):
     asyncio.run(use(*sys.argv[1:]))
 print("done")
 """
 
 
+@pytest.mark.parametrize("last", ["reply", "cancel", "close"])
 @pytest.mark.parametrize("transport", ["stream", "unary"])
-def test_one_loop_after_another(server: Server, transport: str) -> None:
-    """In a loop, gRPC prints an error if events of calls of an earlier one, which is closed, reach it."""
-    command = [sys.executable, "-c", LOOPS, server.address, transport]
+def test_one_loop_after_another(server: Server, transport: str, last: str) -> None:
+    """In a loop, gRPC prints an error if events of calls of an earlier one, which is closed, reach it: of calls that
+    closing the client gave up, or that were cancelled just before.
+    """
+    command = [sys.executable, "-c", LOOPS, server.address, transport, last]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")

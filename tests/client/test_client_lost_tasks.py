@@ -85,15 +85,15 @@ async def test_the_task_that_closes(transport: Transport) -> None:
     with peer(good, good_unary) as address:
         client = AsyncClient(address, timeout=None, transport=transport)
         assert await output(client.submit(*[array(2)] * 3)) == 2
-        connection = client._calls.servers.connection()
+        channel = client._calls.servers.connection()._channel
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0)
         cancel_all()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert connection._channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+        assert channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
         await client.close()
-        assert connection._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 def test_another_loop(transport: Transport) -> None:

@@ -154,7 +154,9 @@ def window(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     try:
-        left, right = () if isinstance(value, Set | Mapping) else value  # those have no first and second
+        if isinstance(value, Set | Mapping):
+            raise TypeError("there is no first and no second")
+        left, right = value
     except (TypeError, ValueError):
         raise InvalidRequestError(f"window: expected (left, right), found {value!r}", field="window") from None
     return integer("window.left", left, 64), integer("window.right", right, 64)

@@ -34,9 +34,16 @@ class Connection(BaseConnection[StreamTransport]):
         return StreamTransport(self._channel, *arguments)
 
     async def close(self) -> None:
-        """Gives up the calls on its streams and ends the connection."""
+        """Gives up the calls on its streams, ends the connection, and keeps nothing of gRPC's.
+
+        gRPC's asyncio ends with its last channel. If one outlived this loop, in a client that is not collected yet,
+        events of calls that were just cancelled would be handled in the next loop, and gRPC would print an error.
+        """
         await asyncio.gather(*(stream.close() for stream in self._streams))
-        await self._channel.close()
+        if self._channel is not None:  # or this completes a closing that was cancelled
+            await self._channel.close()
+            self._channel = None
+            self._methods.clear()
 
 
 _connections: Final[WeakSet[Connection]] = WeakSet()

@@ -171,6 +171,7 @@ class StreamTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._attend_stream = None  # it holds the channel: see `task_connection`
 
     def _withdraw(self, call: Call[StreamFuture]) -> None:
         self._multiplexer.cancel(call)
