@@ -101,7 +101,8 @@ class Client:
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
         of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors on any device; the result is of
         the query's kind, on its device. Do not change them while the call is in flight. The service computes no
-        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``).
+        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``). Lists are taken
+        for NumPy arrays, Python's own numbers in them for float32 where floating ones are expected.
 
         - `query`: ``[B, Hq, Lq, D]``, or ``[Hq, Lq, D]``, or ``[Lq, D]``; float32, float16, bfloat16 or float64.
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple
@@ -184,7 +185,8 @@ class Client:
 
         B is the number of sequences, L and S the input and context length, d_in, d_context and d_out the layer's
         widths, Hq its query heads. Arrays are NumPy arrays or torch tensors on any device; the result is of the input's
-        kind, on its device. Do not change them while the call is in flight.
+        kind, on its device. Do not change them while the call is in flight. Lists are taken for NumPy arrays, Python's
+        own numbers in them for float32, or for token ids if all are integers.
 
         - `layer`: the layer's name; `layers` lists them.
         - `input`: activations, ``[B, L, d_in]``, or ``[L, d_in]`` for one sequence; float32, float16, bfloat16 or
@@ -265,7 +267,8 @@ class Client:
         - `num_kv_heads`, `head_dim`: the heads of keys and values, and the width of each key head.
         - `value_dim`: the width of each value head. Default: `head_dim`.
         - `layers`: how many layers it has, each with a length of its own.
-        - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``: the dtype stored, whatever is appended.
+        - `dtype`: ``"float32"``, ``"float16"`` or ``"bfloat16"``, or NumPy's or torch's of these: the dtype stored,
+          whatever is appended.
         - `ttl`: how long it lives after its last use, in seconds; then it is not found any more, and evicted when room
           is needed. Default: as the server is configured, or else until it is deleted.
         - `timeout`: in seconds for each server that is asked; None for no limit.

@@ -32,7 +32,7 @@ _OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
 
 
 class Cache(CacheState):
-    """A cache on a server.
+    """A cache on a server, made by `Client.create_cache` or opened by `Client.open_cache`.
 
         with client.create_cache(num_kv_heads=8, head_dim=64) as cache:
             cache.append(keys, values)
