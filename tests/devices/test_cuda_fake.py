@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from cases import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow
+from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow, hollow_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnserve._requests.attend import encode_attend
@@ -20,10 +22,13 @@ from attnserve_server.caches.pages import sent
 from attnserve_server.devices import cuda
 from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.cuda import CudaDevice
+from attnserve_server.devices.packing import FEW_ROWS
+from attnserve_server.devices.staging import TORCH
 from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
 from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table, varlen_cuda
 from attnserve_server.layers.rows import Packing
 from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import BatchResult
 
 FEW = settings(max_examples=max(15, settings().max_examples // 4))
 EVERYWHERE = pytest.mark.parametrize("device", [META, CUDA], ids=str)
@@ -102,6 +107,42 @@ def test_the_calls_that_load_kernels(device: torch.device) -> None:
             assert result.output.shape == scattered.query.shape
             assert result.lse is not None
             assert result.lse.shape == scattered.query.shape[:2]
+
+
+class WarmTransfers(MetaTransfers):
+    """Transfers of a device that warms up."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        yield
+
+    def warm_up(self) -> None:
+        pass
+
+
+def test_whole_batches_load_what_surrounds_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first request would: of each dtype, with few rows and with many, which other operations find."""
+    device = hollow_device(META, monkeypatch)
+    device._transfers = WarmTransfers(META, computes_first=True)  # type: ignore[assignment]
+    for load in ("load_kernels", "load_scattered"):
+        monkeypatch.setattr(cuda, load, lambda device: None)
+    ran: list[tuple[int, bool]] = []
+    run = device.run
+
+    def told(requests: Sequence[Request]) -> BatchResult:
+        batch, problem = run(requests), requests[0].problem
+        rows = problem.query_length * (problem.query_heads + problem.kv_heads)
+        assert list(batch.kernel_calls.values()) == [1]
+        ran.append((problem.dtype, rows > FEW_ROWS))
+        return batch
+
+    monkeypatch.setattr(device, "run", told)
+    device.warm_up()
+    dtypes = {dtype for each in RAGGED_KERNELS for dtype in each.dtypes}
+    assert {(TORCH[dtype], many) for dtype, many in ran} == {
+        (dtype, many) for dtype in dtypes for many in (False, True)
+    }
+    assert device._transfers.waits == len(ran)
 
 
 def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from attnserve_server.devices.batch import mend, run_batch
 from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows, Scattering
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers
-from attnserve_server.devices.warm import load_kernels, load_scattered
+from attnserve_server.devices.warm import load_kernels, load_scattered, warm_requests
 from attnserve_server.kernels import (
     KERNELS,
     RAGGED_KERNELS,
@@ -204,6 +204,8 @@ class CudaDevice:
         with ThreadPoolExecutor(self.depth, "attnserve-warm-up") as threads:
             for done in [threads.submit(self._warm_up, together) for _ in range(self.depth)]:
                 done.result()
+        for request in warm_requests():
+            self.run([request])
         self._try_scattered()
 
     def _warm_up(self, together: Barrier) -> None:

@@ -6,7 +6,13 @@ from typing import Final
 
 import torch
 
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
+from attnserve_server.devices.packing import FEW_ROWS
 from attnserve_server.kernels import RAGGED_KERNELS, AttentionCall, RaggedCall, ScatteredCall, attend, varlen_cuda
+from attnserve_server.requests.limits import DEFAULT_LIMITS
+from attnserve_server.requests.request import Request, request_of
 
 WIDTHS: Final = (64, 128)
 """The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
@@ -59,3 +65,27 @@ def warm_scattered_call(device: torch.device, dtype: torch.dtype, width: int) ->
     query_starts = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
     kv_starts, kv_lengths = torch.zeros_like(query_starts), torch.full_like(query_starts[1:], 16)
     return ScatteredCall(query, keys, keys, query_starts, kv_starts, kv_lengths, 4, 16, 0.125)
+
+
+def warm_requests() -> list[Request]:
+    """Requests whose batches load what surrounds the ragged kernels: for each dtype one with few rows, and one with
+    more than are found on the host.
+    """
+    return [
+        _request(tokens, dtype, sinks=tokens == 8)
+        for dtype in (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
+        for tokens in (8, FEW_ROWS // 16)
+    ]
+
+
+def _request(tokens: int, dtype: tensor_pb2.DataType, *, sinks: bool) -> Request:
+    """Causal self-attention of zeros, with 16 heads of 64."""
+    shape = (16, tokens, 64)
+    size = (4 if dtype == tensor_pb2.DATA_TYPE_FLOAT32 else 2) * 16 * tokens * 64
+    tensor = tensor_pb2.Tensor(dtype=dtype, shape=shape, data=bytes(size))
+    message = pb.AttendRequest(query=tensor, key=tensor, value=tensor, causal=True, return_lse=True)
+    if sinks:
+        message.sinks.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[16], data=bytes(64)))
+    data = message.SerializeToString()
+    header, payloads = _wire.find(pb.AttendRequest, data, 0, len(data))
+    return request_of(header, payloads, len(data), DEFAULT_LIMITS)
