@@ -1,0 +1,157 @@
+"""Transfers on recorded streams: what one stream reads has been written by then, whatever stream wrote it, and memory
+that another stream than its own uses is not reused before that is done with it.
+
+A stream knows how much of its own work and of others' comes before its next operation; nothing else is ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from attnserve_server.devices.transfers import CudaTransfers
+
+
+class Stream:
+    """A stream, and up to which of its operations each other stream is waited for."""
+
+    def __init__(self, *_: object) -> None:
+        self.behind: dict[Stream, int] = {self: 0}
+
+    def operate(self) -> int:
+        self.behind[self] += 1
+        return self.behind[self]
+
+    def wait_stream(self, other: Stream) -> None:
+        for stream, count in other.behind.items():
+            self.behind[stream] = max(self.behind.get(stream, 0), count)
+
+
+class Memory:
+    """Device memory, allocated and first written on the current stream, or host memory."""
+
+    dtype, shape = torch.float32, (3,)
+
+    def __init__(self, home: Stream | None) -> None:
+        self.home, self.users = home, {home}
+        self.recorded = {home}
+        self.writer, self.written = home, 0 if home is None else home.operate()
+
+    def used_by(self, stream: Stream) -> None:
+        """A stream reads it."""
+        assert self.writer is None or stream.behind.get(self.writer, 0) >= self.written, "it may not be there yet"
+        self.users.add(stream)
+
+    def record_stream(self, stream: Stream) -> None:
+        self.recorded.add(stream)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is kept for all its users once it is freed."""
+        return self.users <= self.recorded
+
+
+class Machine:
+    """The streams, and what is in memory."""
+
+    def __init__(self) -> None:
+        self.default = self.current = Stream()
+        self.there: list[Memory] = []
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def new(self) -> Memory:
+        memory = DeviceMemory(self)
+        self.there.append(memory)
+        return memory
+
+
+class DeviceMemory(Memory):
+    """A tensor on the device."""
+
+    def __init__(self, machine: Machine, packed: bool = True) -> None:
+        super().__init__(machine.current)
+        self._machine, self._packed = machine, packed
+
+    def contiguous(self) -> Memory:
+        if self._packed:
+            return self
+        self.used_by(self._machine.current)
+        return self._machine.new()
+
+    def numel(self) -> int:
+        return 3
+
+    def element_size(self) -> int:
+        return 4
+
+
+class HostMemory(Memory):
+    """Pinned memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(None)
+        self._machine = machine
+
+    def to(self, device: torch.device, non_blocking: bool) -> Memory:
+        assert non_blocking
+        self.used_by(self._machine.current)
+        return self._machine.new()
+
+    def view(self, *_: object) -> HostMemory:
+        return self
+
+    def copy_(self, source: Memory, non_blocking: bool) -> None:
+        assert non_blocking
+        source.used_by(self._machine.current)
+        self.writer, self.written = self._machine.current, self._machine.current.operate()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine in the place of torch's streams."""
+    machine = Machine()
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: machine.default)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", machine.stream)
+    return machine
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_streams_read_what_is_there_and_keep_what_they_use(
+    machine: Machine, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches, the second one staged before the first one's results are fetched."""
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
+    inputs = [transfers.upload(HostMemory(machine)) for _ in range(2)]
+    fetched = []
+    for each in inputs:
+        assert each.home is not machine.default, "or copies would wait for what computes"
+        each.used_by(machine.current)
+        output = DeviceMemory(machine, packed)
+        machine.there.append(output)
+        fetched.append(transfers.fetch(output))
+    assert all(memory.is_kept for memory in machine.there)
+    assert {memory.writer for memory in fetched} == {transfers._fetch_stream}
+    for memory in fetched:
+        memory.used_by(transfers._fetch_stream)  # as a thread does that waits for this stream
+
+
+def test_copies_to_the_device_wait_for_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what computes does not wait for copies back."""
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
+    for _ in range(3):
+        transfers.upload(HostMemory(machine)).used_by(machine.current)
+        transfers.fetch(machine.new())
+    assert transfers._upload_stream.behind.keys() == {transfers._upload_stream}
+    assert transfers._fetch_stream not in machine.default.behind
