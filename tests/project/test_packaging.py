@@ -92,7 +92,7 @@ def test_the_wheel_holds_every_module_of_both_packages_and_nothing_else(names: s
 
 
 def test_the_sdk_is_light(metadata: Message) -> None:
-    assert required(metadata) == {"grpcio", "grpcio-status", "ml-dtypes", "numpy", "protobuf"}
+    assert required(metadata) == {"grpcio", "grpcio-status", "ml-dtypes", "numpy", "protobuf", "typing-extensions"}
     assert "torch" in required(metadata, "server")
 
 
