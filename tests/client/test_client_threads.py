@@ -17,7 +17,7 @@ from calls import PATIENCE_S
 from peers import SERVICE, good, good_unary, peer, replies
 
 from attnserve import Client, ClientClosedError
-from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.thread_future import CallFuture, logger
 
 STREAM, UNARY = "stream", "unary"
 
@@ -148,8 +148,12 @@ def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: 
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
 @pytest.mark.parametrize("transport", [STREAM, UNARY])
-def test_what_is_called_back_ends_no_thread(transport: Any, error: type[BaseException]) -> None:
-    """A callback that raises what is no Exception does not end the thread that others depend on."""
+def test_what_is_called_back_ends_no_thread(
+    monkeypatch: pytest.MonkeyPatch, transport: Any, error: type[BaseException]
+) -> None:
+    """A callback that raises what is no Exception does not end the thread that others depend on, and is logged."""
+    logged: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(logger, "exception", logged.put)
 
     def fail(future: object) -> None:
         raise error
@@ -165,6 +169,7 @@ def test_what_is_called_back_ends_no_thread(transport: Any, error: type[BaseExce
             future.add_done_callback(fail)
             patient.told.set()
             assert future.result(PATIENCE_S).output[0, 0] == number
+            assert logged.get(timeout=PATIENCE_S) == "a callback of a call wanted to end its thread"
 
 
 def test_threads_that_share_a_client_get_their_own_results() -> None:
