@@ -99,8 +99,8 @@ class FailedPreconditionError(AttnServeError):
 
     @property
     def name(self) -> str | None:
-        """The name of the cache that does not have the expected length: of several, the first. None for other errors,
-        and from servers that do not say it.
+        """The name of the cache whose length, or whose layers' lengths, are not as needed: of several, the first. None
+        for other errors, and from servers that do not say it.
         """
         return self._text("name") or None
 

@@ -24,7 +24,9 @@ class Limits:
     max_flops: int
     """The most floating-point operations admitted and not yet computed."""
     max_batch_flops: int
-    """The most floating-point operations of one batch; a single request may have more, and then runs alone."""
+    """The most floating-point operations of one batch; a single request may have more, and then runs alone. On CUDA,
+    unless it is configured, batches of a layer's requests have up to 250 times as many.
+    """
     max_batch_requests: int
     """The most requests in one batch."""
     max_message_calls: int

@@ -1,4 +1,4 @@
-"""Numbers as callers pass them: which types are taken for one, decided here for every argument."""
+"""Numbers as callers pass them: which types are taken for one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def real(value: Any) -> float:
-    """A number of any type, as a float. TypeError for anything else, text included, which `float` itself would read: a
-    setting that nobody has converted is a mistake of its caller, who is better told early.
+    """A number of any type, as a float. TypeError for text, which `float` itself would read (a setting that nobody has
+    converted is a mistake of its caller, who is better told early); TypeError or ValueError for anything else.
     """
     if type(value) is float:  # nearly always
         return value

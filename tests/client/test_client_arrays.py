@@ -73,6 +73,11 @@ def test_arrays_in_lists_keep_their_dtype(make: Any, dtype: Any) -> None:
     assert make("query", [np.empty((0, 4), dtype)]).dtype == make("query", together).dtype
 
 
+def test_integers_in_lists_become_float32_whosever_they_are() -> None:
+    for value in ([np.int64(1), 2], [np.uint8(1)], [np.array([1, 2])]):
+        assert arrays.floating("bias", value).dtype == pb.DATA_TYPE_FLOAT32
+
+
 def test_numbers_of_numpys_keep_their_dtype() -> None:
     """Even float64, whose scalars are also Python floats."""
     assert arrays.floating("bias", np.float64(0.1)).dtype == pb.DATA_TYPE_FLOAT64

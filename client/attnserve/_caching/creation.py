@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from sys import float_info
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -35,8 +36,10 @@ it checks for that."""
 
 
 def _until_room(error: OverloadedError | UnavailableError) -> float:
-    """In how many seconds a server may have room; infinite if it is out of reach."""
-    return error.retry_delay or 0.0 if isinstance(error, OverloadedError) else inf
+    """In how many seconds a server may have room; very many if it does not say, infinite if it is out of reach."""
+    if isinstance(error, UnavailableError):
+        return inf
+    return float_info.max if error.retry_delay is None else error.retry_delay
 
 
 class Making:

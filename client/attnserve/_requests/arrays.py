@@ -43,9 +43,12 @@ def torch_tensor(value: Any) -> Any | None:
 
 
 def floating(field: str, value: Any) -> Array:
-    """A floating tensor. Plain numbers, also in lists, become float32. InvalidRequestError for any other dtype."""
+    """A floating tensor. Plain numbers, also in lists, and integers in lists become float32. InvalidRequestError for
+    any other dtype.
+    """
     array = _as_numpy(field, value)
-    if array is not value and array.dtype.kind in "fiu" and _is_plain(value):
+    whole = array.dtype.kind in "iu" and isinstance(value, list | tuple)
+    if array is not value and (whole or (array.dtype.kind in "fiu" and _is_plain(value))):
         array = array.astype(np.float32)
     return _floating(field, array, "float32, float16, bfloat16 or float64")
 

@@ -147,7 +147,8 @@ class Config:
         kinds.flops(0),
         0,
         "The most floating-point operations of one batch. A single request may have more, and then runs alone. 0: "
-        "4e9, and 1e12 on CUDA for requests of a layer, whose weights are read once for all of them.",
+        "4e9, and 1e12 on CUDA for requests of a layer, whose weights are read once for all of them. On CUDA, all "
+        "requests of a batch have 16 MiB at most.",
     )
     max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
