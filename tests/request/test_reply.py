@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import messages
@@ -29,13 +28,9 @@ parameters.score.weight = "weight"
 
 
 @pytest.fixture
-def device() -> Iterator[CpuDevice]:
-    """A CPU device; it sets torch's thread count for the whole process, which is restored afterwards."""
-    threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
-    yield device
-    device.close()
-    torch.set_num_threads(threads)
+def device(tensor_devices: dict[int, CpuDevice]) -> CpuDevice:
+    """A CPU of one thread."""
+    return tensor_devices[1]
 
 
 @pytest.fixture(params=["attend", "apply"])

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.server import Server
 from attnserve_server.settings.config import Config
-
-
-@pytest.fixture
-def device() -> Iterator[CpuDevice]:
-    """A CPU."""
-    threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
-    yield device
-    device.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +15,18 @@ def device() -> Iterator[CpuDevice]:
     ids=["a CPU", "a GPU", "a GPU, as configured"],
 )
 async def test_the_bounds_of_batches(
-    device: CpuDevice, threads: int, configured: int, flops: int, discount: int
+    monkeypatch: pytest.MonkeyPatch,
+    tensor_devices: dict[int, CpuDevice],
+    threads: int,
+    configured: int,
+    flops: int,
+    discount: int,
 ) -> None:
     """A GPU, which has no threads, steps all callers of a decoder of 7 billion parameters together; and it takes no
     more bytes than it copies while it computes others.
     """
-    device.threads = threads
+    device = tensor_devices[1]
+    monkeypatch.setattr(device, "threads", threads)
     server = Server(Config(cache_bytes=1 << 20, max_batch_flops=configured), lambda config: device)
     queue = server.engine._queue
     assert queue._max_cost == flops

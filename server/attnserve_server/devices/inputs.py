@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.requests.problem import Problem
@@ -37,20 +36,21 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def fill(raw: torch.Tensor, payloads: Sequence[memoryview]) -> None:
     """Copies payloads to host memory of as many bytes, end to end."""
-    array, start = raw.numpy(), 0
-    target = memoryview(array)  # type: ignore[arg-type]
+    target, start = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
     for payload in payloads:
-        stop = start + len(payload)
-        if len(payload) < COPIED_ASIDE:
-            target[start:stop] = payload
-        else:
-            copy_aside(payload, array[start:stop])
-        start = stop
+        start = copy(payload, target, start)
 
 
-def copy_aside(payload: memoryview, target: NDArray[Any]) -> None:
-    """Copies a payload to as many bytes, without the GIL: other threads go on receiving and launching meanwhile."""
-    target[:] = np.frombuffer(payload, np.uint8)
+def copy(payload: memoryview, target: memoryview, start: int) -> int:
+    """Copies a payload there, a large one without the GIL: other threads go on receiving and launching meanwhile.
+    Returns where it ends.
+    """
+    stop = start + len(payload)
+    if len(payload) < COPIED_ASIDE:
+        target[start:stop] = payload
+    else:
+        np.frombuffer(target[start:stop], np.uint8)[:] = np.frombuffer(payload, np.uint8)
+    return stop
 
 
 class Place:
@@ -64,14 +64,13 @@ class Place:
         for spec in specs:
             size = spec.size
             if size:
-                parts.append((spec.payload, end, size))
+                parts.append((spec.payload, end))
             views.append((*arranged(spec.shape, problem.length_first, count), end // dtype.itemsize))
             used += size * count
             end += -(-size * count // CACHE_LINE) * CACHE_LINE
         raw = allocate(end)
         self.problem = problem
-        self._array: NDArray[Any] = raw.numpy()
-        self._bytes = memoryview(self._array)  # type: ignore[arg-type]
+        self._bytes = memoryview(raw.numpy())  # type: ignore[arg-type]
         self._parts, self._views = parts, views
         self.elements = raw.view(dtype)
         self.inputs = self.inputs_in(self.elements)
@@ -81,14 +80,9 @@ class Place:
 
     def fill(self, members: Sequence[Request]) -> None:
         """Copies the payloads of requests there, end to end."""
-        target = self._bytes
-        for payload, start, size in self._parts:
+        for payload, start in self._parts:
             for member in members:
-                if size < COPIED_ASIDE:
-                    target[start : start + size] = member.payloads[payload]
-                else:
-                    copy_aside(member.payloads[payload], self._array[start : start + size])
-                start += size
+                start = copy(member.payloads[payload], self._bytes, start)
 
     def inputs_in(self, elements: torch.Tensor) -> Inputs:
         """The same views of other elements, such as the uploaded ones."""
