@@ -13,6 +13,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
+from attnserve_server.requests.limits import BATCH_FLOPS
 from attnserve_server.scheduling.pace import Amount, Pace
 
 MIN_RETRY_DELAY: Final = 0.005
@@ -68,7 +69,7 @@ class Admission:
         max_reply_bytes: int | None = None,
         max_queue_time: float = 0.0,
         batch_requests: int = 64,
-        batch_flops: int = 4 * 10**9,
+        batch_flops: int = BATCH_FLOPS,
     ) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
