@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,10 @@ CALLERS: Final = 4
 """Connections, and so callers: nobody is identified."""
 IN_FLIGHT: Final = 16
 """Of the closed loop by which the capacity is found: more gives no more."""
+LEAD: Final = 0.1
+"""A load runs for this share of its time before what is computed counts. A load that has just begun or is about to end
+computes its short requests first: rates would be too low in tokens, and too high in requests.
+"""
 MOST_MINUTES: Final = 1.0
 REFUSED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PATIENCE_S: Final = 60.0
@@ -51,17 +55,26 @@ MOST_REFUSED: Final = 1.2
 @dataclass(slots=True)
 class Answers:
     """What callers have seen: seconds until the answer, for what was computed (with its tokens) and for what was
-    refused (with the delays that it was told); and other failures.
+    refused (with the delays that it was told), and other failures.
     """
 
+    counted: tuple[float, float]
+    """From when until when what is computed counts."""
+    calls: int = 0
+    """How many were made, whether what became of them counts or not."""
     computed: list[float] = field(default_factory=list)
     tokens: int = 0
     refused: list[float] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    seconds: float = 0.0
     processor_seconds: float = 0.0
-    """What the server has used of its processors meanwhile."""
+    """What the server has used of its processors in the time that counts."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the time that counts is."""
+        begin, until = self.counted
+        return until - begin
 
     @property
     def requests_per_second(self) -> float:
@@ -105,11 +118,14 @@ class Load:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
-    async def ask(self, answers: Answers, due: float, until: float) -> None:
-        """Makes one call. What is computed counts if it is by then; times are from when the call was due."""
+    async def ask(self, answers: Answers, due: float) -> None:
+        """Makes one call. What is computed counts if that is within `answers.counted`; times are from when the call was
+        due.
+        """
         if not self._round:
             self._round = self._random.permutation(len(self._requests)).tolist()
         length, request = self._requests[self._round.pop()]
+        answers.calls += 1
         reply = await self._callers[next(self._numbers) % CALLERS].ask(request)
         if reply.HasField("error"):
             if reply.error.code == REFUSED and (delay := _delay(reply.error)) is not None:
@@ -118,40 +134,46 @@ class Load:
             else:
                 answers.failed.append(reply.error.message)
             return
-        if (now := perf_counter()) <= until:
+        begin, until = answers.counted
+        if begin <= (now := perf_counter()) <= until:
             answers.computed.append(now - due)
             answers.tokens += length
 
     async def closed(self, in_flight: int, seconds: float) -> Answers:
         """So many calls at a time, for some seconds."""
-        until = perf_counter() + seconds
+        async with self._measured(seconds) as answers:
 
-        async def caller() -> None:
-            while (now := perf_counter()) < until:
-                await self.ask(answers, now, until)
+            async def caller() -> None:
+                while (now := perf_counter()) < answers.counted[1]:
+                    await self.ask(answers, now)
 
-        with self._measured(seconds) as answers:
             await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
 
     async def open(self, rate: float, seconds: float) -> Answers:
         """So many calls a second, at random times (a Poisson process), whatever becomes of them."""
         due = perf_counter()
-        until = due + seconds
-        with self._measured(seconds) as answers:
-            async with asyncio.TaskGroup() as calls:
-                while (due := due + self._random.exponential(1 / rate)) < until:
-                    await asyncio.sleep(max(0.0, due - perf_counter()))
-                    calls.create_task(self.ask(answers, due, until))
+        async with self._measured(seconds) as answers, asyncio.TaskGroup() as calls:
+            while (due := due + self._random.exponential(1 / rate)) < answers.counted[1]:
+                await asyncio.sleep(max(0.0, due - perf_counter()))
+                calls.create_task(self.ask(answers, due))
         return answers
 
-    @contextmanager
-    def _measured(self, seconds: float) -> Iterator[Answers]:
-        """What is seen while the block runs."""
-        answers, before = Answers(seconds=seconds), self._process.cpu_times()
+    @asynccontextmanager
+    async def _measured(self, seconds: float) -> AsyncIterator[Answers]:
+        """What is seen of a load that the block makes for so many seconds."""
+        now = perf_counter()
+        answers = Answers((now + LEAD * seconds, now + seconds))
+        watch = asyncio.create_task(self._watch_processor(answers))
         yield answers
-        after = self._process.cpu_times()
-        answers.processor_seconds = after.user + after.system - before.user - before.system
+        await watch
+
+    async def _watch_processor(self, answers: Answers) -> None:
+        """Fills in how much of its processors the server uses while answers count."""
+        for moment, sign in zip(answers.counted, (-1, 1), strict=True):
+            await asyncio.sleep(moment - perf_counter())
+            times = self._process.cpu_times()
+            answers.processor_seconds += sign * (times.user + times.system)
 
 
 def _delay(status: Status) -> float | None:
@@ -223,11 +245,10 @@ async def _measure(victim: Victim, seconds: float, way: type[Way]) -> list[Figur
             [one.tokens / one.processor_seconds for one in full],
         )
     )
-    offered = len(flood.computed) + len(flood.refused) + len(flood.failed)
     p99 = [float(np.percentile(answers.computed, 99)) for answers in (steady, flood)]
     return [
         Figure("capacity", requests, "requests/s"),
-        Figure("offered", offered / seconds, "requests/s"),
+        Figure("offered", flood.calls / seconds, "requests/s"),
         Figure("goodput, in requests", flood.requests_per_second / requests, "of capacity", 0.9),
         Figure("goodput, in tokens", flood.tokens_per_second / tokens, "of capacity", 0.9),
         Figure(
@@ -237,7 +258,7 @@ async def _measure(victim: Victim, seconds: float, way: type[Way]) -> list[Figur
         Figure("p99 of accepted requests", p99[1] * 1e3, "ms"),
         Figure("this p99 over that at 90 % load", p99[1] / p99[0], at_most=way.slower),
         Figure("refused", len(flood.refused) / seconds, "requests/s"),
-        Figure("refused attempts", attempts_refused / offered, "for each call", at_most=MOST_REFUSED),
+        Figure("refused attempts", attempts_refused / flood.calls, "for each call", at_most=MOST_REFUSED),
         Figure("median time to a refusal", float(np.median(flood.refused)) * 1e3, "ms", at_most=1e3 * way.told_within),
         Figure("p99 time to a refusal", float(np.percentile(flood.refused, 99)) * 1e3, "ms"),
         Figure("median delay told", float(np.median(flood.delays)) * 1e3, "ms", 5.0, p99[1] * 1e3),
