@@ -4,6 +4,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+/* An inner loop of products. Where two threads share a core, instructions that do not multiply are not free. */
+#define REPEAT _Pragma("GCC unroll 4")
 #define ATTEND attnserve_attend_avx2
 #define MULTIPLY attnserve_multiply_avx2
 #define MULTI_HEAD attnserve_multi_head_avx2

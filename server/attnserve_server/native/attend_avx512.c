@@ -4,6 +4,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define REPEAT /* an inner loop of products: each turn has enough of them here */
 #define ATTEND attnserve_attend_avx512
 #define MULTIPLY attnserve_multiply_avx512
 #define MULTI_HEAD attnserve_multi_head_avx512

@@ -7,7 +7,7 @@ enum {
     PANEL = 16,                         /* columns of a packed weight that lie together */
     STEP_PANELS = 2 * V / PANEL,        /* multiplied at once: two vectors of columns */
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
-    AHEAD = 8,                          /* how many inputs ahead of use data is prefetched */
+    AHEAD = V == 16 ? 8 : 64,           /* how many inputs ahead of use data is prefetched */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
     PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
@@ -75,10 +75,11 @@ INLINE void multiply_block(int rows, int vectors, const float *left, const float
     vec sums[BLOCK_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
-    for (int64_t k = 0; k < n; k++) {
+    REPEAT for (int64_t k = 0; k < n; k++) {
         vec columns[2];
-        __builtin_prefetch(left + (k + AHEAD) * V);
-        UNROLL for (int c = 0; c < vectors; c++) __builtin_prefetch(weight + c * apart + (k + AHEAD) * PANEL);
+        if (V == 16) __builtin_prefetch(left + (k + AHEAD) * V);
+        UNROLL for (int c = 0; c < vectors; c += PANEL / V)
+            __builtin_prefetch(weight + c * apart + (k + AHEAD) * PANEL);
         UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(weight + c * apart + k * PANEL);
         UNROLL for (int r = 0; r < rows; r++) {
             vec input = vset(left[k * V + r]);

@@ -60,7 +60,7 @@ INLINE void tile_scores(int rows, int vectors, const float *queries, int64_t str
         vec sums[TILE_ROWS][TILE_VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
-        for (int64_t d = from; d < to; d++) {
+        REPEAT for (int64_t d = from; d < to; d++) {
             vec columns[TILE_VECTORS];
             UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(keys + d * BLOCK + c * V);
             UNROLL for (int r = 0; r < rows; r++) {
@@ -87,7 +87,7 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
         vec fade = vset(fades[r]);
         UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = fade * vload(outputs + r * stride + c * V);
     }
-    for (int64_t j = 0; j < n; j++) {
+    REPEAT for (int64_t j = 0; j < n; j++) {
         vec columns[TILE_VECTORS];
         UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(values + j * stride + c * V);
         UNROLL for (int r = 0; r < rows; r++) {
