@@ -164,16 +164,16 @@ class AsyncClient:
         As a context manager, the cache is deleted when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        left = await self._calls.servers.find_soon(checked_timeout(timeout))
+        timeout = checked_timeout(timeout)
+        servers = self._calls.servers.each_once(await self._calls.servers.find_soon(timeout))
         with Making(rpc, self._calls.tell) as making:
-            for replica in self._calls.servers.each_once(left):
-                making.at(replica.address)
+            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
                 try:
-                    info = await self._calls.ask(rpc, timeout, replica.address)
+                    info = await self._calls.ask(rpc, left, address, again)
                 except (OverloadedError, UnavailableError) as error:
                     making.failed(error)
                 else:
-                    cache = AsyncCache(self, info, self._calls.servers.home_of(replica, info))
+                    cache = AsyncCache(self, info, self._calls.servers.home_of(address, info))
                     making.done()
                     return cache
         raise making.failure

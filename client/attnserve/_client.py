@@ -273,20 +273,22 @@ class Client:
           is needed. Default: as the server is configured, or else until it is deleted.
         - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        Retries never make a second cache, and if a server is full or unavailable, another is asked. If the call is
-        given up, or fails without an answer, a cache that it made is deleted as soon as its server hears of that; if it
-        never does, the cache stays until its `ttl` ends, and `caches` lists it.
+        Retries never make a second cache. If a server is full, another is asked at once, or if it is unavailable, after
+        its retries. If all are full, the one that says that it has room soonest is asked again, up to `retries` times.
+        If the call is given up, or fails without an answer, a cache that it made is deleted as soon as its server hears
+        of that; if it never does, the cache stays until its `ttl` ends, and `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        timeout = checked_timeout(timeout)
         with Making(rpc, self._calls.tell) as making:
-            for replica in self._calls.servers.each_once(checked_timeout(timeout)):
-                making.at(replica.address)
+            servers = self._calls.servers.each_once(timeout)
+            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
                 try:
-                    info = self._calls.ask(rpc, timeout, replica.address)
+                    info = self._calls.ask(rpc, left, address, again)
                 except (OverloadedError, UnavailableError) as error:
                     making.failed(error)
                 else:
-                    cache = Cache(self, info, self._calls.servers.home_of(replica, info))
+                    cache = Cache(self, info, self._calls.servers.home_of(address, info))
                     making.done()
                     return cache
         raise making.failure

@@ -28,6 +28,7 @@ from attnserve._servers.replicas import Replica
 from attnserve._servers.task_servers import TaskServers
 from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._settings.credentials import Bearer, Identity
+from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
 from attnserve._transports.in_flight import Call
 from attnserve._transports.task_connection import Connection
@@ -152,15 +153,20 @@ class Calls:
         timeout: float | None,
         /,
         home: str | None = None,
+        again: Again | None = None,
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
-        """Sends a plain RPC, which is given up after `timeout` seconds."""
+        """Sends a plain RPC, which is given up after `timeout` seconds. With `again`, the caller decides what follows
+        a full server's refusal.
+        """
         self._process.enter()
         future = self._future(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
         route, find, timeout = partial(self.servers.connection, home), self._find_for(home), checked_timeout(timeout)
-        self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, find=find)
+        self._unary.submit(
+            future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again, find=find
+        )
         return future
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
@@ -191,7 +197,7 @@ class Calls:
         self, parent: Context | None, home: str | None, request: Request, timeout: float | None
     ) -> asyncio.Future[Any]:
         if isinstance(request, Rpc):
-            return self.ask(request, timeout, home, parent)
+            return self.ask(request, timeout, home, parent=parent)
         request.timeout = timeout
         return self.send(request, parent, home)
 

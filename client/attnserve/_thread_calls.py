@@ -30,6 +30,7 @@ from attnserve._servers.replicas import Replica
 from attnserve._servers.servers import Servers
 from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
 from attnserve._settings.credentials import Bearer, Identity
+from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
 from attnserve._transports.in_flight import Call
 from attnserve._transports.locks import Held
@@ -104,9 +105,11 @@ class Calls:
             self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
         return future
 
-    def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
-        """Sends a plain RPC and returns its answer, within `timeout` seconds."""
-        return wait(self._send_rpc(rpc, timeout, None, home))
+    def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None, again: Again | None = None) -> T:
+        """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, the caller decides what
+        follows a full server's refusal.
+        """
+        return wait(self._send_rpc(rpc, timeout, None, home, again))
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
         """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
@@ -117,13 +120,21 @@ class Calls:
         self._telling.add(future)
         future.add_done_callback(self._telling.discard)
 
-    def _send_rpc(self, rpc: Rpc[Any, T], timeout: float | None, parent: Context | None, home: str | None) -> Future[T]:
+    def _send_rpc(
+        self,
+        rpc: Rpc[Any, T],
+        timeout: float | None,
+        parent: Context | None,
+        home: str | None,
+        again: Again | None = None,
+    ) -> Future[T]:
         self._process.enter()
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
         route = partial(self.servers.connection, home)
-        self._unary.submit(future, rpc.path, rpc.pieces, checked_timeout(timeout), route, repeatable=rpc.repeatable)
+        timeout = checked_timeout(timeout)
+        self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again)
         return future
 
     def perform(self, plan: Plan[T]) -> T:

@@ -342,6 +342,45 @@ async def test_a_cache_is_made_where_there_is_room(start_server: Callable[..., S
             assert len(alone.caches.list()) == count
 
 
+async def test_a_cache_is_made_where_there_is_room_without_waiting(start_server: Callable[..., Server]) -> None:
+    """Even if a lease on the full server ends so soon that a call would be sent again."""
+    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    addresses = [full.address, roomy.address]
+    with Client(full.address) as alone, Client(addresses) as client:
+        leased = alone.create_cache(2, 8, ttl=4)
+        made = []
+        for _ in range(4):
+            leased.append(*arrays()[1:])  # the lease begins again
+            made.append(client.create_cache(2, 8))
+        async with AsyncClient(addresses) as in_tasks_too:
+            for _ in range(4):
+                leased.append(*arrays()[1:])
+                made.append(await in_tasks_too.create_cache(2, 8))
+        leased.append(*arrays()[1:])  # it is there: nobody has waited for its end
+    assert {cache.address for cache in made} == {roomy.address}
+
+
+async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_server: Callable[..., Server]) -> None:
+    """Even if it is not the one that was asked last."""
+    servers = [start_server("--device", "cpu", "--max-caches", "1") for _ in range(3)]
+    soonest, addresses = servers[1].address, [server.address for server in servers]
+
+    def fill() -> None:
+        for address in addresses:
+            with Client(address) as alone:
+                alone.caches.delete([info.name for info in alone.caches.list()])
+                alone.create_cache(2, 8, ttl=0.5 if address == soonest else 4.5)
+
+    fill()
+    with Client(addresses) as client:
+        assert client.create_cache(2, 8).address == soonest
+    fill()
+    async with AsyncClient(addresses) as in_tasks_too:
+        assert (await in_tasks_too.create_cache(2, 8)).address == soonest
+        with pytest.raises(OverloadedError, match="bound on caches"):
+            await in_tasks_too.create_cache(2, 8, timeout=0.1)
+
+
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
     """In no order of asking them; and a cache that is not found may be on the server that does not answer."""
     with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import grpc
 import pytest
@@ -10,8 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
 from attnserve import OverloadedError, UnavailableError
-from attnserve._caching.creation import Making
+from attnserve._caching.creation import Attempt, Making
 from attnserve._requests import cache_requests
+from attnserve._settings.retry import RetryPolicy
 
 
 def full(seconds: float | None) -> OverloadedError:
@@ -37,3 +39,78 @@ def test_the_error_is_that_of_the_server_with_room_soonest(best: int) -> None:
                 making.at(str(home))
                 making.failed(error)
         assert making.failure is ERRORS[best]
+
+
+class Clock:
+    """A clock that stands still unless it is told to move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+RPC = cache_requests.create(2, 8, None, 1, "float32", None)
+
+
+def asked(making: Making, clock: Clock, *answers: OverloadedError | UnavailableError, **options: Any) -> list[Attempt]:
+    """The attempts at the servers a, b and c, which end with these errors, one after the other, each a second later."""
+    policy = RetryPolicy(options.get("retries", 3), random=lambda: 0.0)
+    attempts = []
+    remaining = iter(answers)
+    for attempt in making.attempts("abc", policy, options.get("timeout", 60.0)):
+        attempts.append(attempt)
+        clock.now += attempt.again.pause + 1
+        making.failed(next(remaining))
+    return attempts
+
+
+def test_each_server_is_asked_once_and_then_the_one_with_room_soonest(clock: Clock) -> None:
+    """A server that refuses again asks for twice as long in fact; one that has gone is not asked again."""
+    making = Making(RPC, lambda rpc, home: None)
+    answers = full(4.0), full(1.0), full(3.5), full(2.0), UnavailableError("gone"), full(0.5)
+    attempts = asked(making, clock, *answers)
+    assert [attempt.address for attempt in attempts] == ["a", "b", "c", "b", "a", "c"]
+    assert [attempt.again.pause for attempt in attempts] == pytest.approx([0, 0, 0, 0, 1, 0.5])
+    assert [attempt.timeout for attempt in attempts] == pytest.approx([60, 60, 60, 58, 56, 56])
+    assert attempts[3].again.refusal is answers[1]
+    assert making.failure is answers[5]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_a_full_server_is_asked_again_as_often_as_any_call(clock: Clock, retries: int) -> None:
+    attempts = asked(Making(RPC, lambda rpc, home: None), clock, *map(full, [1.0] * (3 + retries)), retries=retries)
+    assert len(attempts) == 3 + retries
+
+
+def test_no_server_is_asked_again_that_has_no_room_in_time(clock: Clock) -> None:
+    for answers, timeout in (((full(6.0), full(7.0), full(10.0)), None), ([full(3.0)] * 3, 2.5)):
+        attempts = asked(Making(RPC, lambda rpc, home: None), clock, *answers, timeout=timeout)
+        assert [attempt.address for attempt in attempts] == ["a", "b", "c"]
+
+
+def test_a_creation_that_the_retry_budget_does_not_allow_ends_with_the_refusal(clock: Clock) -> None:
+    making, refusal = Making(RPC, lambda rpc, home: None), full(1.0)
+    attempts = asked(making, clock, full(3.0), refusal, full(3.0), refusal)
+    assert [attempt.address for attempt in attempts] == ["a", "b", "c", "b"]
+    assert making.failure is refusal
+
+
+@pytest.mark.parametrize("last", [full(1.0), None])
+def test_a_server_that_may_have_made_it_at_an_earlier_attempt_is_told(last: OverloadedError | None) -> None:
+    """Unless its last answer is that cache: then only the others are."""
+    told: list[str | None] = []
+    with Making(RPC, lambda rpc, home: told.append(home)) as making:
+        for home in "ab":
+            making.at(home)
+            making.failed(UnavailableError("lost"))
+        making.at("a")
+        if last is None:
+            making.done()
+        else:
+            making.failed(last)
+    assert sorted(map(str, told)) == (["b"] if last is None else ["a", "b"])

@@ -1,17 +1,19 @@
 """The creation of a cache whose caller may never get it: it was given up, or timed out, or the connection broke once
 too often. Such a cache would stay until its lease ends, if it has one, and nobody would know its name.
 
-In: the request of a creation or a fork, the servers that were asked, how it ended. Out: requests to those servers to
-delete what they may have made, and not to make it later. No I/O: the clients send them, and wait for none.
+In: the request of a creation or a fork, the servers that there are, how each attempt ended. Out: which server to ask
+next, and after how long; at the end, requests to those that may have made the cache to delete it, and not to make it
+later. No I/O: the clients send them, and wait for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from sys import float_info
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from attnserve._errors import (
     FailedPreconditionError,
@@ -23,6 +25,7 @@ from attnserve._errors import (
 )
 from attnserve._requests import cache_requests
 from attnserve._rpc import Rpc
+from attnserve._settings.retry import Again, RetryPolicy
 
 _REFUSALS: Final = (
     FailedPreconditionError,
@@ -42,6 +45,24 @@ def _until_room(error: OverloadedError | UnavailableError) -> float:
     return float_info.max if error.retry_delay is None else error.retry_delay
 
 
+class Attempt(NamedTuple):
+    """The decision to ask a server."""
+
+    address: str
+    timeout: float | None
+    """Within how many seconds it is to answer, the pause included."""
+    again: Again
+    """After which pause, and which refusal."""
+
+
+class _Failure(NamedTuple):
+    """How the last of some attempts at a server ended, and when."""
+
+    error: OverloadedError | UnavailableError
+    at: float
+    attempts: int
+
+
 class Making:
     """The creation of one cache, tried at one server or at several in turn, as a context manager.
 
@@ -57,22 +78,58 @@ class Making:
         """`send` sends a request to the server at an address, or to any, without waiting for the reply."""
         self._rpc: Final = rpc
         self._send: Final = send
-        self._asked: list[str | None] = []
-        self.failure: OverloadedError | UnavailableError = UnavailableError("there is no server")
+        self._last: str | None = None
+        self._suspected = False
+        """Whether an earlier attempt at the last server may have made the cache."""
+        self._perhaps: set[str | None] = set()
+        """The servers that may have made it."""
+        self._failures: dict[str | None, _Failure] = {}
+
+    def attempts(self, servers: Iterable[str], policy: RetryPolicy, timeout: float | None) -> Iterator[Attempt]:
+        """What to try until one succeeds: first each of the servers, since another may have room now; then, as often as
+        the policy allows, the one that has room soonest. Each is given `timeout` seconds in all.
+        """
+        deadlines: dict[str | None, float] = {}
+        for address in servers:
+            deadlines[address] = inf if timeout is None else time.monotonic() + timeout
+            self.at(address)
+            yield Attempt(address, timeout, Again())
+        for _ in range(policy.retries):
+            soonest: Attempt | None = None
+            now = time.monotonic()
+            for home, (error, at, attempts) in self._failures.items():
+                delay = policy.after_overload(error, attempts, at, deadlines[home])
+                pause = inf if delay is None else max(0.0, at + delay - now)
+                if delay is not None and (soonest is None or pause < soonest.again.pause):
+                    left = None if timeout is None else deadlines[home] - now
+                    soonest = Attempt(str(home), left, Again(pause, error))
+            if soonest is None:
+                return
+            self.at(soonest.address)
+            yield soonest
+            if self._failures[soonest.address].error is soonest.again.refusal:  # the budget allows no retry
+                return
+
+    @property
+    def failure(self) -> OverloadedError | UnavailableError:
         """The error if no server has made the cache: that of the one that has room soonest, if any is full."""
+        errors = (failure.error for failure in self._failures.values())
+        return min(errors, key=_until_room, default=UnavailableError("there is no server"))
 
     def at(self, home: str | None) -> None:
-        """Notes that another server is about to be asked."""
-        self._asked.append(home)
+        """Notes that a server is about to be asked."""
+        self._last, self._suspected = home, home in self._perhaps
+        self._perhaps.add(home)
 
     def failed(self, error: OverloadedError | UnavailableError) -> None:
-        """Notes that the last server is full or out of reach, and another is to be asked."""
+        """Notes that the last server is full or out of reach, and another is to be asked, or the same again."""
         self._note(error)
-        self.failure = min(error, self.failure, key=_until_room)
+        before = self._failures.get(self._last)
+        self._failures[self._last] = _Failure(error, time.monotonic(), 1 if before is None else before.attempts + 1)
 
     def done(self) -> None:
         """Notes that the last server has made the cache, and its reply has arrived."""
-        self._asked.pop()
+        self._perhaps.discard(self._last)
 
     def __enter__(self) -> Self:
         return self
@@ -83,10 +140,10 @@ class Making:
         if isinstance(error, GeneratorExit):  # a discarded coroutine, perhaps when its loop is closed
             return
         self._note(error)
-        for home in self._asked:
+        for home in self._perhaps:
             self._send(cache_requests.give_up(self._rpc), home)
 
     def _note(self, error: BaseException | None) -> None:
         # Only a server's error has details, and this one came from the server that was asked last.
-        if isinstance(error, _REFUSALS) and error.details and not error.resent:
-            self._asked.pop()
+        if isinstance(error, _REFUSALS) and error.details and not error.resent and not self._suspected:
+            self._perhaps.discard(self._last)

@@ -67,11 +67,11 @@ class Servers(Generic[C]):
         """Whether `find` may block on a look-up."""
         return not self.found and self._target.look_up is not None
 
-    def home_of(self, replica: Replica, info: CacheInfo) -> str | None:
-        """The address for calls on a cache that a server has made: that server's, or the one in the cache's info; None
-        if that names none.
+    def home_of(self, address: str, info: CacheInfo) -> str | None:
+        """The address for calls on a cache that the server at `address` has made: that, or the one in the cache's info;
+        None if that names none.
         """
-        return replica.address if self._knows_each else info.address
+        return address if self._knows_each else info.address
 
     def connection(self, home: str | None = None, timeout: float | None = None) -> C:
         """The connection for a call: to the server `home`, or to any if that is None. Raises what `find` does."""
@@ -88,15 +88,15 @@ class Servers(Generic[C]):
         self.find(timeout)
         return self._replicas.choose(time.monotonic())
 
-    def each_once(self, timeout: float | None) -> Iterator[Replica]:
-        """The servers for a call that any can answer, the best first, until all have been tried. Raises what `find`
+    def each_once(self, timeout: float | None) -> Iterator[str]:
+        """The addresses for a call that any can answer, the best first, until all have been tried. Raises what `find`
         does.
         """
         self.find(timeout)
         tried: set[str] = set()
         while (connection := self._replicas.choose_other(tried, time.monotonic())) is not None:
             tried.add(connection.replica.address)
-            yield connection.replica
+            yield connection.replica.address
 
     def others(self, connection: C) -> bool:
         """Whether the calls of a connection could move to another."""

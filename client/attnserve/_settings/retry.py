@@ -91,9 +91,9 @@ class RetryBudget:
 
 
 class Again(NamedTuple):
-    """The decision to send a call again."""
+    """The decision to send a call again, or for the first time."""
 
-    pause: float
+    pause: float = 0.0
     """After how many seconds."""
     refusal: AttnServeError | None = None
     """If a server had no room: the error with which the call ends if the budget does not allow a retry then."""
@@ -113,6 +113,8 @@ class RetryPolicy:
     """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
     budget: RetryBudget = field(default_factory=RetryBudget, repr=False)
     """The budget for calls that full servers refuse."""
+    waits_for_room: bool = True
+    """Whether a call that a full server refuses is sent again."""
 
     def delay(self, attempts: int, now: float, deadline: float) -> float | None:
         """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up."""
@@ -126,7 +128,9 @@ class RetryPolicy:
         """How long to wait, in seconds, if a full server refused the last of `attempts`; None to give up, or for any
         other error. The delay that the server asks for is doubled with each further attempt.
         """
-        if not isinstance(error, OverloadedError) or error.reason not in _PASSES or attempts > self.retries:
+        if not isinstance(error, OverloadedError) or error.reason not in _PASSES:
+            return None
+        if attempts > self.retries or not self.waits_for_room:
             return None
         told = (error.retry_delay or 0.0) * 2.0 ** min(attempts - 1, 30)
         delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, Final, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import grpc
 
 from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
-from attnserve._settings.retry import RetryPolicy
+from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy
 from attnserve._transports.connection import BaseConnection
 
 C = TypeVar("C", bound=BaseConnection[Any])
@@ -34,19 +35,27 @@ class UnaryCall(Generic[F, C]):
         timeout: float | None,
         policy: RetryPolicy,
         route: Callable[[float | None], C],
+        repeatable: bool,
+        again: Again | None,
     ) -> None:
-        """`route` gives the connection for an attempt, within the given number of seconds."""
+        """`route` gives the connection for an attempt, within the given number of seconds. A call that is not
+        `repeatable` is sent once. With `again`, its caller decides what follows a full server's refusal, and `again` is
+        what followed the last one.
+        """
         self.future: Final = future
         self.path: Final = path
         self._pieces: Final = pieces
         self._timeout: Final = timeout
         self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
-        self._policy: Final = policy
+        policy = policy if repeatable else NO_RETRIES
+        self._policy: Final = policy if again is None else replace(policy, waits_for_room=False)
+        self.pause: Final = 0.0 if again is None else again.pause
+        """After how many seconds to make the first attempt."""
         self._route: Final = route
         self._attempts = 0
         self._resent = False
         """Whether an earlier attempt may have run: no server has said that it did not."""
-        self._refusal: AttnServeError | None = None
+        self._refusal: AttnServeError | None = None if again is None else again.refusal
         """The error that refused the last attempt, if a server had no room."""
 
     @property

@@ -16,7 +16,7 @@ import grpc.aio
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
 from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
-from attnserve._settings.retry import NO_RETRIES, RetryPolicy
+from attnserve._settings.retry import Again, RetryPolicy
 from attnserve._transports.tasks import CallFuture
 from attnserve._transports.unary import UnaryCall
 
@@ -44,16 +44,15 @@ class UnaryTransport:
         route: Callable[[float | None], Connection],
         *,
         repeatable: bool = True,
+        again: Again | None = None,
         find: Callable[[float | None], Awaitable[object]] | None = None,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is known.
-
-        `route` gives the connection for an attempt; `find`, if given, is awaited before the first one. Both are passed
-        how many seconds are left.
+        """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
+        `UnaryCall`; `find`, if given, is awaited before the first attempt, and passed how many seconds are left.
         """
         if self._closed:
             raise ClientClosedError
-        call = UnaryCall(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
+        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again)
         task = asyncio.get_running_loop().create_task(self._carry_out(call, find))
         self._tasks[task] = future
         future.withdraw = task.cancel
@@ -74,6 +73,8 @@ class UnaryTransport:
         try:
             if find is not None:
                 await find(call.left())
+            if call.pause:
+                await asyncio.sleep(call.pause)
             outcome = await self._reply(call)
         except AttnServeError as error:
             outcome = error.with_traceback(None)  # it would keep this frame and the call alive

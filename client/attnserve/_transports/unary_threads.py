@@ -18,7 +18,7 @@ import grpc
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
 from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
-from attnserve._settings.retry import NO_RETRIES, RetryPolicy
+from attnserve._settings.retry import Again, RetryPolicy
 from attnserve._transports.callbacks import Callbacks
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import Held, at_once
@@ -57,19 +57,22 @@ class UnaryTransport:
         route: Callable[[float | None], Connection],
         *,
         repeatable: bool = True,
+        again: Again | None = None,
     ) -> None:
-        """Sends a call of a method, once if it is not repeatable. The future is settled when its outcome is known.
-
-        `route` gives the connection for an attempt, within the given number of seconds.
+        """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
+        `UnaryCall`.
         """
-        call = _Call(future, path, pieces, timeout, self._policy if repeatable else NO_RETRIES, route)
+        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again)
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
             future.withdraw = partial(self._withdraw, call)
             self._calls.add(call)
         try:
-            self._send(call)
+            if call.pause:
+                self._send_later(call, call.pause)
+            else:
+                self._send(call)
         except BaseException:  # an interrupt: nobody gets the future
             self._withdraw(call)
             raise
@@ -125,7 +128,9 @@ class UnaryTransport:
             call.answered(connection)
             self._answer(call, rpc.result())
             return
-        pause = call.failed(connection, rpc)
+        self._send_later(call, call.failed(connection, rpc))
+
+    def _send_later(self, call: _Call, pause: float) -> None:
         with self._lock:
             if call in self._calls:
                 call.timer = threading.Timer(pause, self._send, (call,))
