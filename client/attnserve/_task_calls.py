@@ -54,6 +54,7 @@ class Calls:
             self._process,
             settings.target,
             settings.refresh,
+            settings.policy,
             self._connect,
             self._dispose,
             self._in_loop,

@@ -203,7 +203,7 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
 
     outdated = None if settings.tls is None else identity.changed
     servers: Servers[Connection] = Servers(
-        process, settings.target, settings.refresh, connect, Connection.close, outdated=outdated
+        process, settings.target, settings.refresh, settings.policy, connect, Connection.close, outdated=outdated
     )
     return servers
 

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 import calls
@@ -232,6 +233,56 @@ async def test_a_name_that_is_not_looked_up_in_time(server: Server, transport: L
             await in_tasks_too.create_cache(2, 8, timeout=0.05)
         known.set()
         await in_tasks_too.attend(*arrays(), timeout=calls.PATIENCE_S)
+
+
+class Resolver:
+    """Looks up the address of a server; the first look-ups fail as those of a name that is not known yet do."""
+
+    def __init__(self, address: str, failures: float) -> None:
+        self.looks = 0
+        self._address = address
+        self._failures = failures
+
+    def __call__(self) -> list[str]:
+        self.looks += 1
+        if self.looks <= self._failures:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [self._address]
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_name_that_is_not_known_yet(server: Server, transport: Literal["stream", "unary"]) -> None:
+    """It is looked up as often as a call is sent to a server that is unavailable, whatever the call."""
+    asks: list[Callable[[Any], Any]] = [
+        lambda client: client.attend(*arrays()),
+        lambda client: client.server_info(),
+        lambda client: client.create_cache(2, 8),
+        lambda client: client.caches.list(),
+        lambda client: asyncio.gather(*(client.submit(*arrays()) for _ in range(3))),
+    ]
+    for ask in asks[:-1]:
+        with Client(Resolver(server.address, 3), transport=transport) as client:
+            ask(client)
+    for ask in asks:
+        client_in_loop = AsyncClient(Resolver(server.address, 3), transport=transport)
+        try:
+            await ask(client_in_loop)
+        finally:
+            await client_in_loop.close()
+
+
+async def test_a_name_that_nobody_knows() -> None:
+    for retries in (0, 1):
+        unknown = Resolver("", inf)
+        with Client(unknown, retries=retries) as client, pytest.raises(UnavailableError, match="service not known"):
+            client.attend(*arrays())
+        assert unknown.looks == 1 + retries
+    # Calls that have no time for all of the retries say what has failed so far.
+    with Client(Resolver("", inf), retries=100) as client, pytest.raises(UnavailableError, match="service not known"):
+        client.server_info(timeout=0.5)
+    async with AsyncClient(Resolver("", inf), retries=100, timeout=0.5) as in_tasks_too:
+        with pytest.raises(UnavailableError, match="service not known"):
+            await in_tasks_too.attend(*arrays())
 
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])

@@ -6,10 +6,12 @@ it; they provide connections, and a way to run code where connections may be mad
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from math import inf
 from typing import Final, Generic, TypeVar
 
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
@@ -18,6 +20,7 @@ from attnserve._requests.cache_requests import CacheInfo
 from attnserve._servers import replicas
 from attnserve._servers.lookout import Lookout
 from attnserve._servers.replicas import Connection, Replica, Replicas
+from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Target
 
 C = TypeVar("C", bound=Connection)
@@ -31,17 +34,20 @@ class Servers(Generic[C]):
         process: Process,
         target: Target,
         refresh: float,
+        policy: RetryPolicy,
         connect: Callable[[Replica], C],
         dispose: Callable[[C], object],
         run: Callable[[Callable[[], object]], object] = lambda function: function(),
         outdated: Callable[[], bool] | None = None,
     ) -> None:
         """If addresses are looked up, that is repeated every `refresh` seconds; `run` then calls a function where
-        connections may be made. `outdated` says, once, that new connections would differ from those that exist.
+        connections may be made. The first look-up is retried by `policy` if it fails. `outdated` says, once, that new
+        connections would differ from those that exist.
         """
         self._process: Final = process
         self._target: Final = target
         self._refresh = refresh
+        self._policy: Final = policy
         self._run = run
         self._outdated = outdated
         self._replicas = Replicas(connect, dispose)
@@ -49,7 +55,9 @@ class Servers(Generic[C]):
         self._lookout: Lookout | None = None
         self._first_look: Future[Sequence[str]] | None = None
         self._retiring: threading.Timer | None = None
+        self._look_failed: UnavailableError | None = None
         self._closed = False
+        self._ended = threading.Event()
         self.found = False
         """Whether the servers' addresses are known."""
 
@@ -116,16 +124,18 @@ class Servers(Generic[C]):
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
 
     def look(self, timeout: float | None) -> Sequence[str]:
-        """The current addresses. UnavailableError if there are none, DeadlineExceededError if they are not known within
-        the timeout, and ClientClosedError if the client is closed before.
+        """The current addresses. UnavailableError if they cannot be looked up, or there are none; DeadlineExceededError
+        if nothing is known within the timeout, and ClientClosedError if the client is closed before.
         """
         try:
             return self.looked_up().result(timeout)
         except TimeoutError:
             raise self.too_late() from None
 
-    def too_late(self) -> DeadlineExceededError:
-        """The error if a look-up takes longer than the call's timeout."""
+    def too_late(self) -> DeadlineExceededError | UnavailableError:
+        """The error if a look-up takes longer than the call's timeout: why it has failed so far, if it has."""
+        if self._look_failed is not None:
+            return self._look_failed.with_traceback(None)
         return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
 
     def looked_up(self) -> Future[Sequence[str]]:
@@ -138,26 +148,35 @@ class Servers(Generic[C]):
                 raise ClientClosedError
             if self._first_look is None or self._first_look.done():
                 found: Future[Sequence[str]] = Future()
+                self._look_failed = None
                 threading.Thread(target=self._look, args=(found,), name="attnserve-look", daemon=True).start()
                 self._first_look = found  # only once its thread has started
             return self._first_look
 
     def _look(self, found: Future[Sequence[str]]) -> None:
+        """Looks up the addresses, as often as a call may be sent: a name may be unknown, or a resolver out of reach,
+        for a moment, which to gRPC, too, is a server that is unavailable.
+        """
         addresses: Sequence[str] = ()
-        failure: Exception | None = None
-        try:
-            addresses = self._look_up()
-        except Exception as error:
-            failure = error
+        for attempts in itertools.count(1):
+            try:
+                addresses = self._look_up()
+                break
+            except UnavailableError as error:
+                self._look_failed = error
+            delay = self._policy.delay(attempts, 0.0, inf)
+            if delay is None or self._ended.wait(delay):
+                break
         with self._lock:
             if found.done():  # the client has been closed
                 return
-            if failure is None:
+            if addresses:
                 found.set_result(addresses)
             else:
-                found.set_exception(failure)
+                found.set_exception(self._look_failed)
 
     def _look_up(self) -> Sequence[str]:
+        """The current addresses. UnavailableError if there are none."""
         assert self._target.look_up is not None  # fixed addresses need no look-up
         try:
             addresses = self._target.look_up()
@@ -203,6 +222,7 @@ class Servers(Generic[C]):
         """Ends look-ups, fails a pending one with ClientClosedError, and returns all connections, to be closed."""
         with self._lock:
             self._closed = True
+            self._ended.set()
             if self._first_look is not None and not self._first_look.done():
                 self._first_look.set_exception(ClientClosedError())
             if self._lookout is not None:
