@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -328,12 +329,22 @@ def test_the_command_is_cut_short(server: Any) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_the_command_says_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info", "unix:/nowhere/at/all", "--timeout", "5"]) == 1
+@pytest.mark.parametrize("flags", [[], ["--tls"]])
+@pytest.mark.parametrize(
+    "address",
+    ["unix:/nowhere/at/all", "a port where nobody is", "nobody.has.this.name.invalid:1", "dns:///name.invalid:1"],
+)
+def test_the_command_says_what_went_wrong(address: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is nobody, it asks nobody to look for flags that somebody may want."""
+    with socket.socket() as taken:
+        if address == "a port where nobody is":
+            taken.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.main(["info", address, "--timeout", "5", *flags]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("attnserve: unix:/nowhere/at/all: ")
-    assert captured.err.endswith("; if it speaks TLS: --tls or --ca\n")
+    assert captured.err.startswith(f"attnserve: {address}: ")
+    assert "; if it " not in captured.err
     assert captured.err.count("\n") == 1
 
 

@@ -33,6 +33,8 @@ _INTERRUPTED: Final = 130
 """The exit status by convention for a command ended by ctrl-c."""
 _ANYHOW: Final = (("grpc.inhibit_health_checking", 1),)
 """The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
+_NO_CONNECTION: Final = ("Failed to connect to remote host", "connect failed", "errors resolving")
+"""What gRPC's messages say where nobody is, or nobody is known. (It does not say so in any other way.)"""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -78,7 +80,7 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     """
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
-    if not isinstance(error, UnavailableError):
+    if not isinstance(error, UnavailableError) or not _was_reached(error):
         return ""
     tls = tls_of(parsed, os.environ)
     if tls is None:
@@ -86,6 +88,12 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     if NOT_TLS in str(error):
         return f"; it speaks no TLS: leave out --tls and --ca, and the variable {FLAGS['--ca']['variable']}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
+
+
+def _was_reached(error: UnavailableError) -> bool:
+    """Whether something may have accepted the connection, and then have closed it without an answer."""
+    looked_up = not isinstance(error.__cause__, OSError)
+    return looked_up and not error.details and not any(said in str(error) for said in _NO_CONNECTION)
 
 
 def _client(parsed: argparse.Namespace, **arguments: Any) -> Client:
