@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Final
+
+import numpy as np
+
+_NO_NUMBERS: Final = (str, bytes, bytearray, bool, np.bool_)
+"""What `float` itself would read, but is a mistake of its caller, who is better told early: a setting that nobody has
+converted, or a flag in the place of a number, which Python takes for 0 or 1.
+"""
 
 
 def real(value: Any) -> float:
-    """A number of any type, as a float. TypeError for text, which `float` itself would read (a setting that nobody has
-    converted is a mistake of its caller, who is better told early); TypeError or ValueError for anything else.
+    """A number of any type, as a float. TypeError for text and for True and False; TypeError or ValueError for anything
+    else.
     """
     if type(value) is float:  # nearly always
         return value
-    if isinstance(value, str | bytes | bytearray):
+    return float(_number(value))
+
+
+def whole(value: Any) -> int:
+    """An integer of any type. TypeError for anything else, True and False included."""
+    if type(value) is int:
+        return value
+    return operator.index(_number(value))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, _NO_NUMBERS):
         raise TypeError(f"expected a number, found {type(value).__name__}")
-    return float(value)
+    return value

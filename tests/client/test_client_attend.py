@@ -146,6 +146,16 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"timeout": "soon"}, "timeout"),
         ({"timeout": "5"}, "timeout"),
         ({"timeout": 10**400}, "timeout"),
+        ({"timeout": True}, "timeout"),
+        ({"timeout": np.False_}, "timeout"),
+        ({"scale": True}, "scale"),
+        ({"softcap": np.True_}, "softcap"),
+        ({"priority": True}, "priority"),
+        ({"priority": False}, "priority"),
+        ({"window": (True, 0)}, "window.left"),
+        ({"window": True}, "window"),
+        ({"query_offset": True}, "query_offset"),
+        ({"kv_lengths": True}, "kv_lengths"),
     ],
 )
 def test_what_no_server_would_take_names_its_field(options: dict[str, Any], field: str) -> None:

@@ -168,6 +168,8 @@ def test_what_is_created(client: Any, keeper: Keeper, dtype: Any) -> None:
         ({"ttl": 1e300}, "ttl: expected seconds"),
         ({"ttl": "long"}, "ttl: expected a number"),
         ({"ttl": "5"}, "ttl: expected a number"),
+        ({"ttl": True}, "ttl: expected a number"),
+        ({"layers": True}, "layers: expected an integer"),
     ],
 )
 def test_what_cannot_be_created(client: Any, keeper: Keeper, options: dict[str, Any], words: str) -> None:

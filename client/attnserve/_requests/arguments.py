@@ -7,7 +7,6 @@ needs no knowledge of attention is checked here. The server is the authority on 
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from attnserve._errors import InvalidRequestError
-from attnserve._numbers import real
+from attnserve._numbers import real, whole
 from attnserve._requests import arrays
 from attnserve._requests.arrays import Array
 from attnserve._settings.targets import check_address
@@ -132,7 +131,7 @@ def flag(field: str, value: Any) -> bool:
 def integer(field: str, value: Any, bits: int) -> int:
     """An integer of any type that fits into a signed integer of `bits` bits."""
     try:
-        index = operator.index(value)
+        index = whole(value)
     except TypeError:
         raise InvalidRequestError(f"{field}: expected an integer, found {value!r}", field=field) from None
     if not -(1 << bits - 1) <= index < 1 << bits - 1:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from attnserve._errors import InvalidRequestError
-from attnserve._numbers import real
+from attnserve._numbers import real, whole
 from attnserve._settings.credentials import TLS, Token, is_local
 from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Address, Target, is_looked_up, target_of
@@ -96,7 +95,7 @@ class Settings:
         _check_count("streams", self.streams, 1)
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
-        if not (isinstance(self.refresh, SupportsFloat) and 0 < float(self.refresh) < math.inf):
+        if not 0 < _seconds(self.refresh) < math.inf:
             raise ValueError(f"refresh: expected seconds, more than 0, found {self.refresh!r}")
         for address in self.target.fixed or ([self.address] if isinstance(self.address, str) else []):
             self.check_secrecy(address)
@@ -121,7 +120,11 @@ class Settings:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     """ValueError if the argument of that name is not an integer of any type, at least `least`."""
-    if not (isinstance(value, SupportsIndex) and operator.index(value) >= least):
+    try:
+        enough = whole(value) >= least
+    except TypeError:
+        enough = False
+    if not enough:
         raise ValueError(f"{name}: expected an integer of {least} or more, found {value!r}")
 
 
@@ -142,10 +145,15 @@ def checked_timeout(timeout: Any) -> float | None:
     """
     if timeout is None:
         return None
-    try:
-        seconds = real(timeout)
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
+    seconds = _seconds(timeout)
     if not (seconds >= 0 and math.isfinite(seconds)):
         raise InvalidRequestError(f"timeout: expected seconds, 0 or more, or None, found {timeout!r}", field="timeout")
     return seconds if seconds <= MAX_TIMEOUT else None
+
+
+def _seconds(value: Any) -> float:
+    """A number of seconds of any type; NaN for what is none."""
+    try:
+        return real(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
