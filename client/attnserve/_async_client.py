@@ -192,19 +192,19 @@ class AsyncClient:
         return AsyncCaches(self._calls.ask, self._calls.servers)
 
     async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """Describes the server. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit. Raises an
+        `AttnServeError`.
+        """
         return await self._calls.ask(SERVER_INFO, timeout)
 
     async def is_ready(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server accepts requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Whether to send requests to the server: False while it starts or drains. `timeout` in seconds; None for no
+        limit. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
+        """
         return await self._calls.ask(READINESS, timeout)
 
     async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`.
-
-        A client asks nothing of a server that takes no calls: soon after it began to drain that is `UnavailableError`,
-        here and from `is_ready`. For probes there is ``attnserve health --live``, which asks it nevertheless.
-        """
+        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return await self._calls.ask(LIVENESS, timeout)
 
     async def close(self) -> None:

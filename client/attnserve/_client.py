@@ -310,19 +310,19 @@ class Client:
         return Caches(self._calls.ask, self._calls.servers)
 
     def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """Describes the server. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit. Raises an
+        `AttnServeError`.
+        """
         return self._calls.ask(SERVER_INFO, timeout)
 
     def is_ready(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server accepts requests. `timeout` in seconds; None for no limit. Raises an `AttnServeError`."""
+        """Whether to send requests to the server: False while it starts or drains. `timeout` in seconds; None for no
+        limit. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
+        """
         return self._calls.ask(READINESS, timeout)
 
     def is_alive(self, *, timeout: float | None = 60.0) -> bool:
-        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`.
-
-        A client asks nothing of a server that takes no calls: soon after it began to drain that is `UnavailableError`,
-        here and from `is_ready`. For probes there is ``attnserve health --live``, which asks it nevertheless.
-        """
+        """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return self._calls.ask(LIVENESS, timeout)
 
     def close(self) -> None:

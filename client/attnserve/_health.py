@@ -20,7 +20,7 @@ def _read(status: Int32Value) -> bool:
     return status.value == _SERVING
 
 
-READINESS: Final = Rpc(_PATH, StringValue(value="readiness"), Int32Value, _read)
+READINESS: Final = Rpc(_PATH, StringValue(value="readiness"), Int32Value, _read, anyhow=True)
 """Asks whether to send requests to a server."""
-LIVENESS: Final = Rpc(_PATH, StringValue(value="liveness"), Int32Value, _read)
+LIVENESS: Final = Rpc(_PATH, StringValue(value="liveness"), Int32Value, _read, anyhow=True)
 """Asks whether a server's process works at all."""

@@ -145,5 +145,5 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
     )
 
 
-SERVER_INFO: Final = Rpc(SERVICE + "ServerInfo", pb.ServerInfoRequest(), pb.ServerInfoResponse, _read)
+SERVER_INFO: Final = Rpc(SERVICE + "ServerInfo", pb.ServerInfoRequest(), pb.ServerInfoResponse, _read, anyhow=True)
 """Asks a server for its description."""

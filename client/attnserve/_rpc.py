@@ -33,6 +33,8 @@ class Rpc(Generic[ResponseT, T]):
     """Pieces of serialised fields that follow those of the request: its tensors."""
     repeatable: bool = True
     """Whether it may be sent again if it is unknown whether the server has run it."""
+    anyhow: bool = False
+    """Whether it is about the server itself, and is sent to one that starts or drains, too."""
 
     @property
     def pieces(self) -> list[Buffer]:

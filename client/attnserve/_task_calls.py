@@ -30,6 +30,7 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
+from attnserve._transports.connection import to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.task_connection import Connection
 from attnserve._transports.tasks import CallFuture, StreamFuture, later
@@ -164,7 +165,10 @@ class Calls:
         future = self._future(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        route, find, timeout = partial(self.servers.connection, home), self._find_for(home), checked_timeout(timeout)
+        find, timeout = self._find_for(home), checked_timeout(timeout)
+        route: Callable[[float | None], Connection] = partial(self.servers.connection, home)
+        if rpc.anyhow:
+            route = to_anyhow(route)
         self._unary.submit(
             future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again, find=find
         )

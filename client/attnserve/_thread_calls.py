@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
@@ -32,6 +33,7 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
+from attnserve._transports.connection import to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.locks import Held
 from attnserve._transports.thread_connection import Connection
@@ -132,7 +134,9 @@ class Calls:
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        route = partial(self.servers.connection, home)
+        route: Callable[[float | None], Connection] = partial(self.servers.connection, home)
+        if rpc.anyhow:
+            route = to_anyhow(route)
         timeout = checked_timeout(timeout)
         self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again)
         return future

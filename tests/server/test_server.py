@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import calls
 import grpc
@@ -23,7 +23,7 @@ from conftest import POOL
 from google.rpc import code_pb2
 from occupied import PATIENT, Occupied
 
-from attnserve import AttnServeError, Client, UnavailableError
+from attnserve import AsyncClient, AttnServeError, Client, UnavailableError
 from attnserve._commands.cli import main
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
@@ -114,7 +114,29 @@ def test_the_command_asks_a_draining_server(
             assert main([command, "--json", server.address]) == 0
             json.loads(capsys.readouterr().out)
         with Client(server.address, retries=0) as client, pytest.raises(UnavailableError, match="backend unhealthy"):
-            client.server_info()  # docs/troubleshooting.md
+            client.layers.list()  # docs/troubleshooting.md
+        assert [reply.id for reply in stream.rest()] == [1]
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_the_sdk_asks_a_draining_server_about_itself(
+    start_server: Callable[..., Server], transport: Literal["stream", "unary"]
+) -> None:
+    """Clients that have known it before, and others."""
+    server = start_server()
+    clients = Client(server.address, transport=transport, retries=0), Client(server.address, retries=0)
+    tasks = AsyncClient(server.address, transport=transport, retries=0), AsyncClient(server.address, retries=0)
+    assert clients[0].is_ready()
+    assert await tasks[0].is_ready()
+    with draining(server) as (_, stream):
+        for client, task in zip(clients, tasks, strict=True):
+            assert (client.is_ready(), client.is_alive()) == (False, True)
+            assert (await task.is_ready(), await task.is_alive()) == (False, True)
+            assert client.server_info() == await task.server_info()
+            with pytest.raises(UnavailableError):
+                client.create_cache(2, 8)
+            client.close()
+            await task.close()
         assert [reply.id for reply in stream.rest()] == [1]
 
 

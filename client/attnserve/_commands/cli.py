@@ -24,17 +24,21 @@ from attnserve._errors import AttnServeError, PermissionDeniedError, Unavailable
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._requests.cache_requests import CacheInfo, CachePool
-from attnserve._settings.config import DEFAULT_ADDRESS
+from attnserve._settings.config import ANYHOW, DEFAULT_ADDRESS
 from attnserve._version import __version__
 
 _METRICS_ADDRESS: Final = "127.0.0.1:8002"
 """The default address of a server's metrics."""
 _INTERRUPTED: Final = 130
 """The exit status by convention for a command ended by ctrl-c."""
-_ANYHOW: Final = (("grpc.inhibit_health_checking", 1),)
-"""The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
-_NO_CONNECTION: Final = ("Failed to connect to remote host", "connect failed", "errors resolving")
-"""What gRPC's messages say where nobody is, or nobody is known. (It does not say so in any other way.)"""
+_NO_CONNECTION: Final = (
+    "Failed to connect to remote host",
+    "connect failed",
+    "connect() timed out",
+    "errors resolving",
+    "tcp handshaker shutdown",
+)
+"""What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -129,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         ("caches", _caches, "list the caller's caches on a server"),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"{help_text.capitalize()}.")
-        command.set_defaults(run=_ask, ask=ask, options=_ANYHOW)
+        command.set_defaults(run=_ask, ask=ask, options=(ANYHOW,))
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
@@ -179,7 +183,7 @@ def _seconds(text: str) -> float:
 def _health(parsed: argparse.Namespace) -> int:
     """Asks whether the server is healthy."""
     try:
-        client = _client(parsed, retries=0, options=_ANYHOW)
+        client = _client(parsed, retries=0, options=(ANYHOW,))
     except ValueError as error:
         print(f"attnserve: {error}", file=sys.stderr)
         return 2

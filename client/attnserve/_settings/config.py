@@ -23,6 +23,9 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:8001"
 
 SERVICE: Final = "/attnserve.v1.AttentionService/"
 
+ANYHOW: Final = ("grpc.inhibit_health_checking", 1)
+"""The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
+
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -5,6 +5,7 @@ In: a server, and what the client knows of all servers. Out: the stream or metho
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 import grpc
 
 from attnserve._servers.replicas import Replica
-from attnserve._settings.config import Settings
+from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
 from attnserve._transports.in_flight import Call
 
@@ -29,6 +30,12 @@ class Stream(Protocol):
 
 
 S = TypeVar("S", bound=Stream)
+B = TypeVar("B", bound="BaseConnection[Any]")
+
+
+def to_anyhow(route: Callable[[float | None], B]) -> Callable[[float | None], B]:
+    """The route of calls that a server is to get even while it starts or drains, from that of other calls."""
+    return lambda left: route(left).anyhow
 
 
 class BaseConnection(ABC, Generic[S]):
@@ -45,20 +52,27 @@ class BaseConnection(ABC, Generic[S]):
         replica: Replica,
         others: Callable[[Self], bool],
         move: Callable[[Call[Any]], object],
+        anyhow: bool = False,
     ) -> None:
-        """`others` says whether other servers could answer, and `move` moves a call to one of them."""
-        self._options: Final = settings.channel_options(replica.address)
+        """`others` says whether other servers could answer, and `move` moves a call to one of them. `anyhow` is for
+        what the property of that name says.
+        """
+        self._options: Final = [*settings.channel_options(replica.address), *((ANYHOW,) if anyhow else ())]
         self._credentials: Final = credentials
         self.replica: Final = replica
         """The server."""
-        self.unary: Final[set[object]] = set()
+        self.unary: set[object] = set()
         """The unary calls that it has not answered."""
+        kind: Callable[..., Self] = type(self)
+        self._another: Final = partial(kind, settings, credentials, bearer, replica, others, move, True)
+        self._anyhow: Self | None = None
+        self._lock: Final = threading.Lock()
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
         others_than_it = partial(others, self)
         self._streams: Sequence[S] = [
             self._new_stream(settings.policy, bearer, replica, others_than_it, move)
-            for _ in range(settings.streams if settings.transport == "stream" else 0)
+            for _ in range(settings.streams if settings.transport == "stream" and not anyhow else 0)
         ]
 
     @abstractmethod
@@ -70,6 +84,17 @@ class BaseConnection(ABC, Generic[S]):
         if self._credentials is None:
             return self.library.insecure_channel(address, options=options)
         return self.library.secure_channel(address, self._credentials, options=options)
+
+    @property
+    def anyhow(self) -> Self:
+        """Another connection to the server, for unary calls that it is to get even while it starts or drains. Most
+        clients never need it.
+        """
+        with self._lock:
+            if self._anyhow is None:
+                self._anyhow = self._another()
+                self._anyhow.unary = self.unary
+            return self._anyhow
 
     @property
     def in_flight(self) -> int:
