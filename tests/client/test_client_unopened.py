@@ -156,7 +156,7 @@ def test_while_there_is_no_thread_no_channel_more_is_lost(scarcity: list[int], t
         scarcity[0] = 100
         while scarcity[0]:
             with pytest.raises(UnavailableError, match="thread"):
-                client.is_ready()
+                client.layers.list()
         assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
         assert len(connection._lost) == 1
         closing = threading.Thread(target=client.close, daemon=True)
