@@ -143,6 +143,11 @@ class OverloadedError(AttnServeError):
         return None
 
     @property
+    def bound(self) -> str | None:
+        """Which of the server's bounds the call would have exceeded, such as ``requests``; None if it does not say."""
+        return self._text("bound") or None
+
+    @property
     def free_bytes(self) -> int | None:
         """How many bytes are free for caches, if one lacks room; None for other errors."""
         return self._number("free_bytes")

@@ -30,7 +30,7 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import to_anyhow
+from attnserve._transports.connection import Route, to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.task_connection import Connection
 from attnserve._transports.tasks import CallFuture, StreamFuture, later
@@ -166,7 +166,7 @@ class Calls:
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
         find, timeout = self._find_for(home), checked_timeout(timeout)
-        route: Callable[[float | None], Connection] = partial(self.servers.connection, home)
+        route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)
         self._unary.submit(
@@ -218,7 +218,7 @@ class Calls:
 
     def _move(self, call: Call[StreamFuture]) -> None:
         try:
-            self.servers.connection().stream().adopt(call)
+            self.servers.connection(avoid=call.refused_by).stream().adopt(call)
         except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 

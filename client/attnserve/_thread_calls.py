@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
@@ -33,7 +32,7 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import to_anyhow
+from attnserve._transports.connection import Route, to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.locks import Held
 from attnserve._transports.thread_connection import Connection
@@ -134,7 +133,7 @@ class Calls:
         future = CallFuture(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        route: Callable[[float | None], Connection] = partial(self.servers.connection, home)
+        route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)
         timeout = checked_timeout(timeout)
@@ -201,7 +200,7 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
 
     def move(call: Call[StreamFuture]) -> None:
         try:
-            servers.connection().stream().adopt(call)
+            servers.connection(avoid=call.refused_by).stream().adopt(call)
         except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 

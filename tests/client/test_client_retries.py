@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -190,6 +191,56 @@ def test_few_come_back_to_a_server_that_refuses_all(attend: Attend, transport: T
     assert 100 + BUDGET_ALWAYS <= len(attempts) <= 100 + 2 * BUDGET_ALWAYS, (
         "twice where it takes longer than the window"
     )
+
+
+def test_what_a_full_server_refuses_another_answers(attend: Attend, transport: Transport) -> None:
+    """Though the full one, which answers faster than the other computes, always has fewer calls in flight."""
+    count = 16
+    refused: list[bytes] = []
+    arrived: list[bytes] = []
+    released = threading.Event()
+
+    def refuse(call: pb.AttendRequest) -> None:
+        refused.append(call.query.data)
+        if refused.count(call.query.data) > 1:
+            released.set()
+
+    def compute(call: pb.AttendRequest) -> None:
+        arrived.append(call.query.data)
+        if len(arrived) == count:
+            released.set()
+
+    def full_stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in messages:
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                refuse(call.attend)
+                reply = pb.AttendStreamReply(id=call.id, error=overloaded("OVERLOADED", 5))
+                yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+
+    def full_unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        refuse(pb.AttendRequest.FromString(message))
+        context.abort_with_status(rpc_status.to_status(overloaded("OVERLOADED", 5)))
+        raise AssertionError("aborted")
+
+    def slow_stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        kept = []
+        for message in messages:
+            kept.append(message)
+            for call in pb.AttendStreamRequest.FromString(message).calls:
+                compute(call.attend)
+            if released.is_set():
+                yield from itertools.chain.from_iterable(map(replies, kept))
+                kept.clear()
+
+    def slow_unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        compute(pb.AttendRequest.FromString(message))
+        assert released.wait(PATIENCE_S)
+        return good_unary(message, context)
+
+    with peer(full_stream, full_unary) as full, peer(slow_stream, slow_unary) as slow:
+        results = attend([full, slow], [array(n) for n in range(count)], transport=transport)  # type: ignore[arg-type]
+    assert [result.output[0, 0] for result in results] == list(range(count))
+    assert 1 <= len(refused) == len(set(refused)) <= count
 
 
 @pytest.mark.parametrize("retries", [0, 1])

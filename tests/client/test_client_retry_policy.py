@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import AttnServeError, InvalidRequestError, OverloadedError, UnavailableError
+from attnserve._errors import error_from_status
 from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
@@ -21,6 +22,7 @@ from attnserve._settings.retry import (
     RetryPolicy,
     breaks_only_the_stream,
     given_up,
+    room_after,
 )
 
 CODE = grpc.StatusCode
@@ -108,6 +110,24 @@ def test_an_overload_that_does_not_pass_is_not_waited_for() -> None:
     policy = RetryPolicy(3)
     assert isinstance(policy.after(overloaded(0.01, "SHARE_EXCEEDED"), 1, 0.0, inf), Again)
     assert isinstance(policy.after(overloaded(0.01, "CACHE_POOL_FULL"), 1, 0.0, inf), OverloadedError)
+
+
+def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
+    """Not if it has too many caches, say: it may compute at once."""
+    retry, caches = error_details_pb2.RetryInfo(), error_details_pb2.ErrorInfo(reason="OVERLOADED")
+    retry.retry_delay.FromSeconds(3)
+    caches.metadata["bound"] = "caches"
+    assert room_after(error_from_status(overloaded(3.0))) == 3
+    assert room_after(error_from_status(overloaded(3.0, "SHARE_EXCEEDED"))) == 3
+    for other in (
+        overloaded(None),
+        overloaded(3.0, "CACHE_FULL"),
+        overloaded(3.0, "TOO_MANY_STREAMS"),
+        status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry, caches),
+        status(grpc.StatusCode.UNAVAILABLE, retry),
+    ):
+        assert room_after(error_from_status(other)) is None
+    assert room_after(None) is None
 
 
 def test_only_the_unavailable_is_tried_again() -> None:

@@ -1,8 +1,9 @@
 """Several equivalent servers: which one a call goes to.
 
 In: the current addresses, and the successes and failures of each server. Out: the connection for the next call: that
-with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests. Calls on a
-cache go to the server that holds it. Connections are opened and closed by their owner: no I/O here, but a lock.
+with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests, and one that
+has just refused a call gets none until it should have room, while there is another. Calls on a cache go to the server
+that holds it. Connections are opened and closed by their owner: no I/O here, but a lock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ FIRST_REST: Final = 0.5
 LONGEST_REST: Final = 30.0
 """How long a server that failed is left alone, in seconds: twice as long every time, from the first to the longest."""
 
+LONGEST_FULL: Final = 5.0
+"""How long, in seconds, a server that had no room is left alone at most, whatever it says."""
+
 FORGET_AFTER: Final = 60.0
 """How long, in seconds, the unused connection to a server that is no longer listed is kept, as it may hold caches. One
 that was replaced by a new one is kept as long, for callers that have just been given it.
@@ -25,7 +29,7 @@ that was replaced by a new one is kept as long, for callers that have just been 
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failures", "_told", "address", "rests_until", "used")
+    __slots__ = ("_failures", "_told", "address", "full_until", "rests_until", "used")
 
     def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
         """`told` is called when there may be other servers now."""
@@ -34,6 +38,8 @@ class Replica:
         self._failures = 0
         self.rests_until = 0.0
         """Until when other servers are preferred, in seconds of `time.monotonic`."""
+        self.full_until = 0.0
+        """Until when servers that may have room are preferred, unless they rest."""
         self.used = 0
         """The number of its last call."""
 
@@ -49,6 +55,12 @@ class Replica:
         """Notes that the server takes calls, but prefers not to get any."""
         self.rests_until = max(self.rests_until, now + FIRST_REST)
         self._told()
+
+    def refused(self, now: float, delay: float) -> None:
+        """Notes that the server has no room, and says that it has some after so many seconds. It answers refusals so
+        fast that it would seem to be the least busy.
+        """
+        self.full_until = max(self.full_until, now + min(delay, LONGEST_FULL))
 
     def worked(self, now: float) -> None:
         """Notes that the server has answered."""
@@ -151,13 +163,15 @@ class Replicas(Generic[C]):
             self._dispose(connection)
         return left
 
-    def choose(self, now: float) -> C:
-        """The connection for a call that any server can answer. There must be one."""
+    def choose(self, now: float, avoid: str | None = None) -> C:
+        """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or all
+        others rest. There must be one.
+        """
         rotation = self._rotation
         if len(rotation) == 1:
             return rotation[0]
         with self._lock:
-            chosen = min(rotation, key=lambda connection: self._preference(connection, now))
+            chosen = min(rotation, key=lambda connection: self._preference(connection, now, avoid))
             chosen.replica.used = next(self._calls)
         return chosen
 
@@ -190,6 +204,7 @@ class Replicas(Generic[C]):
         return connection
 
     @staticmethod
-    def _preference(connection: C, now: float) -> tuple[bool, int, int]:
+    def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, int, int]:
         replica = connection.replica
-        return replica.rests_until > now, connection.in_flight, replica.used
+        rests, is_full = replica.rests_until > now, replica.full_until > now
+        return rests, replica.address == avoid, is_full, connection.in_flight, replica.used

@@ -81,8 +81,10 @@ class Servers(Generic[C]):
         """
         return address if self._knows_each else info.address
 
-    def connection(self, home: str | None = None, timeout: float | None = None) -> C:
-        """The connection for a call: to the server `home`, or to any if that is None. Raises what `find` does."""
+    def connection(self, home: str | None = None, timeout: float | None = None, avoid: str | None = None) -> C:
+        """The connection for a call: to the server `home`, or to any if that is None; to the one at `avoid` only if no
+        other will do. Raises what `find` does.
+        """
         self._process.enter()
         if self._outdated is not None and self._outdated() and not self._closed:
             self._replicas.renew(time.monotonic())
@@ -94,7 +96,7 @@ class Servers(Generic[C]):
         if (only := self._replicas.only) is not None:
             return only
         self.find(timeout)
-        return self._replicas.choose(time.monotonic())
+        return self._replicas.choose(time.monotonic(), avoid)
 
     def each_once(self, timeout: float | None) -> Iterator[str]:
         """The addresses for a call that any can answer, the best first, until all have been tried. Raises what `find`

@@ -37,6 +37,15 @@ _PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED"))
 """The reasons of overloads that pass by themselves."""
 
 
+def room_after(error: AttnServeError | None) -> float | None:
+    """After how many seconds the server that ended a call with this error should have room for others; None if it lacks
+    none, or only lacks it for caches, as far as it says.
+    """
+    if not isinstance(error, OverloadedError) or error.reason not in _PASSES or error.bound == "caches":
+        return None
+    return error.retry_delay
+
+
 def breaks_only_the_stream(code: int) -> bool:
     """Whether a new stream may work after one that ended with this status code: those that servers and proxies report
     when they go away.

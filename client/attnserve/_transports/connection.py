@@ -31,11 +31,19 @@ class Stream(Protocol):
 
 S = TypeVar("S", bound=Stream)
 B = TypeVar("B", bound="BaseConnection[Any]")
+R = TypeVar("R", covariant=True)
 
 
-def to_anyhow(route: Callable[[float | None], B]) -> Callable[[float | None], B]:
+class Route(Protocol[R]):
+    """Gives the connection for an attempt at a call."""
+
+    def __call__(self, timeout: float | None, avoid: str | None, /) -> R:
+        """Takes no more than `timeout` seconds, and avoids the server at the address `avoid` if there are others."""
+
+
+def to_anyhow(route: Route[B]) -> Route[B]:
     """The route of calls that a server is to get even while it starts or drains, from that of other calls."""
-    return lambda left: route(left).anyhow
+    return lambda timeout, avoid: route(timeout, avoid).anyhow
 
 
 class BaseConnection(ABC, Generic[S]):

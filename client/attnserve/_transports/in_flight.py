@@ -32,6 +32,7 @@ class Call(Generic[T]):
         "pieces",
         "pinned",
         "refusal",
+        "refused_by",
         "resent",
         "size",
         "stream",
@@ -67,6 +68,8 @@ class Call(Generic[T]):
         """How many attempts have failed."""
         self.refusal: OverloadedError | None = None
         """The error that refused the last attempt, if a server had no room."""
+        self.refused_by: str | None = None
+        """The address of the server that did."""
         self.resent = False
         """Whether an earlier attempt may have run without a reply; one that was answered UNAVAILABLE did not."""
 

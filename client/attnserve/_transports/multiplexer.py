@@ -186,6 +186,8 @@ class Multiplexer(Generic[T]):
                     self._try_again(call, result, now, outcomes)
                     continue
                 result = error_from_status(result, resent=call.resent)
+                if (delay := retry.room_after(result)) is not None:
+                    self._replica.refused(now, delay)
                 pause = self._policy.after_overload(result, call.attempts + 1, now, call.deadline)
                 if pause is not None:
                     assert isinstance(result, OverloadedError)
@@ -323,6 +325,7 @@ class Multiplexer(Generic[T]):
         """Schedules a call to be sent again; with a `refusal` (no room), only if the retry budget then allows it."""
         call.stream = 0
         call.refusal = refusal
+        call.refused_by = None if refusal is None else self._replica.address
         call.attempts += 1
         self._waiting.append((until, call))
         self.wakeup = min(self.wakeup, until)

@@ -8,7 +8,7 @@ error with which the call ends. Both clients use it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, Final, Generic, TypeVar
@@ -17,8 +17,8 @@ import grpc
 
 from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
-from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy
-from attnserve._transports.connection import BaseConnection
+from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy, room_after
+from attnserve._transports.connection import BaseConnection, Route
 
 C = TypeVar("C", bound=BaseConnection[Any])
 F = TypeVar("F")
@@ -34,13 +34,12 @@ class UnaryCall(Generic[F, C]):
         pieces: Sequence[Buffer],
         timeout: float | None,
         policy: RetryPolicy,
-        route: Callable[[float | None], C],
+        route: Route[C],
         repeatable: bool,
         again: Again | None,
     ) -> None:
-        """`route` gives the connection for an attempt, within the given number of seconds. A call that is not
-        `repeatable` is sent once. With `again`, its caller decides what follows a full server's refusal, and `again` is
-        what followed the last one.
+        """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, its
+        caller decides what follows a full server's refusal, and `again` is what followed the last one.
         """
         self.future: Final = future
         self.path: Final = path
@@ -57,6 +56,8 @@ class UnaryCall(Generic[F, C]):
         """Whether an earlier attempt may have run: no server has said that it did not."""
         self._refusal: AttnServeError | None = None if again is None else again.refusal
         """The error that refused the last attempt, if a server had no room."""
+        self._refused_by: str | None = None
+        """The address of the server that did."""
 
     @property
     def message(self) -> bytes:
@@ -69,7 +70,7 @@ class UnaryCall(Generic[F, C]):
         """
         if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
             raise self._refusal
-        connection = self._route(self.left())
+        connection = self._route(self.left(), self._refused_by)
         left = self.left()
         if left is not None and left <= 0:
             raise no_reply(self._timeout, connection.replica.address)
@@ -83,6 +84,9 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         status = status_from_rpc_error(error)
         verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
+        delay = room_after(verdict.refusal if isinstance(verdict, Again) else verdict)
+        if delay is not None:
+            connection.replica.refused(now, delay)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:
             verdict = no_reply(self._timeout, connection.replica.address)  # gRPC's own says neither
             verdict.resent = self._resent
@@ -90,6 +94,7 @@ class UnaryCall(Generic[F, C]):
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
         self._refusal = verdict.refusal
+        self._refused_by = None if verdict.refusal is None else connection.replica.address
         return verdict.pause
 
     def answered(self, connection: C) -> None:

@@ -17,6 +17,7 @@ from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, 
 from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import Again, RetryPolicy
+from attnserve._transports.connection import Route
 from attnserve._transports.tasks import CallFuture
 from attnserve._transports.unary import UnaryCall
 
@@ -41,7 +42,7 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
-        route: Callable[[float | None], Connection],
+        route: Route[Connection],
         *,
         repeatable: bool = True,
         again: Again | None = None,

@@ -9,7 +9,6 @@ decided here; see `unary`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import Again, RetryPolicy
 from attnserve._transports.callbacks import Callbacks
+from attnserve._transports.connection import Route
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import Held, at_once
 from attnserve._transports.thread_future import CallFuture
@@ -54,7 +54,7 @@ class UnaryTransport:
         path: str,
         pieces: list[Buffer],
         timeout: float | None,
-        route: Callable[[float | None], Connection],
+        route: Route[Connection],
         *,
         repeatable: bool = True,
         again: Again | None = None,
