@@ -1,6 +1,12 @@
 """The attention server: requests come in over gRPC, run together on one device, and are replied to."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnserve._version import __version__
 
 # Set before anything imports gRPC, whose core reads it then. It writes log lines of its own form, one for each failed
 # handshake: whoever scans the port could fill the log.
@@ -9,6 +15,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # "What they mean" in docs/performance.md. gRPC releases that do not know the name ignore it.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
-from attnserve._version import __version__
-
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    # Only when asked for: the SDK takes a third of a second to load, and a signal to stop must be expected before that
+    # (see `__main__`).
+    if name == "__version__":
+        from attnserve._version import __version__
+
+        return __version__
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

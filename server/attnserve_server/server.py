@@ -52,6 +52,7 @@ from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.watchdog import Watchdog
 from attnserve_server.settings.config import Config
+from attnserve_server.settings.openness import openness
 from attnserve_server.start_errors import ConfigError, StartError
 
 logger = logging.getLogger(__name__)
@@ -199,8 +200,8 @@ class Server:
         if self._config.reflection:
             reflection.register(self._grpc, (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, health.SERVICE_NAME))
         address = port.bind(self._grpc, self._config.listen, self._credentials)
-        if not self._config.is_local:
-            self._warn_of_openness()
+        for line in openness(self._config):
+            logger.warning("%s", line)
         await self._grpc.start()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.device.warm_up)
@@ -214,15 +215,6 @@ class Server:
             self._watchdog.start()
         self.health.set("serving")
         return address, http_address
-
-    def _warn_of_openness(self) -> None:
-        """Warns of what anybody on the network can do."""
-        if not (self._config.callers or self._config.tls_client_ca):
-            logger.warning(
-                "anybody who can reach %s may use the server: callers are not identified", self._config.listen
-            )
-        if self._credentials is None:
-            logger.warning("traffic on %s is not encrypted, tokens included", self._config.listen)
 
     async def _load_layers(self) -> None:
         """Loads the layers of the configured file, all or none; otherwise the server does not start."""

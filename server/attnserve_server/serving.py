@@ -17,14 +17,10 @@ from attnserve_server.server import OpenDevice, Server, configured_device
 from attnserve_server.settings import units
 from attnserve_server.settings.config import Config
 from attnserve_server.startup import Startup
+from attnserve_server.stop_signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = tuple(
-    number
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # as under nohup
-)
 CUT_OFF = 3
 """The exit status if the server did not wait until its work was done."""
 

@@ -169,6 +169,31 @@ def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("module", ["host", "settings.kinds", "settings.command_line", "startup", "serving"])
+def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number: signal.Signals) -> None:
+    """Python says which modules it has loaded, from the first on."""
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", *POOL)
+    command = [sys.executable, "-X", "importtime", "-m", "attnserve_server", *flags]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.endswith(f" attnserve_server.{module}\n") for line in process.stderr)
+        process.send_signal(number)
+        said = process.stderr.read()
+        assert process.wait(60) == 0
+    assert "Traceback" not in said
+
+
+def test_nothing_is_loaded_before_signals_are_expected() -> None:
+    program = "import sys, attnserve_server.__main__; print(*sys.modules)"
+    command = [sys.executable, "-S", "-c", program]
+    loaded = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True).stdout
+    ours = {name for name in loaded.split() if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert ours == {"__main__", *(f"attnserve_server{name}" for name in ("", ".__main__", ".stop_signals"))}
+
+
 def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
     with first_process() as process:
         assert process.stdout is not None
@@ -361,6 +386,16 @@ def test_warnings_and_uncaught_exceptions_are_log_lines(log_format: str) -> None
             assert line.get("traceback", "").endswith(error)
     else:
         assert all(words in done.stderr for words in (*said, *errors))
+
+
+def test_what_is_open_to_others_is_in_the_log(start_server: Callable[..., Server]) -> None:
+    # It is loopback, but does not look so.
+    server = start_server("--listen", "127.1:0", "--insecure")
+    warnings = [line.partition(" attnserve_server.server ")[2] for line in server.stderr().splitlines()]
+    assert warnings == [
+        "anybody who can reach 127.1:0 may use the server: callers are not identified",
+        "traffic on 127.1:0 is not encrypted",
+    ]
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen"])

@@ -1,0 +1,22 @@
+"""What anybody on the network can do, as a server is configured: warnings for its log.
+
+In: a configuration. Out: a line for each thing; none where only this machine is served. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnserve_server.settings import units
+from attnserve_server.settings.config import Config
+
+
+def openness(config: Config) -> Iterator[str]:
+    """What is open to others."""
+    if not config.is_local:
+        if not (config.callers or config.tls_client_ca):
+            yield f"anybody who can reach {config.listen} may use the server: callers are not identified"
+        if not config.tls_certificate:
+            yield f"traffic on {config.listen} is not encrypted" + ", tokens included" * bool(config.callers)
+    if config.callers and not config.http_tls and not units.parse_address(config.http_listen).is_loopback:
+        yield f"traffic on {config.http_listen} is not encrypted, tokens that may read the metrics included"
