@@ -329,6 +329,39 @@ def test_the_command_is_cut_short(server: Any) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("command", [("info",), ("health",), ("top", "--json", "--interval", "0.1")], ids=" ".join)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_one_line_and_status_1(server: Any, command: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = _run(server, command, stdout=full, stderr=subprocess.PIPE)
+    line = "attnserve: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_a_command_without_standard_output_tells_by_its_status(server: Any) -> None:
+    done = _run(server, ("health",), stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command", [("top", "--once", "--interval", "0.1"), ("bench", "--seconds", "0.1")], ids=" ".join
+)
+def test_a_terminal_that_has_only_ascii_is_enough(
+    server: Any, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = _run(server, command, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
+def _run(server: Any, command: tuple[str, ...], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command for a server in a process of its own."""
+    address = server.http_address if command[0] == "top" else server.address
+    arguments = [sys.executable, "-m", "attnserve", *command, address]
+    return subprocess.run(arguments, text=True, timeout=60, check=False, **how)
+
+
 @pytest.mark.parametrize("flags", [[], ["--tls"]])
 @pytest.mark.parametrize(
     "address",

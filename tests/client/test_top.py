@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -297,6 +298,20 @@ def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("attnserve: ")
 
 
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("host", "http://host:8002/metrics"),
+        ("[::1]", "http://[::1]:8002/metrics"),
+        ("host:80", "http://host:80/metrics"),
+        ("http://host", "http://host/metrics"),
+        ("host/some/proxy", "http://host:8002/some/proxy/metrics"),
+    ],
+)
+def test_a_host_by_itself_has_the_port_of_a_server(address: str, url: str) -> None:
+    assert Endpoint(address).url == url
+
+
 @pytest.mark.parametrize("missing", ["rich", "prometheus_client"])
 def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
     command = "from attnserve._commands.cli import main; sys.exit(main(['top']))"
@@ -329,7 +344,14 @@ class Terminal:
 
     def interrupt(self) -> int:
         """Presses Ctrl-C. Returns the exit status."""
-        self.process.send_signal(signal.SIGINT)
+        return self.end(signal.SIGINT)
+
+    def end(self, number: signal.Signals) -> int:
+        """Sends it a signal. Returns the exit status."""
+        self.process.send_signal(number)
+        with contextlib.suppress(OSError):  # once it has ended, nobody holds the other end
+            while select.select([self._ours], [], [], calls.PATIENCE_S)[0]:
+                self.written += os.read(self._ours, 65536).decode(errors="replace")
         try:
             return self.process.wait(calls.PATIENCE_S)
         finally:
@@ -347,6 +369,18 @@ def test_live(server: Any) -> None:
     finally:
         status = terminal.interrupt()
     assert status == 0
+
+
+def test_the_terminal_is_as_it_was_when_it_is_told_to_stop(server: Any) -> None:
+    terminal = Terminal(server.http_address, "--interval", "0.1")
+    try:
+        terminal.until("\x1b[?1049h")  # another screen
+        terminal.until("\x1b[?25l")  # without a cursor
+        terminal.until("requests/s")
+    finally:
+        status = terminal.end(signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert {"\x1b[?1049l", "\x1b[?25h"} <= set(re.findall(r"\x1b\[\?\d+[hl]", terminal.written))
 
 
 def test_live_waits_for_a_server_that_is_not_there() -> None:

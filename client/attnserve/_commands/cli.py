@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from grpc import StatusCode
 from attnserve._client import Client
 from attnserve._commands import bench as _bench
 from attnserve._commands.connection_flags import FLAGS, NOT_TLS, add_flags, tls_of, token_of
+from attnserve._commands.endpoint import METRICS_PORT
 from attnserve._commands.table import table
 from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._info import ServerInfo, Setting
@@ -27,7 +29,7 @@ from attnserve._requests.cache_requests import CacheInfo, CachePool
 from attnserve._settings.config import ANYHOW, DEFAULT_ADDRESS
 from attnserve._version import __version__
 
-_METRICS_ADDRESS: Final = "127.0.0.1:8002"
+_METRICS_ADDRESS: Final = f"127.0.0.1:{METRICS_PORT}"
 """The default address of a server's metrics."""
 _INTERRUPTED: Final = 130
 """The exit status by convention for a command ended by ctrl-c."""
@@ -46,15 +48,26 @@ _LONGEST: Final = 1e9
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parsed = _parser().parse_args(arguments)
+    _be_able_to_print()
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has enough, as `head` does
+    except OSError as error:  # of standard output: whatever else can fail has errors of its own
+        if not isinstance(error, BrokenPipeError):  # where the reader has enough, as `head` does
+            print(f"attnserve: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     return status
+
+
+def _be_able_to_print() -> None:
+    """Has a command that nobody listens to, or that has an old terminal, still do its work and tell its status."""
+    if sys.stdout is None:  # it was closed by whoever started the command
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the command lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars and units, where there is only ASCII
 
 
 def _ask(parsed: argparse.Namespace) -> int:
@@ -145,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show a server's load and latency, live, from its metrics.",
     )
     top.add_argument(
-        "address", nargs="?", default=_METRICS_ADDRESS, help="host:port or URL of its HTTP port (%(default)s)"
+        "address", nargs="?", default=_METRICS_ADDRESS, help="host, host:port or URL of its HTTP port (%(default)s)"
     )
     top.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time between readings (%(default)s)"

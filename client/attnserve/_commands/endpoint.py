@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from attnserve._commands.connection_flags import NOT_TLS
 from attnserve._settings.credentials import TLS, Bearer, Token, is_local
 
+METRICS_PORT: Final = 8002
+"""The port of a server's metrics, unless it is told another."""
 _SAID: Final = 200
 """How many characters of a refusal are quoted in the error."""
 _PIECE: Final = 64 * 1024
@@ -24,7 +26,7 @@ _LARGEST: Final = 64 * 1024 * 1024
 
 
 class Endpoint:
-    """The metrics at `host:port`, or below `http://host:port` or `https://host:port`.
+    """The metrics at `host:port`, at the default port of `host`, or below `http://host:port` or `https://host:port`.
 
     Files are read at once, the token's again when it changes. `timeout` is in seconds. ValueError says what is wrong.
     """
@@ -36,14 +38,16 @@ class Endpoint:
         secure = tls is not None or url.scheme == "https"
         if url.hostname is None or url.scheme not in ("", "http", "https"):
             raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
-        self._host, self._port, self._timeout = url.hostname, url.port, timeout
+        port, netloc = url.port, url.netloc.rpartition("@")[2].removesuffix(":")
+        if port is None and not url.scheme:
+            port, netloc = METRICS_PORT, f"{netloc}:{METRICS_PORT}"
+        self._host, self._port, self._timeout = url.hostname, port, timeout
         self._path = f"{url.path.rstrip('/').removesuffix('/metrics')}/metrics"
         if token is not None and not secure and not token.plaintext and not is_local(self._host):
             raise ValueError(f"token: {address} would get it unencrypted; use TLS, or allow a plaintext token")
         self._tls = (tls or TLS()) if secure else None
         self._context = None if self._tls is None else _context(self._tls)
         self._bearer = Bearer(token)
-        netloc = url.netloc.rpartition("@")[2]
         self.url: Final = f"{'https' if secure else 'http'}://{netloc}{self._path}"
 
     def fetch(self) -> str:

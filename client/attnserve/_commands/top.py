@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -68,6 +69,8 @@ def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     if not console.is_terminal:
         print("attnserve: top: not a terminal; in scripts, use --once or --json", file=sys.stderr)
         return 2
+    # An end by SIGTERM, too, must give the terminal back as it was.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     before: Reading | None = None
     last: Figures | None = None
     history: deque[float] = deque(maxlen=_HISTORY)
