@@ -6,6 +6,7 @@ In: directories of deploy/. Out: manifests, as the API server would receive them
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ COPIES = 3
 it is joined, and memory freed between other blocks cannot always be reused."""
 
 POD = {"metadata.name": "attnserve-0", "status.podIP": "10.0.0.1"}
-"""What Kubernetes tells a pod about itself."""
+"""What Kubernetes tells a pod about itself, and its namespace."""
 
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None and "REQUIRE_KUBECTL" not in os.environ,
@@ -100,7 +101,8 @@ class Rendered:
             found |= self.named("ConfigMap", source["configMapRef"]["name"])["data"]
         for entry in self.container.get("env", []):
             if "valueFrom" in entry:
-                found[entry["name"]] = POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+                told = POD | {"metadata.namespace": self.workload["metadata"]["namespace"]}
+                found[entry["name"]] = told[entry["valueFrom"]["fieldRef"]["fieldPath"]]
             else:
                 # A reference resolves only to variables defined before it.
                 found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], entry["value"])
@@ -130,9 +132,13 @@ def render(directory: Path) -> Rendered:
     return Rendered(tuple(yaml.load_all(done.stdout, yaml.CSafeLoader)))  # ten times as fast as the Python loader
 
 
+def combine(*names: str, more: Mapping[str, Any] | None = None) -> Rendered:
+    """The base with components, in this order, and `more` in the kustomization."""
+    return _combined(names, json.dumps(more or {}))
+
+
 @cache
-def combine(*names: str) -> Rendered:
-    """The base with components, in this order."""
+def _combined(names: tuple[str, ...], more: str) -> Rendered:
     with tempfile.TemporaryDirectory() as directory:
         # Kustomize accepts only relative paths of directories.
         relative = os.path.relpath(DEPLOY, Path(directory).resolve())
@@ -141,6 +147,7 @@ def combine(*names: str) -> Rendered:
             "kind": "Kustomization",
             "resources": [f"{relative}/base"],
             "components": [f"{relative}/components/{name}" for name in names],
+            **json.loads(more),
         }
         Path(directory, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         return render(Path(directory))

@@ -83,6 +83,19 @@ def test_pods_have_no_token(rendered: Rendered) -> None:
     assert rendered.named("ServiceAccount", rendered.pod["serviceAccountName"])["automountServiceAccountToken"] is False
 
 
+def test_pods_may_leave_a_node_that_is_to_go(rendered: Rendered) -> None:
+    """By default a cluster autoscaler lets no pod with local volumes leave, except those that it is told of."""
+    annotations = rendered.workload["spec"]["template"]["metadata"]["annotations"]
+    told = annotations["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"].split(",")
+    assert {volume["name"] for volume in rendered.pod["volumes"] if "emptyDir" in volume} <= set(told)
+
+
+def test_why_a_pod_ended_is_where_one_looks(rendered: Rendered) -> None:
+    """The root file system is read-only, so what the server says last is only in its log."""
+    assert rendered.container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert "terminationMessagePath" not in rendered.container
+
+
 def test_the_server_understands_its_settings(rendered: Rendered) -> None:
     config = rendered.config
     ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}

@@ -15,6 +15,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from cloudcoil.models.cert_manager import v1 as cert_manager
 from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
@@ -196,6 +197,41 @@ def _sorted(value: Any) -> Any:
     if isinstance(value, list):
         return sorted(map(_sorted, value), key=lambda part: json.dumps(part, sort_keys=True))
     return value
+
+
+ELSEWHERE = next(
+    yaml.safe_load(block)
+    for block in re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text("utf-8"), re.DOTALL)
+    if "namespace:" in block
+)
+"""What the document says for another namespace."""
+
+
+@pytest.mark.parametrize("autoscaling", AUTOSCALINGS)
+def test_everything_may_be_in_another_namespace(autoscaling: str) -> None:
+    namespace, (replacement,) = ELSEWHERE["namespace"], ELSEWHERE["replacements"]
+    names = (*(name for name in components() if name not in (*AUTOSCALINGS, "tls")), autoscaling, "tls")
+    kinds = {manifest["kind"] for manifest in combine(*names).manifests}
+    targets = [target for target in replacement["targets"] if target["select"]["kind"] in kinds]
+    rendered = combine(*names, more={**ELSEWHERE, "replacements": [replacement | {"targets": targets}]})
+    assert rendered.of_kind("Namespace")[0]["metadata"]["name"] == namespace
+    assert {manifest["metadata"].get("namespace", namespace) for manifest in rendered.manifests} == {namespace}
+    names_of_services = list(rendered.named("Certificate", "attnserve")["spec"]["dnsNames"])
+    for endpoint in rendered.named("PodMonitor", "attnserve")["spec"]["podMetricsEndpoints"]:
+        assert endpoint["tlsConfig"]["serverName"] in names_of_services
+    assert {name.removeprefix("*.").split(".")[1] for name in names_of_services} == {namespace}
+    for scaler in rendered.of_kind("ScaledObject"):
+        for trigger in scaler["spec"]["triggers"]:
+            assert f'{{namespace="{namespace}"}}' in trigger["metadata"]["query"]
+    assert rendered.config.advertise_address == f"attnserve-0.attnserve-owners.{namespace}:8001"
+
+
+def test_everything_may_have_a_label() -> None:
+    (labels,) = re.findall(r"`labels: (\[.+?\])`", (DEPLOY / "README.md").read_text("utf-8"))
+    found = combine("monitoring", more={"labels": yaml.safe_load(labels)})
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert found.of_kind(kind)[0]["metadata"]["labels"]["release"] == "prometheus"
+    assert "release" not in found.workload["spec"]["selector"]["matchLabels"]
 
 
 def test_the_document_has_every_component() -> None:
