@@ -6,6 +6,7 @@ log line, with `fact`, `value` and the rest as fields.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import platform
@@ -25,6 +26,8 @@ class Startup:
 
     def __init__(self, log_format: str) -> None:
         self._formatter = JsonFormatter() if log_format == "json" else None
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files and layers, where there is only ASCII
 
     def say(self, fact: str, value: str, *, note: str = "", **more: str) -> None:
         """Prints one fact. `note` follows the value, for people; `more` are fields, for machines."""

@@ -169,6 +169,16 @@ def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+def test_names_that_cannot_be_said_keep_no_server_from_serving(
+    tmp_path: Path, start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "mod\u00e8les"
+    models.mkdir()
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    said = start_server("--model-directory", str(models)).startup["model_directory"]
+    assert said == f"{tmp_path}/mod\\xe8les (flag)"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("module", ["host", "settings.kinds", "settings.command_line", "startup", "serving"])
 def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number: signal.Signals) -> None:
