@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,6 +153,17 @@ def test_the_command_refuses_what_the_file_could_not_hold(argv: list[str], capsy
         main(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_token_whose_entry_cannot_be_written_is_not_left_behind(tmp_path: Path) -> None:
+    secret = tmp_path / "ann.token"
+    command = [sys.executable, "-m", "attnserve_server", "token", "ann", "--out", str(secret)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    line = "attnserve-server: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+    assert not secret.exists()
 
 
 def test_roles() -> None:

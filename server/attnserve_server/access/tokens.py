@@ -64,7 +64,15 @@ def main(argv: Sequence[str]) -> int:
             print(f"attnserve-server: {arguments.out}: {error.strerror}", file=sys.stderr)
             return 1
     roles = ", ".join(f'"{role}"' for role in arguments.roles)
-    print(f'\n[[tokens]]\nname = "{arguments.name}"\nroles = [{roles}]\nhash = "{format_hash(digest(token))}"')
+    entry = f'\n[[tokens]]\nname = "{arguments.name}"\nroles = [{roles}]\nhash = "{format_hash(digest(token))}"'
+    try:
+        print(entry, flush=True)
+    except OSError as error:  # a full disk: without its entry, the token is of no use
+        print(f"attnserve-server: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
+        if arguments.out is not None:
+            os.unlink(arguments.out)
+        return 1
     return 0
 
 
