@@ -6,29 +6,13 @@ In all other tests, `binding.attend` checks the memory around results; here, rea
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from binding import needs_native
+from sanitized import build, run, runtime
 
-from attnserve_server.native import library, sources
-
-HERE = Path(__file__).parent
-
-
-def run(script: str, built: Path, count: int, **environment: str) -> None:
-    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), str(built), str(count)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "sound\n"), f"{done.returncode}\n{done.stderr[-4000:]}"
+from attnserve_server.native import library
 
 
 @needs_native
@@ -39,20 +23,8 @@ def test_what_lies_beside_inputs_is_never_read() -> None:
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library built with the sanitizers for addresses and for undefined behaviour."""
-    built = tmp_path_factory.mktemp("sanitized") / "attention.so"
-    flags = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    subprocess.run(["gcc", *sources.command(Path(library.__file__).parent, built, flags)], check=True)
-    return built
-
-
-def runtime(name: str) -> str | None:
-    """The path of one of gcc's libraries, if there is a gcc that has it."""
-    try:
-        said = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    found = said.stdout.strip()
-    return found if os.path.isabs(found) else None
+    flags = "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    return build(tmp_path_factory.mktemp("sanitized"), *flags)
 
 
 needs_sanitizers = pytest.mark.skipif(
