@@ -93,8 +93,6 @@ class Server:
             config.max_flops,
             config.max_message_bytes,
             config.max_queue_time,
-            config.max_batch_requests,
-            batch_flops,
         )
         queue: BatchQueue[Entry] = BatchQueue(
             batch_flops,

@@ -105,9 +105,8 @@ class Waiting:
     """Requests of 10 ms each, of a caller each, of which so many may wait for up to 10 s; batches have so many."""
 
     def __init__(self, batch_requests: int) -> None:
-        self.admission = Admission(
-            10**6, 10**9, 10**18, max_queue_time=10.0, batch_requests=batch_requests, batch_flops=10**18
-        )
+        self.admission = Admission(10**6, 10**9, 10**18, max_queue_time=10.0)
+        self.admission.pace.formed(1 / batch_requests)
         at(10**9, 0.01)(self.admission)
         self._callers = itertools.count()
         self._waiting = deque[int]()

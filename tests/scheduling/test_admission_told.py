@@ -24,7 +24,7 @@ Action = tuple[str, str, int, int, str]
 """What happens, to which caller, and a request's bytes (or, from them, which one in flight it is), FLOPs and kind."""
 
 ACTIONS = st.tuples(
-    st.sampled_from(["admit", "admit", "check", "computed", "release", "learn"]),
+    st.sampled_from(["admit", "admit", "check", "computed", "release", "learn", "form"]),
     st.sampled_from("abc"),
     st.sampled_from([1, 5, 20, 60]),
     st.sampled_from([1, 100, 3000]),
@@ -69,6 +69,8 @@ class Life:
             self.admission.release(*self.computed.pop(size % len(self.computed)))
         elif what == "learn":
             self.admission.pace.learn(work(1, flops, kind), size * 1e-4)
+        elif what == "form":
+            self.admission.pace.formed(1 / size)
         return False
 
     def _refused(self, ask: Callable[[], None]) -> bool:
@@ -93,10 +95,7 @@ SLOW: Final = [*[("learn", "a", 60, 1, "slow")] * 9, *[("learn", "a", 1, 1, "")]
 )
 @given(st.lists(ACTIONS, max_size=200), st.sampled_from([0.0, 0.01, 0.1]))
 def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_time: float) -> None:
-    lives = [
-        Life(kind(40, 100, 10**4, max_queue_time=max_queue_time, batch_requests=8, batch_flops=10**4))
-        for kind in (Admission, Forgetful)
-    ]
+    lives = [Life(kind(40, 100, 10**4, max_queue_time=max_queue_time)) for kind in (Admission, Forgetful)]
     for life in lives:
         life.admission.pace = Pace(flop_seconds=1e-6, request_seconds=1e-4)
     for action in actions:
@@ -137,8 +136,9 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
         lambda admission: admission.again(ME, 10**9, ""),
         lambda admission: admission.admit(OTHER, 1, 10**9),
         lambda admission: at(10**9, 0.01)(admission),
+        lambda admission: admission.pace.formed(0.01),
     ],
-    ids=["computed", "release", "recount", "again", "admit of another", "learn"],
+    ids=["computed", "release", "recount", "again", "admit of another", "learn", "formed"],
 )
 def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
     change: Callable[[Admission], None], monkeypatch: pytest.MonkeyPatch

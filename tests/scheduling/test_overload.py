@@ -19,6 +19,7 @@ import pytest
 from waiting import Entry
 
 from attnserve_server.errors import Overloaded
+from attnserve_server.requests.limits import CUDA_LAYER_DISCOUNT
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 
@@ -40,6 +41,10 @@ class Device:
 
 SMALL_CPU = Device(2e-4, 2e-4, 1e-11)
 ACCELERATOR = Device(3e-4, 5e-5, 2e-15)
+
+DECODER = Device(4e-3, 2e-5, 0.0)
+"""A GPU that steps callers of a decoder: it reads all weights for a batch, whoever is in it."""
+STEPS = (14 * 10**9,)
 
 SMALL = (10**5, 10**6, 10**6, 10**7)
 MIXED = (10**6, 10**7, 10**8, 10**9, 3 * 10**9)
@@ -92,13 +97,15 @@ def poisson(
 class Simulation:
     """A server and its device."""
 
-    def __init__(self, device: Device) -> None:
-        self.admission = Admission(
-            4096, 2 * 2**30, 2 * 10**16, None, MAX_QUEUE_TIME, MAX_BATCH_REQUESTS, MAX_BATCH_FLOPS
-        )
+    def __init__(self, device: Device, layer: str | None = None) -> None:
+        """All requests apply `layer`, if it is given."""
+        self.admission = Admission(4096, 2 * 2**30, 2 * 10**16, None, MAX_QUEUE_TIME)
         self.seen = Seen()
         self._device = device
-        self._queue: BatchQueue[Entry] = BatchQueue(MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS, AGING, self.admission.pace)
+        self._layer = layer
+        self._queue: BatchQueue[Entry] = BatchQueue(
+            MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS, AGING, self.admission.pace, layer_discount=CUDA_LAYER_DISCOUNT
+        )
         self._running: list[Entry] = []
         self._end = 0.0
 
@@ -111,7 +118,7 @@ class Simulation:
             except Overloaded:
                 self.seen.refused[caller].append(now)
                 continue
-            self._queue.push(Entry(now, cost=flops, caller=caller, priority=priority))
+            self._queue.push(Entry(now, cost=flops, caller=caller, priority=priority, layer=self._layer))
             if not self._running:
                 self._begin(now)
         self._work_until(math.inf)
@@ -172,6 +179,18 @@ def test_ten_times_the_load(device: Device, sizes: Sequence[int], requests: int,
     if callers <= 4:  # with more, there are fewer places than callers, and chance decides
         shares = [flood.flops(caller) for caller in range(callers)]
         assert max(shares) <= 1.2 * min(shares) + 2 * max(sizes)
+
+
+@pytest.mark.parametrize("callers", [1, 32])
+def test_a_flood_of_steps_of_a_decoder_runs_in_full_batches(callers: int) -> None:
+    """Whose operations hardly count, so that a batch has many: as many must be let in, and no more."""
+    full = DECODER.seconds(MAX_BATCH_REQUESTS, 0)
+    rate, seconds = MAX_BATCH_REQUESTS / full, 5.0
+    streams = (poisson(10 * rate / callers, seconds, STEPS, caller) for caller in range(callers))
+    seen = Simulation(DECODER, layer="decoder").serve(*streams)
+    assert sum(map(len, seen.refused.values())) > 5 * rate * seconds
+    assert len(seen.by(seconds)) >= 0.9 * rate * seconds
+    assert seen.p99(since=3 * MAX_QUEUE_TIME) <= 8 * full
 
 
 def test_a_flood_leaves_alone_who_sends_little() -> None:

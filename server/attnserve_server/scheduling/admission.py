@@ -13,7 +13,6 @@ from math import inf
 from typing import Final, NamedTuple
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
-from attnserve_server.requests.limits import BATCH_FLOPS
 from attnserve_server.scheduling.pace import Amount, Pace
 
 MIN_RETRY_DELAY: Final = 0.005
@@ -49,17 +48,15 @@ MOST_TOLD: Final = 1024
 
 
 class Told(NamedTuple):
-    """A caller's last refusal: the error, from which size on it holds for other requests, and `Pace.batches` then."""
+    """A caller's last refusal: the error, from which size on it holds for other requests, and `Pace.changes` then."""
 
     error: Overloaded
     size: int
-    batches: int
+    changes: int
 
 
 class Admission:
-    """Counts what is in flight, in total and per caller. `max_queue_time` 0 means no bound; the last two parameters say
-    what a full batch is.
-    """
+    """Counts what is in flight, in total and per caller. `max_queue_time` 0 means no bound."""
 
     def __init__(
         self,
@@ -68,16 +65,12 @@ class Admission:
         max_flops: int,
         max_reply_bytes: int | None = None,
         max_queue_time: float = 0.0,
-        batch_requests: int = 64,
-        batch_flops: int = BATCH_FLOPS,
     ) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
         self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
         self._max_queue_time = max_queue_time or inf
-        self._batch_requests = batch_requests
-        self._batch_flops = batch_flops
         self._everybody = Usage()
         self._stands = False
         self._callers: dict[Hashable, Usage] = {}
@@ -86,7 +79,9 @@ class Admission:
         the refusal stands.
         """
         self.pace = Pace()
-        """How fast requests are computed, as learnt from whoever computes them."""
+        """How fast requests are computed, and how much of a batch they fill, as learnt from whoever computes them and
+        forms batches.
+        """
 
     @property
     def requests(self) -> int:
@@ -118,7 +113,7 @@ class Admission:
     def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
         """What `check` would raise. Not to be raised itself: many refusals share one error."""
         told = self._told.get(caller)
-        if told is not None and size >= told.size and told.batches == self.pace.batches:
+        if told is not None and size >= told.size and told.changes == self.pace.changes:
             self._stands = True  # as with every refusal
             return told.error
         try:
@@ -128,7 +123,7 @@ class Admission:
                 self._told.clear()
             refusal = error.again()
             least = size if error.bound == "bytes" else 0  # other refusals do not depend on the size
-            self._told[caller] = Told(refusal, least, self.pace.batches)
+            self._told[caller] = Told(refusal, least, self.pace.changes)
             return refusal
         return None
 
@@ -156,8 +151,7 @@ class Admission:
         nobody, and is kept to what the device needs so as not to run out of work.
         """
         seconds, request = self.seconds, self.pace.request_seconds
-        batch = max(1.0, min(self._batch_requests, self._batch_flops / max(1.0, self.pace.request_flops)))
-        needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES * batch)
+        needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
         if seconds < needed / 4:
             self._stands = False
         needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)

@@ -132,9 +132,7 @@ class BatchQueue(Generic[E]):
     @property
     def is_full(self) -> bool:
         """Whether what waits would fill a batch if it were all of one group."""
-        if self._filling >= self._max_cost or self.requests >= self._max_requests:
-            return True
-        return self._max_batch_bytes is not None and self.bytes >= self._max_batch_bytes
+        return self._fullness(self.requests, self._filling, self.bytes) >= 1.0
 
     def oldest_arrival(self) -> float | None:
         """When the longest-waiting entry arrived; None if nothing waits. Looks at all waiting entries."""
@@ -218,6 +216,13 @@ class BatchQueue(Generic[E]):
                 if not batch.entries:  # now another group may be first
                     break
         self._fairness.served(work, callers)
+        if batch.entries:
+            self._pace.formed(self._fullness(len(batch.entries), filling, size) / len(batch.entries))
+
+    def _fullness(self, requests: int, filling: int, size: int) -> float:
+        """The part of a batch that so much fills, by the bound that it is nearest to; 1 for what exceeds one."""
+        by_bytes = 0.0 if self._max_batch_bytes is None else size / self._max_batch_bytes
+        return min(1.0, max(requests / self._max_requests, filling / self._max_cost, by_bytes))
 
     def _forget(self, entry: E) -> None:
         self._fairness.leave(entry.caller)

@@ -1,4 +1,5 @@
-"""How long work takes, learnt from batches that have run: for each kind of work, the time per request and per FLOP.
+"""How long work takes, learnt from batches that have run: for each kind of work, the time per request and per FLOP. And
+how much of a batch a request fills, learnt from batches as they are formed.
 
 Small requests are bounded by what every request costs, in the event loop and on the device, and large ones by their
 FLOPs; and a FLOP takes much longer in some kernels than in others. Both figures of a kind are learnt together, as
@@ -37,7 +38,7 @@ DOUBT: Final = 3.0
 """By how many times its variance a figure becomes more uncertain after a surprise."""
 
 LEARNING: Final = 0.2
-"""The weight of one batch in the current average request; of the first it is 1, of the second a half, and so on."""
+"""The weight of one batch in the averages of requests; of the first it is 1, of the second a half, and so on."""
 FORGETTING: Final = 0.999
 """The factor by which each batch reduces the largest cost seen."""
 MAX_KINDS: Final = 256
@@ -147,10 +148,17 @@ class Pace:
         self._rates: dict[str, Rate] = {}
         self.batches = 0
         """How many batches have been learnt from."""
-        self.request_flops = 0.0
-        """The FLOPs of a request, as a moving average."""
+        self.formed_batches = 0
+        """How many batches have been formed."""
+        self.request_share = 1.0
+        """The part of a full batch that a request is, as a moving average over the batches formed."""
         self.request_seconds = request_seconds
         """How long a request should take, as a moving average."""
+
+    @property
+    def changes(self) -> int:
+        """How often anything has been learnt."""
+        return self.batches + self.formed_batches
 
     def seconds(self, amount: Amount) -> float:
         """How long this work should take."""
@@ -196,9 +204,13 @@ class Pace:
         in_all = self._all.seconds(whole.flops, whole.requests)
         self._all.learn(whole, 1.0, log(max(seconds, LEAST_SECONDS) / in_all))
         self.batches += 1
-        gain = max(LEARNING, 1 / self.batches)
-        self.request_flops += gain * (whole.flops / whole.requests - self.request_flops)
-        self.request_seconds += gain * (self.seconds(batch) / whole.requests - self.request_seconds)
+        own = self.seconds(batch) / whole.requests
+        self.request_seconds += max(LEARNING, 1 / self.batches) * (own - self.request_seconds)
+
+    def formed(self, share: float) -> None:
+        """Learns from a batch that has been formed: the part of a full batch that each of its requests is."""
+        self.formed_batches += 1
+        self.request_share += max(LEARNING, 1 / self.formed_batches) * (share - self.request_share)
 
     def _new_rate(self) -> Rate:
         """The rate of a kind of which nothing is known yet."""
