@@ -55,6 +55,11 @@ class Layer:
     """The size of its vocabulary; 0 if it takes activations."""
     causal: bool
     """Whether it is causal by its definition."""
+    value_dim: int
+    """The width of each of its value heads (of the values, for learned scores). A cache for a decoder needs it, too."""
+    positions: int
+    """How many positions have an embedding, if these are learned: a sequence may have so many tokens, those in its
+    cache included; 0 if there is no bound."""
 
 
 class Layers:
@@ -165,4 +170,6 @@ def _layer(layer: pb.Layer) -> Layer:
         blocks=layer.blocks,
         vocabulary=layer.vocabulary,
         causal=layer.causal,
+        value_dim=layer.value_dim or layer.head_dim,  # older servers do not say
+        positions=layer.positions,
     )

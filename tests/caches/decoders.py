@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from attnserve import Cache, Client
 
 DECODERS = ("gpt2", "llama", "mistral", "decoder/stack")
 WINDOW = 6
 MISTRAL = "mistral.toml"
+WIDE = "wide.toml"
 
 
 def write_mistral(directory: Path) -> Any:
@@ -43,8 +45,33 @@ def write_mistral(directory: Path) -> Any:
     return module
 
 
+def write_wide(directory: Path) -> None:
+    """Writes a small random decoder of activations whose values are wider than its keys."""
+    torch.manual_seed(6)
+    width, heads, blocks = 24, 2, 2
+    shapes = {
+        "self.query.weight": (heads * 8, width),
+        "self.key.weight": (heads * 8, width),
+        "self.value.weight": (heads * 20, width),
+        "self.output.weight": (width, heads * 20),
+        "feed_forward.up.weight": (40, width),
+        "feed_forward.down.weight": (width, 40),
+        "self.norm.weight": (width,),
+        "feed_forward.norm.weight": (width,),
+    }
+    tensors = {f"blocks.{n}.{name}": torch.randn(shape) / 5 for n in range(blocks) for name, shape in shapes.items()}
+    save_file(tensors, directory / "wide.safetensors")
+    names = "\n".join(f'"blocks.{{n}}.{name}" = "blocks.{{n}}.{name}"' for name in shapes)
+    (directory / WIDE).write_text(
+        f'[[layers]]\nname = "wide"\nkind = "transformer"\nfile = "wide.safetensors"\nheads = {heads}\n'
+        'causal = true\npre_norm = true\nactivation = "gelu"\nnorm = { kind = "rms", epsilon = 1e-5 }\n'
+        f"[layers.parameters]\n{names}\n"
+    )
+
+
 def create_cache(client: Client, layer: str, dtype: str = "float32") -> Cache:
     """An empty cache for a decoder, shaped by the server's outline of it."""
     outline = client.layers.get(layer)
-    head_dim = outline.head_dim
-    return client.create_cache(num_kv_heads=outline.kv_heads, head_dim=head_dim, layers=outline.blocks, dtype=dtype)
+    return client.create_cache(
+        outline.kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype=dtype
+    )

@@ -16,7 +16,8 @@ import torch
 from bits import assert_same_bits
 from calls import PATIENCE_S
 from checkpoints import CHECKPOINTS, VOCABULARY
-from decoders import DECODERS, WINDOW, create_cache
+from conftest import Models
+from decoders import DECODERS, WIDE, WINDOW, create_cache, write_wide
 from resident_decoders import cached_server, client, modules, seed
 
 from attnserve import Cache, Client, InvalidRequestError, LayerResult
@@ -52,6 +53,16 @@ def in_chunks(
 ) -> torch.Tensor:
     """The outputs of a sequence that comes in chunks, end to end."""
     return torch.cat([client.apply(name, part, cache=cache, **options).output for part in torch.split(x, list(chunks))])
+
+
+def test_a_cache_for_values_wider_than_keys_follows_from_what_the_server_says(client: Client, models: Models) -> None:
+    write_wide(models.directory)
+    (layer,) = client.layers.load(WIDE)
+    assert (layer.head_dim, layer.value_dim) == (8, 20)
+    x = torch.randn(TOKENS, layer.input_width)
+    with create_cache(client, "wide") as cache:
+        found = in_chunks(client, "wide", cache, x, [22, 8, 1])
+    assert_near(found, client.apply("wide", x).output.double(), 1e-5)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

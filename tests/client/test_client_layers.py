@@ -44,6 +44,8 @@ ENCODER = pb.Layer(
     head_dim=32,
     blocks=6,
     vocabulary=30_522,
+    value_dim=32,
+    positions=512,
 )
 CROSS = pb.Layer(
     name="decoder/cross",
@@ -59,6 +61,7 @@ CROSS = pb.Layer(
     kv_heads=2,
     head_dim=16,
     causal=True,
+    value_dim=24,
 )
 
 Ask: TypeAlias = Callable[..., Any]
@@ -70,7 +73,7 @@ class Shelf:
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.refusal: grpc.StatusCode | None = None
-        self.layers = {layer.name: layer for layer in (CROSS, ENCODER)}
+        self.layers = {layer.name: pb.Layer.FromString(layer.SerializeToString()) for layer in (CROSS, ENCODER)}
 
     def methods(self) -> dict[str, Any]:
         return {"List": self.list, "Get": self.get, "Load": self.load, "Unload": self.unload}
@@ -153,6 +156,13 @@ def test_get(ask: Ask, address: str) -> None:
         layer.name = "mine"
     with pytest.raises(NotFoundError, match="no layer of that name"):
         ask(address, "get", "maxilm")
+
+
+def test_a_server_that_does_not_say_how_wide_values_are_has_them_as_wide_as_keys(
+    ask: Ask, address: str, shelf: Shelf
+) -> None:
+    shelf.layers["minilm"].ClearField("value_dim")
+    assert ask(address, "get", "minilm").value_dim == ENCODER.head_dim
 
 
 def test_load(ask: Ask, address: str, shelf: Shelf) -> None:
@@ -266,7 +276,7 @@ def test_the_command_lists_layers(address: str, capsys: pytest.CaptureFixture[st
     ]
     assert title.split() == columns
     assert cross.startswith("decoder/cross  multi_head, causal  bfloat16  ")
-    assert cross.split()[4:] == ["4,096", "8,192", "2", "64", "96", "64", "8/2", "×", "16"]
+    assert cross.split()[4:] == ["4,096", "8,192", "2", "64", "96", "64", "8/2", "×", "16/24"]
     assert encoder.split()[3:] == ["22,713,216", "90,852,864", "3", "token", "ids", "384", "12", "×", "32", "6"]
     for column in ("parameters", "bytes", "version", "output"):
         end = title.index(column) + len(column)

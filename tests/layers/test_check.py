@@ -54,8 +54,8 @@ def test_what_would_be_loaded(definitions: Path, capsys: pytest.CaptureFixture[s
     written = capsys.readouterr()
     assert written.err == ""
     assert written.out.splitlines() == [
-        "good  general  float32  4 over 6 -> 6, 1 heads x 4  24 parameters  0.00 MiB",
-        "half  general  float16  4 over 6 -> 6, 1 heads x 4  24 parameters  0.00 MiB",
+        "good  general  float32  4 over 6 -> 6, 1 heads x 4/6  24 parameters  0.00 MiB",
+        "half  general  float16  4 over 6 -> 6, 1 heads x 4/6  24 parameters  0.00 MiB",
         "total: 2 layers, 0.00 MiB",
     ]
 

@@ -284,6 +284,7 @@ def _layer_table(layers: Sequence[Layer]) -> str:
 
 def _layer_row(layer: Layer) -> tuple[str, ...]:
     heads = f"{layer.query_heads}" if layer.kv_heads == layer.query_heads else f"{layer.query_heads}/{layer.kv_heads}"
+    width = f"{layer.head_dim}" if layer.value_dim == layer.head_dim else f"{layer.head_dim}/{layer.value_dim}"
     return (
         layer.name,
         f"{layer.kind}, causal" if layer.causal else layer.kind,
@@ -294,7 +295,7 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
         "token ids" if layer.vocabulary else str(layer.input_width),
         str(layer.context_width or ""),
         str(layer.output_width),
-        f"{heads} × {layer.head_dim}",
+        f"{heads} × {width}",
         str(layer.blocks or ""),
     )
 

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Layer(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "parameters", "bytes", "version", "input_width", "context_width", "output_width", "query_heads", "kv_heads", "head_dim", "blocks", "vocabulary", "causal")
+    __slots__ = ("name", "kind", "dtype", "parameters", "bytes", "version", "input_width", "context_width", "output_width", "query_heads", "kv_heads", "head_dim", "blocks", "vocabulary", "causal", "value_dim", "positions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class Layer(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     CAUSAL_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     dtype: _tensor_pb2.DataType
@@ -39,7 +41,9 @@ class Layer(_message.Message):
     blocks: int
     vocabulary: int
     causal: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., parameters: _Optional[int] = ..., bytes: _Optional[int] = ..., version: _Optional[int] = ..., input_width: _Optional[int] = ..., context_width: _Optional[int] = ..., output_width: _Optional[int] = ..., query_heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., blocks: _Optional[int] = ..., vocabulary: _Optional[int] = ..., causal: bool = ...) -> None: ...
+    value_dim: int
+    positions: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., parameters: _Optional[int] = ..., bytes: _Optional[int] = ..., version: _Optional[int] = ..., input_width: _Optional[int] = ..., context_width: _Optional[int] = ..., output_width: _Optional[int] = ..., query_heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., blocks: _Optional[int] = ..., vocabulary: _Optional[int] = ..., causal: bool = ..., value_dim: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
 
 class LayerServiceListRequest(_message.Message):
     __slots__ = ()

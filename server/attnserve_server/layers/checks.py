@@ -134,10 +134,10 @@ def _check_lengths(field: str, lengths: Sequence[int], rows: int) -> None:
 
 def _check_positions(embedding: Embedding | None, request: LayerInput) -> None:
     """Positions must be within the table if they are learned."""
-    if embedding is None or not embedding.positions:
+    if embedding is None or (end := embedding.end_of_positions) is None:
         return
     field = "input" if request.offsets is None else "query_offset"
-    begin, end = -embedding.position_offset, embedding.positions - embedding.position_offset
+    begin = -embedding.position_offset
     offsets = [0] * len(request.lengths) if request.offsets is None else request.offsets
     for length, offset in zip(request.lengths, offsets, strict=True):
         if length and not (begin <= offset and offset + length <= end):

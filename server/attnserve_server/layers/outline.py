@@ -15,8 +15,8 @@ from attnserve_server.layers.specification import Attention, LayerSpecification,
 class Outline:
     """Widths, heads and sizes of a layer. A width is 0 where the layer takes token ids, or no context.
 
-    `head_dim` is the width of a query head (of the hidden units, for additive scores); `blocks` and `vocabulary` are 0
-    where there are none.
+    `head_dim` is the width of a query head (of the hidden units, for additive scores), `value_dim` that of a value head
+    (of the values, for learned scores); `blocks`, `vocabulary` and `positions` are 0 where there are none.
     """
 
     input_width: int
@@ -25,8 +25,10 @@ class Outline:
     query_heads: int = 1
     kv_heads: int = 1
     head_dim: int
+    value_dim: int
     blocks: int = 0
     vocabulary: int = 0
+    positions: int = 0
     causal: bool
 
     def __str__(self) -> str:
@@ -35,7 +37,8 @@ class Outline:
         heads = f"{self.query_heads}/{self.kv_heads}" if self.query_heads != self.kv_heads else str(self.query_heads)
         blocks = f"{self.blocks} x " if self.blocks else ""
         causal = ", causal" if self.causal else ""
-        return f"{inputs}{context} -> {self.output_width}, {blocks}{heads} heads x {self.head_dim}{causal}"
+        width = f"{self.head_dim}/{self.value_dim}" if self.value_dim != self.head_dim else str(self.head_dim)
+        return f"{inputs}{context} -> {self.output_width}, {blocks}{heads} heads x {width}{causal}"
 
 
 def outline(specification: LayerSpecification) -> Outline:
@@ -49,11 +52,13 @@ def outline(specification: LayerSpecification) -> Outline:
                 context_width=layer.contexts,
                 output_width=layer.outputs,
                 head_dim=layer.units or layer.inputs,
+                value_dim=layer.outputs,
                 causal=layer.causal,
             )
         case Transformer() as layer:
             heads, cross = _outline_of_heads(layer.block.self_attention), layer.block.cross_attention
             vocabulary = layer.embedding.vocabulary if layer.embedding is not None else 0
+            positions = layer.embedding.end_of_positions if layer.embedding is not None else None
             return Outline(
                 input_width=0 if vocabulary else heads.input_width,
                 context_width=cross.contexts if cross is not None else 0,
@@ -61,8 +66,10 @@ def outline(specification: LayerSpecification) -> Outline:
                 query_heads=heads.query_heads,
                 kv_heads=heads.kv_heads,
                 head_dim=heads.head_dim,
+                value_dim=heads.value_dim,
                 blocks=layer.blocks,
                 vocabulary=vocabulary,
+                positions=positions or 0,
                 causal=heads.causal,
             )
 
@@ -75,5 +82,6 @@ def _outline_of_heads(layer: Attention) -> Outline:
         query_heads=layer.heads,
         kv_heads=layer.kv_heads,
         head_dim=layer.head_dim,
+        value_dim=layer.value_dim,
         causal=layer.causal,
     )

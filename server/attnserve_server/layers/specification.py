@@ -210,6 +210,11 @@ class Embedding:
     segments: int = 0
     norm: Norm | None = None
 
+    @property
+    def end_of_positions(self) -> int | None:
+        """One beyond the last position that has an embedding; None if every position has one."""
+        return self.positions - self.position_offset if self.positions else None
+
     def shapes(self, prefix: str = "embedding.") -> dict[str, tuple[int, ...]]:
         """The parameters' names and shapes."""
         tables = {"token": self.vocabulary, "position": self.positions, "segment": self.segments}

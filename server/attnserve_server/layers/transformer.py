@@ -66,9 +66,7 @@ class TransformerLayer:
     def end_of_positions(self) -> int | None:
         """One beyond the last position that has an embedding; None if every position has one."""
         embedding = self._architecture.embedding
-        if embedding is None or not embedding.positions:
-            return None
-        return embedding.positions - embedding.position_offset
+        return None if embedding is None else embedding.end_of_positions
 
     def resident_flops(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> int:
         """The additional cost of sequences that continue this many resident keys each."""

@@ -133,4 +133,6 @@ def _message(loaded: Loaded) -> pb.Layer:
         blocks=outline.blocks,
         vocabulary=outline.vocabulary,
         causal=outline.causal,
+        value_dim=outline.value_dim,
+        positions=outline.positions,
     )
