@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,13 +187,24 @@ def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number:
     flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", *POOL)
     command = [sys.executable, "-X", "importtime", "-m", "attnserve_server", *flags]
     with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not ignored, as it is under nohup
     ) as process:
-        assert process.stderr is not None
-        assert any(line.endswith(f" attnserve_server.{module}\n") for line in process.stderr)
-        process.send_signal(number)
-        said = process.stderr.read()
-        assert process.wait(60) == 0
+        late = threading.Timer(60, process.kill)
+        late.start()
+        try:
+            assert process.stderr is not None
+            assert any(line.endswith(f" attnserve_server.{module}\n") for line in process.stderr)
+            process.send_signal(number)
+            said = process.stderr.read()
+            assert process.wait() == 0
+        finally:
+            late.cancel()
+            process.kill()
     assert "Traceback" not in said
 
 
