@@ -93,6 +93,14 @@ def test_no_server_is_asked_again_that_has_no_room_in_time(clock: Clock) -> None
         assert [attempt.address for attempt in attempts] == ["a", "b", "c"]
 
 
+def test_no_server_is_asked_again_whose_time_others_have_taken(clock: Clock) -> None:
+    """Each has 1.5 s, and it takes 2 until those that are asked after the full one are found out of reach."""
+    making, refusal = Making(RPC, lambda rpc, home: None), full(0.1)
+    attempts = asked(making, clock, refusal, UnavailableError("gone"), UnavailableError("gone"), timeout=1.5)
+    assert [attempt.address for attempt in attempts] == ["a", "b", "c"]
+    assert making.failure is refusal
+
+
 def test_a_creation_that_the_retry_budget_does_not_allow_ends_with_the_refusal(clock: Clock) -> None:
     making, refusal = Making(RPC, lambda rpc, home: None), full(1.0)
     attempts = asked(making, clock, full(3.0), refusal, full(3.0), refusal)

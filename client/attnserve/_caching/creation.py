@@ -99,8 +99,11 @@ class Making:
             now = time.monotonic()
             for home, (error, at, attempts) in self._failures.items():
                 delay = policy.after_overload(error, attempts, at, deadlines[home])
-                pause = inf if delay is None else max(0.0, at + delay - now)
-                if delay is not None and (soonest is None or pause < soonest.again.pause):
+                if delay is None:
+                    continue
+                pause = max(0.0, at + delay - now)
+                in_time = now + pause < deadlines[home]  # another server's attempts may have taken the time
+                if in_time and (soonest is None or pause < soonest.again.pause):
                     left = None if timeout is None else deadlines[home] - now
                     soonest = Attempt(str(home), left, Again(pause, error))
             if soonest is None:

@@ -132,12 +132,15 @@ class Servers(Generic[C]):
         try:
             return self.looked_up().result(timeout)
         except TimeoutError:
-            raise self.too_late() from None
+            error = self.too_late()
+            raise error from error.__cause__
 
     def too_late(self) -> DeadlineExceededError | UnavailableError:
         """The error if a look-up takes longer than the call's timeout: why it has failed so far, if it has."""
-        if self._look_failed is not None:
-            return self._look_failed.with_traceback(None)
+        if (failed := self._look_failed) is not None:
+            error = UnavailableError(str(failed))  # one for each caller
+            error.__cause__ = failed.__cause__
+            return error
         return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
 
     def looked_up(self) -> Future[Sequence[str]]:

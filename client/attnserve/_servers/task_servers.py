@@ -25,7 +25,8 @@ class TaskServers(Servers[C]):
         try:
             self.take(await asyncio.wait_for(looked_up, timeout))
         except TimeoutError:
-            raise self.too_late() from None
+            error = self.too_late()
+            raise error from error.__cause__
         return self.find(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 
     async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
