@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,34 +177,6 @@ def test_names_that_cannot_be_said_keep_no_server_from_serving(
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     said = start_server("--model-directory", str(models)).startup["model_directory"]
     assert said == f"{tmp_path}/mod\\xe8les (flag)"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-@pytest.mark.parametrize("module", ["host", "settings.kinds", "settings.command_line", "startup", "serving"])
-def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number: signal.Signals) -> None:
-    """Python says which modules it has loaded, from the first on."""
-    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", *POOL)
-    command = [sys.executable, "-X", "importtime", "-m", "attnserve_server", *flags]
-    with subprocess.Popen(
-        command,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not ignored, as it is under nohup
-    ) as process:
-        late = threading.Timer(60, process.kill)
-        late.start()
-        try:
-            assert process.stderr is not None
-            assert any(line.endswith(f" attnserve_server.{module}\n") for line in process.stderr)
-            process.send_signal(number)
-            said = process.stderr.read()
-            assert process.wait() == 0
-        finally:
-            late.cancel()
-            process.kill()
-    assert "Traceback" not in said
 
 
 def test_nothing_is_loaded_before_signals_are_expected() -> None:
