@@ -179,6 +179,48 @@ def test_names_that_cannot_be_said_keep_no_server_from_serving(
     assert said == f"{tmp_path}/mod\\xe8les (flag)"
 
 
+LOADING = """
+import runpy, sys
+from importlib.abc import MetaPathFinder
+
+module = sys.argv.pop(1)
+
+
+class Halt(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            print("loading", flush=True)
+            sys.stdin.read()
+
+
+sys.meta_path.insert(0, Halt())
+runpy.run_module("attnserve_server", run_name="__main__", alter_sys=True)
+"""
+"""Runs the server, and stops where it loads a module until standard input ends."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("module", ["starting", "settings.command_line", "serving"])
+def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING, f"attnserve_server.{module}", *POOL],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not ignored, as it is under nohup
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert "loading\n" in process.stdout
+            process.send_signal(number)
+            assert "Traceback" not in process.communicate(timeout=60)[1]
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
 def test_nothing_is_loaded_before_signals_are_expected() -> None:
     program = "import sys, attnserve_server.__main__; print(*sys.modules)"
     command = [sys.executable, "-S", "-c", program]
