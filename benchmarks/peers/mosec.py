@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar, Final
 
 import numpy as np
@@ -71,23 +72,25 @@ class Mosec(Peer):
             "ATTNSERVE_BENCH_WEIGHTS": str(weights),
             **{f"ATTNSERVE_BENCH_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        command = [
-            *(str(self.environment / "bin" / "python"), "-m", "benchmarks.peers.mosec_worker"),
-            *("--address", "127.0.0.1", "--port", str(port), "--log-level", "error"),
-            *("--path", str(directory / "sockets"), "--max-request-size", str(MAX_REQUEST_BYTES)),
-            *("--timeout", str(TIMEOUT_MS)),
-        ]
-        address = f"127.0.0.1:{port}"
-        with started(
-            command,
-            environment,
-            directory / "log",
-            f"http://{address}/",
-            address=address,
-            metrics=f"http://{address}/metrics",
-            batch_metrics=("mosec_service_batch_size_count", "mosec_service_batch_size_sum"),
-        ) as found:
-            yield found
+        # Paths of sockets have a bound, which a folder in `directory` may exceed.
+        with TemporaryDirectory() as sockets:
+            command = [
+                *(str(self.environment / "bin" / "python"), "-m", "benchmarks.peers.mosec_worker"),
+                *("--address", "127.0.0.1", "--port", str(port), "--log-level", "error"),
+                *("--path", sockets, "--max-request-size", str(MAX_REQUEST_BYTES)),
+                *("--timeout", str(TIMEOUT_MS)),
+            ]
+            address = f"127.0.0.1:{port}"
+            with started(
+                command,
+                environment,
+                directory / "log",
+                f"http://{address}/",
+                address=address,
+                metrics=f"http://{address}/metrics",
+                batch_metrics=("mosec_service_batch_size_count", "mosec_service_batch_size_sum"),
+            ) as found:
+                yield found
 
     def output(self, shape: tuple[int, ...], reply: bytes) -> Array:
         """The output in a response's body, which does not include the shape."""
