@@ -180,7 +180,7 @@ def test_names_that_cannot_be_said_keep_no_server_from_serving(
 
 
 LOADING = """
-import runpy, sys
+import runpy, signal, sys
 from importlib.abc import MetaPathFinder
 
 module = sys.argv.pop(1)
@@ -193,10 +193,13 @@ class Halt(MetaPathFinder):
             sys.stdin.read()
 
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.meta_path.insert(0, Halt())
 runpy.run_module("attnserve_server", run_name="__main__", alter_sys=True)
 """
-"""Runs the server, and stops where it loads a module until standard input ends."""
+"""Runs the server, and stops where it loads a module until standard input ends. SIGHUP is not ignored, as it is where
+the tests run under nohup.
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
@@ -209,7 +212,6 @@ def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not ignored, as it is under nohup
     ) as process:
         try:
             assert process.stdout is not None
