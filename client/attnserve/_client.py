@@ -273,10 +273,11 @@ class Client:
           is needed. Default: as the server is configured, or else until it is deleted.
         - `timeout`: in seconds for each server that is asked; None for no limit.
 
-        Retries never make a second cache. If a server is full, another is asked at once, or if it is unavailable, after
-        its retries. If all are full, the one that says that it has room soonest is asked again, up to `retries` times.
-        If the call is given up, or fails without an answer, a cache that it made is deleted as soon as its server hears
-        of that; if it never does, the cache stays until its `ttl` ends, and `caches` lists it.
+        Retries never make a second cache. If a server is full or unavailable, another is asked at once. If all are, one
+        that is unavailable is asked again as for any call, and of the full ones, up to `retries` times, the one that
+        says that it has room soonest. If the call is given up, or fails without an answer, a cache that it made is
+        deleted as soon as its server hears of that; if it never does, the cache stays until its `ttl` ends, and
+        `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         timeout = checked_timeout(timeout)

@@ -158,8 +158,8 @@ class Calls:
         again: Again | None = None,
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
-        """Sends a plain RPC, which is given up after `timeout` seconds. With `again`, the caller decides what follows
-        a full server's refusal.
+        """Sends a plain RPC, which is given up after `timeout` seconds. With `again`, it is sent once: the caller
+        decides on retries.
         """
         self._process.enter()
         future = self._future(rpc.decode)
@@ -229,5 +229,7 @@ class Calls:
 
     def _in_loop(self, function: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, but the client was not
+            try:
                 self._loop.call_soon_threadsafe(function)
+            except RuntimeError:  # the loop is closed, but the client was not
+                self.servers.close()  # or its thread would look for servers for good

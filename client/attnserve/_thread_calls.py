@@ -107,8 +107,8 @@ class Calls:
         return future
 
     def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None, again: Again | None = None) -> T:
-        """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, the caller decides what
-        follows a full server's refusal.
+        """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, it is sent once: the
+        caller decides on retries.
         """
         return wait(self._send_rpc(rpc, timeout, None, home, again))
 

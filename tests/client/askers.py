@@ -14,11 +14,19 @@ from calls import PATIENCE_S
 from attnserve import AsyncClient, AttentionResult, Client
 
 Attend: TypeAlias = Callable[..., list[AttentionResult[Any]]]
+Arrays: TypeAlias = tuple[Any, Any, Any]
 Transport: TypeAlias = Literal["stream", "unary"]
 
 
 def array(number: float, *shape: int) -> np.ndarray[Any, Any]:
     return np.full(shape or (2, 3), number, np.float32)
+
+
+def arrays(seed: int = 0) -> Arrays:
+    """A query, keys and values of two heads, four tokens long and eight wide."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.standard_normal((2, 4, 8)).astype(np.float32) for _ in range(3))
+    return query, key, value
 
 
 def attend_in_threads(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:

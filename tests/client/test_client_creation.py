@@ -70,15 +70,30 @@ def asked(making: Making, clock: Clock, *answers: OverloadedError | UnavailableE
 
 
 def test_each_server_is_asked_once_and_then_the_one_with_room_soonest(clock: Clock) -> None:
-    """A server that refuses again asks for twice as long in fact; one that has gone is not asked again."""
+    """A server that refuses again asks for twice as long in fact."""
     making = Making(RPC, lambda rpc, home: None)
-    answers = full(4.0), full(1.0), full(3.5), full(2.0), UnavailableError("gone"), full(0.5)
+    answers = full(4.0), full(1.0), full(3.5), full(2.0), full(3.0), full(0.5)
     attempts = asked(making, clock, *answers)
     assert [attempt.address for attempt in attempts] == ["a", "b", "c", "b", "a", "c"]
     assert [attempt.again.pause for attempt in attempts] == pytest.approx([0, 0, 0, 0, 1, 0.5])
     assert [attempt.timeout for attempt in attempts] == pytest.approx([60, 60, 60, 58, 56, 56])
     assert attempts[3].again.refusal is answers[1]
     assert making.failure is answers[5]
+
+
+def test_servers_that_are_out_of_reach_are_asked_again_as_for_any_call_once_all_have_been(clock: Clock) -> None:
+    """Each after its own delay, which doubles; a full one meanwhile, if it has room sooner."""
+    gone, refusal = UnavailableError("gone"), full(3.0)
+    making = Making(RPC, lambda rpc, home: None)
+    attempts = asked(making, clock, gone, refusal, gone, gone, gone, gone, full(3.0), gone, retries=2)
+    assert [attempt.address for attempt in attempts] == ["a", "b", "c", "a", "c", "a", "b", "c"]
+    assert [attempt.again.refusal for attempt in attempts] == [None] * 6 + [refusal, None]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_each_server_that_is_out_of_reach_has_its_own_retries(clock: Clock, retries: int) -> None:
+    answers = [UnavailableError("gone")] * 3 * (1 + retries)
+    assert len(asked(Making(RPC, lambda rpc, home: None), clock, *answers, retries=retries)) == len(answers)
 
 
 @pytest.mark.parametrize("retries", [0, 1, 2])
@@ -94,10 +109,13 @@ def test_no_server_is_asked_again_that_has_no_room_in_time(clock: Clock) -> None
 
 
 def test_no_server_is_asked_again_whose_time_others_have_taken(clock: Clock) -> None:
-    """Each has 1.5 s, and it takes 2 until those that are asked after the full one are found out of reach."""
+    """Each has 1.5 s, and it takes 2 until those that are asked after the full one are found out of reach. The last
+    has time left.
+    """
     making, refusal = Making(RPC, lambda rpc, home: None), full(0.1)
-    attempts = asked(making, clock, refusal, UnavailableError("gone"), UnavailableError("gone"), timeout=1.5)
-    assert [attempt.address for attempt in attempts] == ["a", "b", "c"]
+    attempts = asked(making, clock, refusal, *[UnavailableError("gone")] * 3, timeout=1.5)
+    assert [attempt.address for attempt in attempts] == ["a", "b", "c", "c"]
+    assert attempts[3].timeout == pytest.approx(0.5)
     assert making.failure is refusal
 
 

@@ -86,28 +86,34 @@ class Making:
         self._failures: dict[str | None, _Failure] = {}
 
     def attempts(self, servers: Iterable[str], policy: RetryPolicy, timeout: float | None) -> Iterator[Attempt]:
-        """What to try until one succeeds: first each of the servers, since another may have room now; then, as often as
-        the policy allows, the one that has room soonest. Each is given `timeout` seconds in all.
+        """What to try until one succeeds: first each of the servers, since another may have room now; then the one that
+        has room soonest, or is to be asked again soonest. The policy's number of retries bounds those of all full
+        servers together, and those of each that is out of reach. Each is given `timeout` seconds in all.
         """
         deadlines: dict[str | None, float] = {}
         for address in servers:
             deadlines[address] = inf if timeout is None else time.monotonic() + timeout
             self.at(address)
             yield Attempt(address, timeout, Again())
-        for _ in range(policy.retries):
+        waits = policy.retries
+        while True:
             soonest: Attempt | None = None
             now = time.monotonic()
             for home, (error, at, attempts) in self._failures.items():
-                delay = policy.after_overload(error, attempts, at, deadlines[home])
-                if delay is None:
+                if isinstance(error, UnavailableError):
+                    refusal, delay = None, policy.delay(attempts, at, deadlines[home])
+                else:
+                    refusal, delay = error, policy.after_overload(error, attempts, at, deadlines[home])
+                if delay is None or (refusal is not None and not waits):
                     continue
                 pause = max(0.0, at + delay - now)
                 in_time = now + pause < deadlines[home]  # another server's attempts may have taken the time
                 if in_time and (soonest is None or pause < soonest.again.pause):
                     left = None if timeout is None else deadlines[home] - now
-                    soonest = Attempt(str(home), left, Again(pause, error))
+                    soonest = Attempt(str(home), left, Again(pause, refusal))
             if soonest is None:
                 return
+            waits -= soonest.again.refusal is not None
             self.at(soonest.address)
             yield soonest
             if self._failures[soonest.address].error is soonest.again.refusal:  # the budget allows no retry

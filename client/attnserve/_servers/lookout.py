@@ -47,7 +47,7 @@ class Lookout:
                 return
             try:
                 self._deliver(self._look_up())
-            except Exception as error:  # the known servers stay in use
-                logger.warning("the servers could not be looked up: %s", error)
+            except BaseException as error:  # whatever the caller's function raises; the known servers stay in use
+                logger.warning("the servers could not be looked up: %r", error)
             if self._closed.wait(min(LEAST_PAUSE, self._interval)):
                 return

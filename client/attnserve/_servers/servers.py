@@ -25,6 +25,23 @@ from attnserve._settings.targets import Target
 
 C = TypeVar("C", bound=Connection)
 
+_BUGS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+def _is_bug(error: BaseException | None) -> bool:
+    """Whether a look-up function that raises this is broken, and would raise it again. Errors of libraries may pass."""
+    return isinstance(error, _BUGS) and not isinstance(error, OSError)  # a certificate's error is both
+
 
 class Servers(Generic[C]):
     """Where the calls of a client go."""
@@ -160,7 +177,7 @@ class Servers(Generic[C]):
 
     def _look(self, found: Future[Sequence[str]]) -> None:
         """Looks up the addresses, as often as a call may be sent: a name may be unknown, or a resolver out of reach,
-        for a moment, which to gRPC, too, is a server that is unavailable.
+        for a moment, which to gRPC, too, is a server that is unavailable. A bug in the caller's function is no such.
         """
         addresses: Sequence[str] = ()
         for attempts in itertools.count(1):
@@ -169,6 +186,8 @@ class Servers(Generic[C]):
                 break
             except UnavailableError as error:
                 self._look_failed = error
+                if _is_bug(error.__cause__):
+                    break
             delay = self._policy.delay(attempts, 0.0, inf)
             if delay is None or self._ended.wait(delay):
                 break
@@ -187,8 +206,8 @@ class Servers(Generic[C]):
             addresses = self._target.look_up()
         except OSError as error:
             raise UnavailableError(f"{self._target.name}: {error}") from error
-        except Exception as error:  # whatever else the caller's function raises
-            raise UnavailableError(f"{self._target.name}: {error!r}") from error
+        except BaseException as error:  # whatever else the caller's function raises, in a thread of ours
+            raise UnavailableError(f"{self._target.name}: the function that looks it up raised {error!r}") from error
         if not addresses:
             raise UnavailableError(f"{self._target.name}: there is no server")
         return addresses

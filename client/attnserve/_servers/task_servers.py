@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from attnserve._servers.replicas import Connection
 from attnserve._servers.servers import Servers
@@ -21,14 +21,21 @@ class TaskServers(Servers[C]):
         if not self.must_look:
             return self.find(timeout)
         begin = time.monotonic()
-        looked_up = asyncio.shield(asyncio.wrap_future(self.looked_up()))  # others wait for the same look-up
-        try:
-            self.take(await asyncio.wait_for(looked_up, timeout))
-        except TimeoutError:
+        looked_up = asyncio.wrap_future(self.looked_up())
+        looked_up.add_done_callback(_retrieve)
+        await asyncio.wait((looked_up,), timeout=timeout)  # cancels nothing: others wait for the same look-up
+        if not looked_up.done():
             error = self.too_late()
             raise error from error.__cause__
+        self.take(looked_up.result())
         return self.find(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 
     async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
         """Returns what `homes` does."""
         return self.homes(await self.find_soon(timeout))
+
+
+def _retrieve(looked_up: asyncio.Future[Any]) -> None:
+    """Keeps asyncio from reporting the failure of a look-up for which nobody waits any more."""
+    if not looked_up.cancelled():
+        looked_up.exception()

@@ -122,8 +122,6 @@ class RetryPolicy:
     """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
     budget: RetryBudget = field(default_factory=RetryBudget, repr=False)
     """The budget for calls that full servers refuse."""
-    waits_for_room: bool = True
-    """Whether a call that a full server refuses is sent again."""
 
     def delay(self, attempts: int, now: float, deadline: float) -> float | None:
         """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up."""
@@ -139,7 +137,7 @@ class RetryPolicy:
         """
         if not isinstance(error, OverloadedError) or error.reason not in _PASSES:
             return None
-        if attempts > self.retries or not self.waits_for_room:
+        if attempts > self.retries:
             return None
         told = (error.retry_delay or 0.0) * 2.0 ** min(attempts - 1, 30)
         delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())

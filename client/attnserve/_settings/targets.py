@@ -68,6 +68,8 @@ def _returned(function: Callable[[], Sequence[str]]) -> Sequence[str]:
     found = function()
     addresses = (found,) if isinstance(found, str) else tuple(found)
     for each in addresses:
+        if not isinstance(each, str):
+            raise TypeError(f"address: {_EXPECTED}, found {each!r}")
         check_address(each)
     return addresses
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 import grpc
 
+from attnserve._errors import ClientClosedError
 from attnserve._servers.replicas import Replica
 from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
@@ -72,8 +73,11 @@ class BaseConnection(ABC, Generic[S]):
         self.unary: set[object] = set()
         """The unary calls that it has not answered."""
         kind: Callable[..., Self] = type(self)
+        self.for_work: Final = not anyhow
+        """Whether a reply on it means that the server takes calls."""
         self._another: Final = partial(kind, settings, credentials, bearer, replica, others, move, True)
         self._anyhow: Self | None = None
+        self._closed = False
         self._lock: Final = threading.Lock()
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
@@ -96,12 +100,20 @@ class BaseConnection(ABC, Generic[S]):
     @property
     def anyhow(self) -> Self:
         """Another connection to the server, for unary calls that it is to get even while it starts or drains. Most
-        clients never need it.
+        clients never need it. ClientClosedError if this one is closed: nobody would close another.
         """
         with self._lock:
+            if self._closed:
+                raise ClientClosedError
             if self._anyhow is None:
                 self._anyhow = self._another()
                 self._anyhow.unary = self.unary
+            return self._anyhow
+
+    def _end(self) -> Self | None:
+        """Notes that this connection is closed, and returns the other one, which is to be closed with it, if any."""
+        with self._lock:
+            self._closed = True
             return self._anyhow
 
     @property

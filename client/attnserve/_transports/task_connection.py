@@ -40,8 +40,8 @@ class Connection(BaseConnection[StreamTransport]):
         events of calls that were just cancelled would be handled in the next loop, and gRPC would print an error.
         """
         await asyncio.gather(*(stream.close() for stream in self._streams))
-        if self._anyhow is not None:
-            await self._anyhow.close()
+        if (anyhow := self._end()) is not None:
+            await anyhow.close()
         if self._channel is not None:  # or this completes a closing that was cancelled
             await self._channel.close()
             self._channel = None

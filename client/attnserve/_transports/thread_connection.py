@@ -57,8 +57,8 @@ class Connection(BaseConnection[StreamTransport]):
         """Gives up the calls on its streams and ends the connection."""
         for stream in self._streams:
             stream.close()
-        if self._anyhow is not None:
-            self._anyhow.close()
+        if (anyhow := self._end()) is not None:
+            anyhow.close()
         if self._is_lost:
             self._lost.append(self._channel)
         else:

@@ -38,8 +38,8 @@ class UnaryCall(Generic[F, C]):
         repeatable: bool,
         again: Again | None,
     ) -> None:
-        """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, its
-        caller decides what follows a full server's refusal, and `again` is what followed the last one.
+        """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, it
+        is one attempt of a call whose retries its caller decides on, and `again` is what followed the last one.
         """
         self.future: Final = future
         self.path: Final = path
@@ -47,7 +47,7 @@ class UnaryCall(Generic[F, C]):
         self._timeout: Final = timeout
         self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
         policy = policy if repeatable else NO_RETRIES
-        self._policy: Final = policy if again is None else replace(policy, waits_for_room=False)
+        self._policy: Final = policy if again is None else replace(policy, retries=0)
         self.pause: Final = 0.0 if again is None else again.pause
         """After how many seconds to make the first attempt."""
         self._route: Final = route
@@ -98,7 +98,11 @@ class UnaryCall(Generic[F, C]):
         return verdict.pause
 
     def answered(self, connection: C) -> None:
-        """Notes that an attempt has been answered."""
+        """Notes that an attempt has been answered. What a server says of itself, even while it takes no calls, changes
+        nothing about where they go, nor how often.
+        """
+        if not connection.for_work:
+            return
         now = time.monotonic()
         connection.replica.worked(now)
         self._policy.budget.answered(1, now)

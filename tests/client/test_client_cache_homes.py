@@ -1,0 +1,120 @@
+"""Where a cache is made if a client knows several servers: where one is, and has room; and where it is found again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from askers import arrays
+
+from attnserve import AsyncClient, Client, NotFoundError, OverloadedError, UnavailableError
+
+if TYPE_CHECKING:
+    from tests.conftest import Server
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where no server listens, and none can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: str) -> None:
+    """At once: nobody waits for retries at one that is out of reach, here hundreds of seconds of them."""
+    with Client([nobody, server.address], retries=100) as client:
+        made = [client.create_cache(2, 8) for _ in range(3)]
+        assert {cache.address for cache in made} == {server.address}
+        for cache in made:
+            cache.delete()
+    async with AsyncClient([nobody, server.address], retries=100) as in_tasks_too:
+        for _ in range(3):
+            async with await in_tasks_too.create_cache(2, 8) as cache:
+                assert cache.address == server.address
+    with Client([nobody], retries=0) as alone, pytest.raises(UnavailableError):
+        alone.create_cache(2, 8)
+
+
+async def test_a_cache_is_made_where_there_is_room(start_server: Callable[..., Server], nobody: str) -> None:
+    """A server that has as many caches as it may is passed over, in any order of asking; if all have, that is said."""
+    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    addresses = [nobody, full.address, roomy.address]
+    with Client(addresses, retries=0) as client:
+        made = [client.create_cache(2, 8) for _ in range(5)]
+        async with AsyncClient(addresses, retries=0) as in_tasks_too:
+            tasks = [await in_tasks_too.create_cache(2, 8) for _ in range(4)]
+            with pytest.raises(OverloadedError, match=r"its bound on caches is [18]; ") as refused:
+                await in_tasks_too.create_cache(2, 8)
+        assert refused.value.retry_delay == 10
+        with pytest.raises(OverloadedError, match=r"its bound on caches is [18]; "):
+            client.create_cache(2, 8)
+        homes = [cache.address for cache in (*made, *tasks)]
+        assert (homes.count(full.address), homes.count(roomy.address)) == (1, 8)
+    for each, count in ((full, 1), (roomy, 8)):
+        with Client(each.address) as alone:
+            assert len(alone.caches.list()) == count
+
+
+async def test_a_cache_is_made_where_there_is_room_without_waiting(start_server: Callable[..., Server]) -> None:
+    """Even if a lease on the full server ends so soon that a call would be sent again."""
+    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    addresses = [full.address, roomy.address]
+    with Client(full.address) as alone, Client(addresses) as client:
+        leased = alone.create_cache(2, 8, ttl=4)
+        made = []
+        for _ in range(4):
+            leased.append(*arrays()[1:])  # the lease begins again
+            made.append(client.create_cache(2, 8))
+        async with AsyncClient(addresses) as in_tasks_too:
+            for _ in range(4):
+                leased.append(*arrays()[1:])
+                made.append(await in_tasks_too.create_cache(2, 8))
+        leased.append(*arrays()[1:])  # it is there: nobody has waited for its end
+    assert {cache.address for cache in made} == {roomy.address}
+
+
+async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_server: Callable[..., Server]) -> None:
+    """Even if it is not the one that was asked last."""
+    servers = [start_server("--device", "cpu", "--max-caches", "1") for _ in range(3)]
+    soonest, addresses = servers[1].address, [server.address for server in servers]
+
+    def fill() -> None:
+        for address in addresses:
+            with Client(address) as alone:
+                alone.caches.delete([info.name for info in alone.caches.list()])
+                alone.create_cache(2, 8, ttl=0.5 if address == soonest else 60)
+
+    fill()
+    with Client(addresses) as client:
+        assert client.create_cache(2, 8).address == soonest
+    fill()
+    async with AsyncClient(addresses) as in_tasks_too:
+        assert (await in_tasks_too.create_cache(2, 8)).address == soonest
+        with pytest.raises(OverloadedError, match="bound on caches"):
+            await in_tasks_too.create_cache(2, 8)
+
+
+async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
+    """In no order of asking them; and a cache that is not found may be on the server that does not answer."""
+    with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:
+        made = [alone.create_cache(2, 8) for _ in range(2)]
+        assert client.caches.get(made[0].name).name == made[0].name
+        assert client.open_cache(made[0].name).append(*arrays()[1:]) == 4
+        with pytest.raises(UnavailableError):
+            client.caches.get("none of that name")
+        with pytest.raises(UnavailableError):
+            client.caches.delete(made[0].name)
+        with pytest.raises(NotFoundError):
+            alone.caches.get(made[0].name)
+        async with AsyncClient([nobody, server.address], retries=0) as in_tasks_too:
+            opened = await in_tasks_too.open_cache(made[1].name)
+            assert (await in_tasks_too.caches.get(opened.name)).name == opened.name
+            with pytest.raises(UnavailableError):
+                await in_tasks_too.caches.get("none of that name")
+            with pytest.raises(UnavailableError):
+                await in_tasks_too.caches.delete(opened.name)
+        with pytest.raises(NotFoundError):
+            alone.caches.get(made[1].name)
