@@ -13,10 +13,12 @@ from typing import Any, Generic, NamedTuple, get_args
 
 import numpy as np
 
+from attnserve import _dtypes
 from attnserve._requests import arrays
 from attnserve._requests.arguments import ArrayT
 from attnserve._requests.attend import Layout
 from attnserve._requests.result import AttentionResult
+from attnserve.v1 import tensor_pb2 as pb
 
 
 class MergedAttention(NamedTuple, Generic[ArrayT]):
@@ -42,8 +44,8 @@ def merge_attention(
     -inf; one with an lse of +inf or NaN in any gives NaN, as attention over all keys does.
     Each softmax must have been over its own keys only: pass sinks to at most one of the calls.
 
-    Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, NumPy arrays and torch tensors
-    are mixed, or there is no such layout.
+    Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, a dtype is not floating, NumPy
+    arrays and torch tensors are mixed, or there is no such layout.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
@@ -89,8 +91,11 @@ def merge_attention(
         lse = xp.where(nothing, xp.full_like(largest, -xp.inf), largest + xp.log(total))
         # Outputs near the dtype's largest number would overflow in a sum. A power of 2 changes no digits.
         least = 0.5 ** (len(pairs) - 1).bit_length()
-        parts = zip(weights, outputs, strict=True)
-        weighted = [along_rows(weight * least) * cast(output, wide) for weight, output in parts]
+        parts = zip(weights, exponents, outputs, strict=True)
+        weighted = [
+            along_rows(weight * least) * xp.where(along_rows(exponent == -xp.inf), 0.0, cast(output, wide))
+            for weight, exponent, output in parts  # other kernels' outputs may be NaN where nothing is attended
+        ]
         output = sum(weighted[1:], weighted[0]) / along_rows(total * least)
     return MergedAttention(cast(output, outputs[0].dtype), cast(lse, lses[0].dtype))
 
@@ -103,5 +108,18 @@ def _pair(result: AttentionResult[Any] | tuple[Any, Any]) -> tuple[Any, Any]:
     if not (isinstance(result, Sequence) and len(result) == 2):
         found = type(result).__name__
         raise ValueError(f"results: expected an AttentionResult or a pair (output, lse), found {found}")
-    output, lse = (part if arrays.torch_tensor(part) is not None else np.asarray(part) for part in result)
+    output, lse = (_floating(part) for part in result)
     return output, lse
+
+
+def _floating(part: Any) -> Any:
+    """An output or an lse as an array or a tensor. ValueError if it is neither, or not of a floating dtype."""
+    if arrays.torch_tensor(part) is not None:
+        array, floating = part, part.is_floating_point()
+    else:
+        array = np.asarray(part)
+        floating = array.dtype.kind == "f" or array.dtype == _dtypes.NUMPY[pb.DATA_TYPE_BFLOAT16]
+    if not floating or isinstance(part, np.ma.MaskedArray):
+        found = array.dtype if not floating else "a masked array, of whose mask nobody would know"
+        raise ValueError(f"results: expected outputs and lse of a floating dtype, found {found}")
+    return array

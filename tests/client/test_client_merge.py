@@ -83,6 +83,18 @@ def test_rows_with_nothing_anywhere(in_torch: bool) -> None:
     np.testing.assert_array_equal(np.asarray(merged.lse), lse)
 
 
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_what_another_kernel_gives_where_nothing_is_attended_is_ignored(in_torch: bool) -> None:
+    """Some give NaN there; beside keys that are attended, and where none are."""
+    lse = np.array([-np.inf, -np.inf, 0], np.float32)
+    pairs: list[Any] = [(np.float32([[np.nan], [np.nan], [1]]), lse), (np.float32([[0], [3], [2]]), lse[::-1].copy())]
+    if in_torch:
+        pairs = [(torch.from_numpy(o), torch.from_numpy(s)) for o, s in pairs]
+    merged = merge_attention(pairs)
+    np.testing.assert_array_equal(np.asarray(merged.output), [[0], [0], [1]])
+    np.testing.assert_array_equal(np.asarray(merged.lse), [0, -np.inf, 0])
+
+
 def test_large_log_sum_exps_do_not_overflow() -> None:
     one, two = (
         (np.ones((1, 1), np.float32), np.array([1e4], np.float32)),
@@ -136,6 +148,12 @@ def test_results_are_taken_as_they_come() -> None:
         [(np.ones((2, 3)), np.zeros(2), np.zeros(2))],
         [LayerResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1, 1)],
         AttentionResult(np.ones((2, 3)), np.zeros(2), None, TIMINGS, 1),
+        [(np.ones((2, 3), np.int64), np.zeros(2))],
+        [(np.ones((2, 3)), np.zeros(2, np.int64))],
+        [(np.ones((2, 3), complex), np.zeros(2))],
+        [(np.ones((2, 3), object), np.zeros(2))],
+        [(np.ma.ones((2, 3)), np.zeros(2))],
+        [(torch.ones(2, 3, dtype=torch.int64), torch.zeros(2))],
         np.ones((2, 3)),
         5,
     ],
