@@ -339,8 +339,19 @@ class Terminal:
         while words not in self.written:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{words!r} did not come: {self.written}"
-            self.written += os.read(self._ours, 65536).decode(errors="replace")
+            assert self._read(), f"it has ended, and {words!r} did not come: {self.written}"
         self.written = self.written.partition(words)[2]
+
+    def _read(self) -> bool:
+        """Reads what it has written, and returns whether it was anything: once it has ended, nobody holds the other
+        end, which is an error on Linux and the end of a file elsewhere.
+        """
+        try:
+            found = os.read(self._ours, 65536)
+        except OSError:
+            found = b""
+        self.written += found.decode(errors="replace")
+        return bool(found)
 
     def interrupt(self) -> int:
         """Presses Ctrl-C. Returns the exit status."""
@@ -349,9 +360,8 @@ class Terminal:
     def end(self, number: signal.Signals) -> int:
         """Sends it a signal. Returns the exit status."""
         self.process.send_signal(number)
-        with contextlib.suppress(OSError):  # once it has ended, nobody holds the other end
-            while select.select([self._ours], [], [], calls.PATIENCE_S)[0]:
-                self.written += os.read(self._ours, 65536).decode(errors="replace")
+        while select.select([self._ours], [], [], calls.PATIENCE_S)[0] and self._read():
+            pass
         try:
             return self.process.wait(calls.PATIENCE_S)
         finally:
