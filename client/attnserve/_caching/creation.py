@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from attnserve._errors import (
+    AttnServeError,
     FailedPreconditionError,
     InvalidRequestError,
     NotFoundError,
@@ -153,6 +154,8 @@ class Making:
             self._send(cache_requests.give_up(self._rpc), home)
 
     def _note(self, error: BaseException | None) -> None:
+        if isinstance(error, AttnServeError) and not isinstance(error, UnavailableError):
+            error.resent = error.resent or self._suspected
         # Only a server's error has details, and this one came from the server that was asked last.
-        if isinstance(error, _REFUSALS) and error.details and not error.resent and not self._suspected:
+        if isinstance(error, _REFUSALS) and error.details and not error.resent:
             self._perhaps.discard(self._last)
