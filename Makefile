@@ -34,9 +34,10 @@ serve: $(VENV)/.demo ## run the service until interrupted
 
 # By two processes, each of which runs one file of tests at a time, since tests of a file share servers. Each takes up to
 # 3 GB, and starts servers of its own. `ARGS="-n 0"` runs all in one process, as a debugger (`--pdb`) needs it; with many
-# processors, `ARGS="-n 4"` is faster still.
+# processors, `ARGS="-n 4"` is faster still. A process that dies is not replaced: the run ends after the files that are
+# begun, with the name of the test, which xdist's next process would only begin again, and then wait for ever.
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
 	$(BIN)/ruff format --check .

@@ -29,10 +29,15 @@ def starts() -> bool:
     return not subprocess.run(command, env=os.environ | environment(), capture_output=True, check=False).returncode
 
 
-@needs_native
-@pytest.mark.parametrize(("script", "count"), [("racing.py", 4), ("dismissed.py", 10)])
-def test_the_sanitizer_for_threads_finds_nothing(tmp_path: Path, script: str, count: int) -> None:
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library built with the sanitizer for threads, which takes most of the time of these tests."""
     if not starts():
         pytest.skip("gcc is not here, or its sanitizer for threads does not start")
-    built = build(tmp_path, "-O1", "-g", "-fsanitize=thread")
-    run(script, built, count, before=AT_FIXED_ADDRESSES, **environment())
+    return build(tmp_path_factory.mktemp("sanitized"), "-O1", "-g", "-fsanitize=thread")
+
+
+@needs_native
+@pytest.mark.parametrize(("script", "count"), [("racing.py", 4), ("dismissed.py", 10)])
+def test_the_sanitizer_for_threads_finds_nothing(sanitized: Path, script: str, count: int) -> None:
+    run(script, sanitized, count, before=AT_FIXED_ADDRESSES, **environment())
