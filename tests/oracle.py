@@ -1,8 +1,8 @@
 """What attention is: an oracle in plain NumPy float64, written to be read and to share nothing with what it checks.
 
 In: the arguments of one attention as a caller gives them, of any dtype; each is converted to float64 exactly.
-Out: `Expected`, everything that a reply may hold, in float64. It works on one sequence, one head and one row at a time,
-and a row touches only the keys that it attends to: nothing else could keep a NaN in an excluded key out.
+Out: `Expected`, everything that a reply may hold, in float64. It works on one sequence and one head at a time. What may
+hold a NaN or an infinity is never multiplied by the weight 0 of a key that a row does not attend to: that gives NaN.
 """
 
 from __future__ import annotations
@@ -201,18 +201,16 @@ def _head(
     raw: Floats, value: Floats, softcap: float, added: Floats, attended: NDArray[np.bool_], sink: float | None
 ) -> Expected:
     """Everything after the score, for one head of one sequence: raw, added, attended [Lq, S], value [S, Dv]."""
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         capped = softcap * np.tanh(raw / softcap) if softcap > 0 else raw
         masked = np.where(attended, capped + added, -np.inf)
-        output, lse, weights = np.zeros((len(raw), value.shape[1])), np.full(len(raw), -np.inf), np.zeros(raw.shape)
-        for i, row in enumerate(masked):
-            seen = np.flatnonzero(attended[i])
-            exponents = row[seen] if sink is None else np.append(row[seen], sink)
-            if not len(exponents):
-                continue
-            largest = exponents.max()  # NaN if any is
-            total = np.exp(exponents - largest).sum()
-            lse[i] = largest + np.log(total)
-            weights[i, seen] = np.exp(row[seen] - largest) / total
-            output[i] = weights[i, seen] @ value[seen]
+        largest = masked.max(1, initial=-np.inf if sink is None else sink)[:, None]  # NaN if any is
+        exponentials = np.where(attended, np.exp(masked - largest), 0.0)
+        total = exponentials.sum(1, keepdims=True) + (0.0 if sink is None else np.exp(sink - largest))
+        lse = (largest + np.log(total))[:, 0]  # -inf if there is nothing to attend to
+        weights = np.where(attended, exponentials / total, 0.0)
+        finite = np.isfinite(value).all(1)
+        output = weights[:, finite] @ value[finite]
+        for i in np.flatnonzero(attended[:, ~finite].any(1)):
+            output[i] = weights[i, attended[i]] @ value[attended[i]]
     return Expected(output, lse, raw, capped, masked, weights, attended)
