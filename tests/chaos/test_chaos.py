@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import POOL
 
-from benchmarks.chaos import device, drain, kill
+from benchmarks.chaos import device, drain, kill, rolling
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
 from benchmarks.chaos.experiments import NAMES
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
@@ -15,6 +16,13 @@ from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_ke
 
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a dozen servers are started, each with a small pool; and what delays a restart is the callers' load."""
+    monkeypatch.setenv("ATTNSERVE_CACHE_BYTES", POOL[1])
+    monkeypatch.setattr(rolling, "CALLERS", 1)
 
 
 def kept(name: str, minutes: float = 0.05) -> Outcome:

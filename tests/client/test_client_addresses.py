@@ -79,11 +79,11 @@ def nothing_at_all() -> Any:
 )
 async def test_a_function_that_returns_no_addresses(transport: Any, function: Any, text: str) -> None:
     """Calls fail with an error that names it, whichever the client and the transport."""
-    with Client(function, transport=transport) as client:
+    with Client(function, transport=transport, retries=1) as client:
         for ask in (lambda: client.attend(*[np.ones((1, 1), np.float32)] * 3), client.server_info):
             with pytest.raises(UnavailableError, match=text):
                 ask()
-    async with AsyncClient(function, transport=transport) as in_tasks:
+    async with AsyncClient(function, transport=transport, retries=1) as in_tasks:
         with pytest.raises(UnavailableError, match=text):
             await in_tasks.attend(*[np.ones((1, 1), np.float32)] * 3)
 

@@ -55,7 +55,7 @@ def test_a_stack_has_the_bits_of_each_sequence_alone(plan: Plan, seed: int, retu
     case = replace(plan, batch=4, mask_shape=None, bias_shape=None).case(seed)
     call = call_of(case, **returned)
     together = run(call)
-    for n in range(4):
+    for n in (seed % 3, 3):
         alone = run(replace(call, query=call.query[n : n + 1], key=call.key[n : n + 1], value=call.value[n : n + 1]))
         for name in ("output", "lse", "scores"):
             if getattr(alone, name) is not None:
