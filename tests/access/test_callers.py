@@ -338,7 +338,8 @@ def test_layers_can_be_left_to_the_server_alone(start_server: Callable[..., Serv
                 attempt()
             assert caught.value.reason == "NO_ADMINISTRATION"
     with grpc.insecure_channel(server.address) as channel:
-        call: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-        with pytest.raises(grpc.RpcError) as refused:
-            list(call(iter([b"\x3a\x00"]), timeout=calls.PATIENCE_S))
-        assert refused.value.code() is Code.UNIMPLEMENTED
+        for version in ("v1", "v1alpha"):
+            call: Any = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+            with pytest.raises(grpc.RpcError) as refused:
+                list(call(iter([b"\x3a\x00"]), timeout=calls.PATIENCE_S))
+            assert refused.value.code() is Code.UNIMPLEMENTED

@@ -169,12 +169,14 @@ def test_health_and_reflection_know_bytes_that_are_no_message(channel: grpc.Chan
         with pytest.raises(grpc.RpcError) as caught:
             call(b"\xff")
         assert caught.value.code() is INVALID  # type: ignore[attr-defined]
-    method: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    replies = [
-        reflection_pb2.ServerReflectionResponse.FromString(reply) for reply in method(iter([b"\xff", b"\x3a\0"]))
-    ]
-    assert replies[0].error_response.error_code == INVALID.value[0]
-    assert "attnserve.v1.AttentionService" in {service.name for service in replies[1].list_services_response.service}
+    for version in ("v1", "v1alpha"):
+        method: Any = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+        replies = [
+            reflection_pb2.ServerReflectionResponse.FromString(reply) for reply in method(iter([b"\xff", b"\x3a\0"]))
+        ]
+        assert replies[0].error_response.error_code == INVALID.value[0]
+        services = {service.name for service in replies[1].list_services_response.service}
+        assert "attnserve.v1.AttentionService" in services
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,8 +12,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
+from google.protobuf.descriptor_database import DescriptorDatabase
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
@@ -181,6 +185,33 @@ def test_reflection_shows_the_service_and_its_messages(channel: grpc.Channel) ->
     ours = type(served)()
     pb.DESCRIPTOR.CopyToProto(ours)
     assert served == ours
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_of_each_version_describes_all_services_and_the_details_of_errors(
+    channel: grpc.Channel, version: str
+) -> None:
+    """Of its two names, tools may know only one. Their messages are the same."""
+    path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    method: Any = channel.stream_stream(path)
+
+    def ask(*requests: reflection_pb2.ServerReflectionRequest) -> list[reflection_pb2.ServerReflectionResponse]:
+        sent = iter([request.SerializeToString() for request in requests])
+        return [reflection_pb2.ServerReflectionResponse.FromString(reply) for reply in method(sent, timeout=TIMEOUT_S)]
+
+    (listed,) = ask(reflection_pb2.ServerReflectionRequest(list_services=""))
+    services = {service.name for service in listed.list_services_response.service}
+    assert {"attnserve.v1.CacheService", "attnserve.v1.LayerService", "grpc.health.v1.Health"} <= services
+    assert {f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")} <= services
+    symbols = sorted(services | {"google.rpc.BadRequest", "google.rpc.RetryInfo"})
+    replies = ask(*(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols))
+    for symbol, reply in zip(symbols, replies, strict=True):
+        files = list(map(FileDescriptorProto.FromString, reply.file_descriptor_response.file_descriptor_proto))
+        database = DescriptorDatabase()
+        for file in files:
+            database.Add(file)
+        pool = DescriptorPool(database)
+        assert pool.FindFileContainingSymbol(symbol).name == files[0].name
 
 
 def test_health(channel: grpc.Channel) -> None:
