@@ -14,7 +14,7 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from google.protobuf.descriptor_pool import Default, DescriptorPool
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc import aio
@@ -38,22 +38,22 @@ def register(server: aio.Server, service_names: Iterable[str]) -> None:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
-def _described(names: Iterable[str]) -> DescriptorPool:
+def _described(names: Iterable[str]) -> Any:
     """The files of the services, and of the details of their errors. A pool of its own, so that the file that is made
     here is in nobody's way.
     """
-    pool = DescriptorPool()
+    pool: Any = DescriptorPool()
     _add(pool, error_details_pb2.DESCRIPTOR)
     for name in names:
         if name != NAME:
-            _add(pool, Default().FindFileContainingSymbol(name))
+            _add(pool, reflection_pb2.DESCRIPTOR.pool.FindFileContainingSymbol(name))
     file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
     renamed = json_format.MessageToJson(file).replace("v1alpha", "v1")
     pool.AddSerializedFile(json_format.Parse(renamed, FileDescriptorProto()).SerializeToString())
     return pool
 
 
-def _add(pool: DescriptorPool, file: FileDescriptor) -> None:
+def _add(pool: Any, file: FileDescriptor) -> None:
     """Adds a file after those that it imports. Adding one again changes nothing."""
     for imported in file.dependencies:
         _add(pool, imported)
