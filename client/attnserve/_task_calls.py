@@ -218,7 +218,7 @@ class Calls:
 
     def _move(self, call: Call[StreamFuture]) -> None:
         try:
-            self.servers.connection(avoid=call.refused_by).stream().adopt(call)
+            self.servers.connection(avoid=call.avoid).stream().adopt(call)
         except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 

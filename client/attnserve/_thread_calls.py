@@ -200,7 +200,7 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
 
     def move(call: Call[StreamFuture]) -> None:
         try:
-            servers.connection(avoid=call.refused_by).stream().adopt(call)
+            servers.connection(avoid=call.avoid).stream().adopt(call)
         except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 

@@ -22,9 +22,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     notes: list[str] = []
     worked, answered = Replica.worked, RetryBudget.answered
 
-    def note_work(self: Replica, now: float) -> None:
+    def note_work(self: Replica, now: float, begin: float) -> None:
         notes.append("worked")
-        worked(self, now)
+        worked(self, now, begin)
 
     def note_answer(self: RetryBudget, calls: int, now: float) -> None:
         notes.append("answered")

@@ -9,13 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import calls
 import pytest
 from askers import arrays
 
 from attnserve import AsyncClient, Client, NotFoundError
+from attnserve._servers import replicas
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -167,6 +168,32 @@ async def in_tasks(elsewhere: str, name: str, address: str | None, query: Any) -
     async with AsyncClient([elsewhere, str(address)]) as client:
         assert (await client.open_cache(name)).address == address
         assert [info.name for info in await client.caches.list() if info.name == name] == [name]
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_one_of_two_that_was_away_is_used_as_soon_as_the_other_goes(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, transport: Literal["stream", "unary"]
+) -> None:
+    """As in a rolling restart, though it should rest for minutes, because it did not answer when it was away."""
+    monkeypatch.setattr(replicas, "FIRST_REST", 300.0)
+    monkeypatch.setattr(replicas, "LONGEST_REST", 300.0)
+    first, second = start_server(), start_server("--drain-delay=3s")  # gRPC connects again every second
+    with Client([first.address, second.address], transport=transport) as client, ThreadPoolExecutor(9) as pool:
+        assert first.stop() == 0
+        for _ in range(2):  # of which one goes there
+            client.attend(*arrays())
+        start_server("--listen", first.address)
+        ending = pool.submit(second.stop)
+
+        def call_often() -> None:
+            while not ending.done():
+                client.attend(*arrays())
+            for _ in range(50):
+                client.attend(*arrays())
+
+        for calling in [pool.submit(call_often) for _ in range(8)]:
+            calling.result()
+        assert ending.result() == 0
 
 
 async def test_a_name_with_an_address_where_nobody_is(server: Server) -> None:

@@ -47,7 +47,7 @@ def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any],
     multiplexer.add(first)
     now, delays = 0.0, []
     for _ in range(POLICY.retries):
-        stream = multiplexer.opened()
+        stream = multiplexer.opened(0.0)
         sent = message(multiplexer, stream, now)
         assert sent is not None
         assert sent.calls[0].attend.priority == 5
@@ -58,7 +58,7 @@ def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any],
         assert multiplexer.tick(now) == []
         assert multiplexer.wants_stream
     assert delays == pytest.approx([0.1, 0.2, 0.4])
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream, now)
     ((given_up, error),) = multiplexer.broken(stream, status(code), now)
     assert given_up is first
@@ -72,11 +72,11 @@ def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multip
     multiplexer.add(call("a"))
     now = 0.0
     for _ in range(POLICY.retries):
-        assert multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now) == []
+        assert multiplexer.broken(multiplexer.opened(0.0), status(grpc.StatusCode.UNAVAILABLE), now) == []
         assert multiplexer.wakeup > now
         now = multiplexer.wakeup
         multiplexer.tick(now)
-    ((_, error),) = multiplexer.broken(multiplexer.opened(), status(grpc.StatusCode.UNAVAILABLE), now)
+    ((_, error),) = multiplexer.broken(multiplexer.opened(0.0), status(grpc.StatusCode.UNAVAILABLE), now)
     assert isinstance(error, UnavailableError)
 
 
@@ -84,19 +84,19 @@ def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Mu
     """But nothing has been sent on it, and replies still due on another stream are awaited."""
     owed, ready = call("owed"), call("ready")
     multiplexer.add(owed)
-    old = multiplexer.opened()
+    old = multiplexer.opened(0.0)
     message(multiplexer, old)
     multiplexer.asked_to_leave(old, 0.0, others=False)
     multiplexer.add(ready)
     now = 0.0
     for _ in range(POLICY.retries):
-        assert multiplexer.unopened(multiplexer.opened(), RuntimeError("no thread"), now) == []
+        assert multiplexer.unopened(multiplexer.opened(0.0), RuntimeError("no thread"), now) == []
         assert not multiplexer.wants_stream
         assert multiplexer.wakeup > now
         now = multiplexer.wakeup
         assert multiplexer.tick(now) == []
         assert multiplexer.wants_stream
-    ((given_up, error),) = multiplexer.unopened(multiplexer.opened(), RuntimeError("no thread"), now)
+    ((given_up, error),) = multiplexer.unopened(multiplexer.opened(0.0), RuntimeError("no thread"), now)
     assert given_up is ready
     assert not ready.resent
     assert isinstance(error, UnavailableError)
@@ -106,7 +106,7 @@ def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Mu
 
 def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:
     multiplexer.add(call("a", timeout=0.05))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     ((_, error),) = multiplexer.broken(stream, status(grpc.StatusCode.UNAVAILABLE), 0.0)
     assert isinstance(error, UnavailableError)
@@ -116,7 +116,7 @@ def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> N
 def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
     multiplexer.add(call("a"))
     multiplexer.add(call("b"))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     outcomes = multiplexer.broken(stream, status(code), 0.0)
     assert [c.owner for c, _ in outcomes] == ["a", "b"]
@@ -131,7 +131,7 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
         multiplexer.add(call(padding, padding=padding))
     answered, failed = [], []
     while len(multiplexer):
-        stream = multiplexer.opened()
+        stream = multiplexer.opened(0.0)
         while (pieces := multiplexer.next_message(stream, 0.0)) is not None:
             data = b"".join(pieces)
             if len(data) > limit:
@@ -151,7 +151,7 @@ def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexe
     """Its error has details that say why: no message was too long."""
     for name in "ab":
         multiplexer.add(call(name))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
     refused.details.add().Pack(error_details_pb2.ErrorInfo(reason="TOO_MANY_STREAMS"))
@@ -165,14 +165,14 @@ def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: M
     refused, owed, late, new = call("refused"), call("owed"), call("refused late"), call("new")
     for each in (refused, owed, late):
         multiplexer.add(each)
-    old = multiplexer.opened()
+    old = multiplexer.opened(0.0)
     message(multiplexer, old)
     assert multiplexer.resolve(old, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
     assert not multiplexer.writes(old)
     multiplexer.add(new)
     assert multiplexer.wants_stream
     assert message(multiplexer, old) is None
-    young = multiplexer.opened()
+    young = multiplexer.opened(0.0)
     assert message(multiplexer, old) is None
     sent = message(multiplexer, young)
     assert sent is not None
@@ -192,14 +192,14 @@ def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: M
 def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[Any]) -> None:
     on_it, behind_it = call("a"), call("b")
     multiplexer.add(on_it)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     multiplexer.add(behind_it)
     ((failed, error),) = multiplexer.distrusted(stream, "nonsense")
     assert failed is on_it
     assert isinstance(error, ProtocolError)
     assert multiplexer.wants_stream
-    young = multiplexer.opened()
+    young = multiplexer.opened(0.0)
     assert multiplexer.distrusted(stream, "more nonsense") == []
     assert multiplexer.writes(young)
 
@@ -225,7 +225,7 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
     actions = st.sampled_from(["add", "add", "send", "send", "reply", "reply", "refuse", "break", "cancel", "wait"])
     for action in data.draw(st.lists(actions, max_size=60)):
         if multiplexer.wants_stream:
-            stream = multiplexer.opened()
+            stream = multiplexer.opened(0.0)
             on_wire[stream] = {}
         if action == "add":
             number = len(calls) + 1
@@ -272,16 +272,16 @@ def test_an_error_says_whether_an_earlier_attempt_may_have_been_carried_out(mult
     """Not if that attempt was answered, or never left."""
     sent, late, refused = (call(name) for name in ("sent", "late", "refused"))
     multiplexer.add(refused)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     multiplexer.resolve(stream, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0)
     multiplexer.add(sent)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     multiplexer.add(late)
     multiplexer.broken(stream, status(grpc.StatusCode.INTERNAL), 0.0)
     multiplexer.tick(1.0)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream, 1.0)
     refusal = status(grpc.StatusCode.FAILED_PRECONDITION)
     outcomes = multiplexer.resolve(stream, [Reply(c.id, refusal) for c in (sent, late, refused)], 1.0)

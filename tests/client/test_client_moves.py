@@ -47,11 +47,11 @@ def here() -> Multiplexer[str]:
 
 def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
     calls = calls_on(here, ("free", "pinned"), pinned=("pinned",))
-    stream = here.opened()
+    stream = here.opened(0.0)
     assert sent(here, stream)
     for call in calls.values():
         assert here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0) == []
-    here.opened()
+    here.opened(0.0)
     assert here.tick(1.0, others=True) == []
     assert here.take_leaving() == [calls["free"]]
     assert here.take_leaving() == []
@@ -59,23 +59,23 @@ def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
     there: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("there"))
     calls_on(there, ("another",))
     there.add(calls["free"])
-    assert b"free" in sent(there, there.opened())
+    assert b"free" in sent(there, there.opened(0.0))
     assert calls["free"].attempts == 1
 
 
 def test_without_others_it_stays(here: Multiplexer[str]) -> None:
     (call,) = calls_on(here, ("free",)).values()
-    stream = here.opened()
+    stream = here.opened(0.0)
     sent(here, stream)
     here.resolve(stream, [Reply(call.id, UNAVAILABLE)], 0.0)
     assert here.tick(1.0) == []
     assert here.take_leaving() == []
-    assert b"free" in sent(here, here.opened())
+    assert b"free" in sent(here, here.opened(0.0))
 
 
 def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[str]) -> None:
     calls = calls_on(here, ("sent",))
-    stream = here.opened()
+    stream = here.opened(0.0)
     sent(here, stream)
     calls |= calls_on(here, ("unsent", "pinned"), pinned=("pinned",))
     here.asked_to_leave(stream, 0.0, others=True)
@@ -86,7 +86,7 @@ def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[s
     ((call, error),) = here.resolve(stream, [Reply(calls["sent"].id, refused)], 0.0)
     assert call is calls["sent"]
     assert isinstance(error, AttnServeError)
-    following = here.opened()
+    following = here.opened(0.0)
     message = sent(here, following)
     assert b"pinned" in message
     assert b"unsent" not in message
@@ -95,12 +95,12 @@ def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[s
     (kept,) = calls_on(here, ("kept",)).values()
     here.asked_to_leave(following, 0.0, others=False)
     assert here.take_leaving() == []
-    assert kept.owner.encode() in sent(here, here.opened())
+    assert kept.owner.encode() in sent(here, here.opened(0.0))
 
 
 def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[str]) -> None:
     calls = calls_on(here, ("waiting", "sent"))
-    stream = here.opened()
+    stream = here.opened(0.0)
     sent(here, stream)
     here.resolve(stream, [Reply(calls["waiting"].id, UNAVAILABLE)], 0.0)
     calls |= calls_on(here, ("ready",))
@@ -111,7 +111,7 @@ def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[s
     # A call that has left gets an id on its next server, which is another call's id here.
     calls["ready"].id = calls["waiting"].id = calls["sent"].id
     assert here.tick(1.0) == []
-    stream = here.opened()
+    stream = here.opened(0.0)
     assert sent(here, stream) == b""
     assert ids
     ((_, error),) = here.close()
@@ -121,7 +121,7 @@ def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[s
 def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
     """For as long as the server said, and then for the shared retry budget."""
     calls = calls_on(here, ("refused", "later"))
-    stream = here.opened()
+    stream = here.opened(0.0)
     sent(here, stream)
     assert here.resolve(stream, [Reply(calls["refused"].id, full(1))], 0.0) == []
     assert here.resolve(stream, [Reply(calls["later"].id, full(3))], 0.0) == []

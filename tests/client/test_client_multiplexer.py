@@ -30,7 +30,7 @@ def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     multiplexer.add(first)
     multiplexer.add(second)
     assert multiplexer.wants_stream
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     assert not multiplexer.wants_stream
     sent = message(multiplexer, stream, now=0.25)
     assert sent is not None
@@ -45,7 +45,7 @@ def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multipl
     calls = [call("a"), call("b")]
     for each in calls:
         multiplexer.add(each)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     assert multiplexer.wants_writer
     message(multiplexer, stream)
     assert not multiplexer.wants_writer
@@ -64,7 +64,7 @@ def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
     for number in range(3):
         multiplexer.add(call(number, priority=number))
         multiplexer.add(call(number, priority=-number, operation=APPLY))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     sent = message(multiplexer, stream)
     assert sent is not None
     assert [c.WhichOneof("operation") for c in sent.calls] == ["attend", "apply"] * 3
@@ -81,7 +81,7 @@ def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multipl
     calls = [call(number) for number in range(2 * MESSAGE_CALLS + 3)]
     for each in calls:
         multiplexer.add(each)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     ids = []
     for expected in (MESSAGE_CALLS, MESSAGE_CALLS, 3):
         sent = message(multiplexer, stream)
@@ -107,7 +107,7 @@ def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multipl
 @pytest.mark.parametrize("timeout", [1e-12, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
 def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: float) -> None:
     multiplexer.add(call("a", timeout=timeout))
-    sent = message(multiplexer, multiplexer.opened())
+    sent = message(multiplexer, multiplexer.opened(0.0))
     assert sent is not None
     assert sent.calls[0].HasField("timeout")
     assert sent.calls[0].timeout.seconds + sent.calls[0].timeout.nanos / 1e9 == pytest.approx(timeout, abs=2e-9)
@@ -117,7 +117,7 @@ def test_a_message_is_bounded_unless_one_call_is_larger() -> None:
     multiplexer: Multiplexer[Any] = Multiplexer(POLICY, message_bytes=1000)
     for padding in (300, 300, 300, 5000, 10):
         multiplexer.add(call(padding, padding=padding))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     lengths = []
     while (sent := message(multiplexer, stream)) is not None:
         lengths.append([len(c.attend.query.data) for c in sent.calls])
@@ -128,7 +128,7 @@ def test_replies_in_any_order_reach_their_calls(multiplexer: Multiplexer[Any]) -
     calls = [call(name) for name in "abc"]
     for each in calls:
         multiplexer.add(each)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     invalid = Reply(calls[0].id, status(grpc.StatusCode.INVALID_ARGUMENT))
     outcomes = multiplexer.resolve(stream, [Reply(calls[2].id, DONE), invalid], 0.0)
@@ -147,7 +147,7 @@ def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer
     multiplexer.add(second)
     assert multiplexer.cancel(first)
     assert not multiplexer.cancel(first)
-    sent = message(multiplexer, multiplexer.opened())
+    sent = message(multiplexer, multiplexer.opened(0.0))
     assert sent is not None
     assert [c.id for c in sent.calls] == [second.id]
     assert not sent.cancel
@@ -174,7 +174,7 @@ def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
     first, second, third = call("a"), call("b"), call("c")
     multiplexer.add(first)
     multiplexer.add(second)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     assert multiplexer.cancel(first)
     multiplexer.add(third)
@@ -193,7 +193,7 @@ def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[An
     for each in (long, short, never):
         multiplexer.add(each)
     assert multiplexer.wakeup == 1.0
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     assert multiplexer.tick(0.5) == []
     ((expired, error),) = multiplexer.tick(1.0)
@@ -210,14 +210,14 @@ def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[An
 
 def test_a_call_that_is_too_late_is_not_sent(multiplexer: Multiplexer[Any]) -> None:
     multiplexer.add(call("late", timeout=0.0))
-    assert message(multiplexer, multiplexer.opened()) is None
+    assert message(multiplexer, multiplexer.opened(0.0)) is None
     ((_, error),) = multiplexer.tick(0.0)
     assert isinstance(error, DeadlineExceededError)
 
 
 def test_closing_fails_what_is_left(multiplexer: Multiplexer[Any]) -> None:
     multiplexer.add(call("sent"))
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     multiplexer.add(call("ready"))
     outcomes = multiplexer.close()

@@ -59,14 +59,37 @@ def test_a_server_that_fails_rests_longer_every_time_until_it_works() -> None:
     for _ in range(10):
         replica.failed(now)
         replica.failed(now)  # the same failure, reported by another call
-        replica.worked(now)  # a reply that was on its way
+        replica.worked(now, now - 1.0)  # a reply that was on its way
         assert set(fleet.choose(3, now + 0.99 * rest)) == {"b"}
         now += rest
         assert "a" in fleet.choose(3, now)
         rest = min(LONGEST_REST, 2 * rest)
-    replica.worked(now)
+    replica.worked(now, 0.0)
     replica.failed(now)
     assert "a" in fleet.choose(3, now + FIRST_REST)
+
+
+def test_a_server_that_is_there_again_rests_no_longer() -> None:
+    fleet = Fleet("a", "b")
+    replica, now = fleet.at("a").replica, 10.0
+    for _ in range(5):
+        replica.failed(now)
+        now = replica.rests_until
+    begin = replica.rests_until - 1.0  # before it has rested, because there was no other
+    replica.worked(begin + 0.1, begin)
+    assert "a" in fleet.choose(2, begin + 0.1)
+    replica.failed(begin + 0.2)
+    assert "a" in fleet.choose(2, begin + 0.2 + FIRST_REST), "for as short a time as the first time"
+
+
+def test_a_server_that_asks_to_leave_rests_though_it_answers() -> None:
+    fleet = Fleet("a", "b")
+    replica = fleet.at("a").replica
+    replica.failed(10.0)
+    replica.asks_to_leave(10.2)
+    replica.worked(10.3, 10.1)
+    assert set(fleet.choose(3, 10.19 + FIRST_REST)) == {"b"}
+    assert "a" in fleet.choose(2, 10.21 + FIRST_REST)
 
 
 def test_a_server_that_asks_to_leave_rests_once_and_no_shorter_than_it_did() -> None:
@@ -102,7 +125,7 @@ def test_a_server_that_refused_gets_no_call_until_it_should_have_room() -> None:
     assert set(fleet.choose(4, 20.0 + LONGEST_FULL)) == {"a"}
 
 
-def test_a_server_is_avoided_by_a_call_that_it_refused() -> None:
+def test_a_server_is_avoided_by_a_call_that_failed_there() -> None:
     fleet = Fleet("a", "b")
     choose = fleet.replicas.choose
     fleet.at("b").in_flight = 5
@@ -119,6 +142,8 @@ def test_where_all_rest_the_calls_go_on() -> None:
     for address in ("a", "b"):
         fleet.at(address).replica.failed(0.0)
     assert sorted(fleet.choose(2)) == ["a", "b"]
+    fleet.at("a").in_flight = 5
+    assert fleet.replicas.choose(0.0, "b").replica.address == "a", "a call that has just failed at the other"
 
 
 def test_servers_come_and_go() -> None:
@@ -168,6 +193,8 @@ def test_connections_that_are_made_anew() -> None:
     assert first.left
     assert fleet.at("a") is not first
     assert sorted(fleet.choose(2)) == ["a", "b"]
+    fleet.at("a").in_flight = 5
+    assert fleet.replicas.choose(0.0, "b").replica.address == "a", "a call that has just failed at the other"
     assert fleet.replicas.others(first)
     assert fleet.replicas.only is None
     assert len(fleet.replicas.all()) == 4, "all are closed with the client"

@@ -33,7 +33,7 @@ class Recorded(Replica):
     def asks_to_leave(self, now: float) -> None:
         self.noted.append("asks to leave")
 
-    def worked(self, now: float) -> None:
+    def worked(self, now: float, begin: float) -> None:
         self.noted.append("worked")
 
 
@@ -52,7 +52,7 @@ def sent(multiplexer: Multiplexer[Any], *names: str) -> tuple[int, list[int]]:
     calls = [call(name) for name in names]
     for each in calls:
         multiplexer.add(each)
-    stream = multiplexer.opened()
+    stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     return stream, [each.id for each in calls]
 
@@ -103,7 +103,7 @@ def test_the_end_of_a_stream_that_was_left_says_nothing(multiplexer: Multiplexer
     multiplexer.resolve(left, [Reply(number, DONE)], 0.0)
     server.noted.clear()
     multiplexer.add(call("b"))
-    following = multiplexer.opened()
+    following = multiplexer.opened(0.0)
     assert multiplexer.broken(left, status(UNAVAILABLE), 0.0) == []
     assert server.noted == []
     assert multiplexer.writes(following)

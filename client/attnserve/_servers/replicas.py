@@ -29,13 +29,15 @@ that was replaced by a new one is kept as long, for callers that have just been 
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failures", "_told", "address", "full_until", "rests_until", "used")
+    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "full_until", "rests_until", "used")
 
     def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
         """`told` is called when there may be other servers now."""
         self.address: Final = address
         self._told = told
         self._failures = 0
+        self._failed_at = 0.0
+        self._leaves_until = 0.0
         self.rests_until = 0.0
         """Until when other servers are preferred, in seconds of `time.monotonic`."""
         self.full_until = 0.0
@@ -45,6 +47,7 @@ class Replica:
 
     def failed(self, now: float) -> None:
         """Notes that the server is unreachable, or takes no calls."""
+        self._failed_at = now
         if now < self.rests_until:  # all calls that were in flight report the same failure
             return
         self.rests_until = now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(self._failures, 30))
@@ -53,7 +56,8 @@ class Replica:
 
     def asks_to_leave(self, now: float) -> None:
         """Notes that the server takes calls, but prefers not to get any."""
-        self.rests_until = max(self.rests_until, now + FIRST_REST)
+        self._leaves_until = now + FIRST_REST
+        self.rests_until = max(self.rests_until, self._leaves_until)
         self._told()
 
     def refused(self, now: float, delay: float) -> None:
@@ -62,10 +66,14 @@ class Replica:
         """
         self.full_until = max(self.full_until, now + min(delay, LONGEST_FULL))
 
-    def worked(self, now: float) -> None:
-        """Notes that the server has answered."""
-        if self._failures and now >= self.rests_until:
+    def worked(self, now: float, begin: float) -> None:
+        """Notes that the server has answered on a stream, or to a unary call, that began at `begin`. If that was after
+        its last failure, it is there again and rests no longer; otherwise, while it rests, this is a reply that was
+        still on its way.
+        """
+        if self._failures and (begin > self._failed_at or now >= self.rests_until):
             self._failures = 0
+            self.rests_until = self._leaves_until
 
 
 class Connection(Protocol):
@@ -164,8 +172,8 @@ class Replicas(Generic[C]):
         return left
 
     def choose(self, now: float, avoid: str | None = None) -> C:
-        """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or all
-        others rest. There must be one.
+        """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or it
+        is the only one that does not rest. There must be one.
         """
         rotation = self._rotation
         if len(rotation) == 1:

@@ -24,6 +24,7 @@ class Call(Generic[T]):
 
     __slots__ = (
         "attempts",
+        "avoid",
         "deadline",
         "field",
         "id",
@@ -32,7 +33,6 @@ class Call(Generic[T]):
         "pieces",
         "pinned",
         "refusal",
-        "refused_by",
         "resent",
         "size",
         "stream",
@@ -68,8 +68,8 @@ class Call(Generic[T]):
         """How many attempts have failed."""
         self.refusal: OverloadedError | None = None
         """The error that refused the last attempt, if a server had no room."""
-        self.refused_by: str | None = None
-        """The address of the server that did."""
+        self.avoid: str | None = None
+        """The address of the server at which the last attempt failed."""
         self.resent = False
         """Whether an earlier attempt may have run without a reply; one that was answered UNAVAILABLE did not."""
 

@@ -69,6 +69,8 @@ class Multiplexer(Generic[T]):
         self._last_id = 0
         self._last_stream = 0
         self._stream = 0
+        self._opened = 0.0
+        """When the current stream was opened."""
         self._leaving: list[Call[T]] = []
         self.wakeup = inf
         """When `tick` is due; between ticks it only ever becomes earlier."""
@@ -92,9 +94,10 @@ class Multiplexer(Generic[T]):
         """Whether the writer has something to do: more to send, or a sending side to close."""
         return bool(self._ready or self._cancelled) or not self._stream
 
-    def opened(self) -> int:
+    def opened(self, now: float) -> int:
         """Notes that a stream was opened. Returns its number, which identifies it from now on."""
         self._last_stream += 1
+        self._opened = now
         self._stream = self._last_stream
         return self._stream
 
@@ -196,7 +199,7 @@ class Multiplexer(Generic[T]):
             else:
                 answered += 1
             outcomes.append((self._calls.pop(reply.id), result))
-            self._replica.worked(now)
+            self._replica.worked(now, self._opened if stream == self._stream else 0.0)
         self._policy.budget.answered(answered, now)
         return outcomes
 
@@ -325,7 +328,7 @@ class Multiplexer(Generic[T]):
         """Schedules a call to be sent again; with a `refusal` (no room), only if the retry budget then allows it."""
         call.stream = 0
         call.refusal = refusal
-        call.refused_by = None if refusal is None else self._replica.address
+        call.avoid = self._replica.address
         call.attempts += 1
         self._waiting.append((until, call))
         self.wakeup = min(self.wakeup, until)

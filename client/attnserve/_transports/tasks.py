@@ -193,7 +193,7 @@ class StreamTransport:
 
     def _open(self) -> None:
         """Opens a stream. If it cannot be opened, the calls that were ready for it are sent again, or fail."""
-        stream = self._multiplexer.opened()
+        stream = self._multiplexer.opened(time.monotonic())
         try:
             rpc = self._attend_stream(metadata=self._bearer.metadata)
             ending = Ending(rpc)

@@ -153,7 +153,7 @@ class StreamTransport:
     def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
         """Does everything that has become possible, and adds to the `outcomes` to deliver. The lock must be held."""
         if self._multiplexer.wants_stream and not self._closed:
-            stream = self._multiplexer.opened()
+            stream = self._multiplexer.opened(time.monotonic())
             try:
                 self._open(stream)
             except BaseException as error:

@@ -56,8 +56,10 @@ class UnaryCall(Generic[F, C]):
         """Whether an earlier attempt may have run: no server has said that it did not."""
         self._refusal: AttnServeError | None = None if again is None else again.refusal
         """The error that refused the last attempt, if a server had no room."""
-        self._refused_by: str | None = None
-        """The address of the server that did."""
+        self._avoid: str | None = None
+        """The address of the server at which the last attempt failed."""
+        self._began = 0.0
+        """When the last attempt began."""
 
     @property
     def message(self) -> bytes:
@@ -70,7 +72,8 @@ class UnaryCall(Generic[F, C]):
         """
         if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
             raise self._refusal
-        connection = self._route(self.left(), self._refused_by)
+        connection = self._route(self.left(), self._avoid)
+        self._began = time.monotonic()
         left = self.left()
         if left is not None and left <= 0:
             raise no_reply(self._timeout, connection.replica.address)
@@ -94,7 +97,7 @@ class UnaryCall(Generic[F, C]):
         if isinstance(verdict, AttnServeError):
             raise verdict from None  # it says all that gRPC's own error does
         self._refusal = verdict.refusal
-        self._refused_by = None if verdict.refusal is None else connection.replica.address
+        self._avoid = connection.replica.address
         return verdict.pause
 
     def answered(self, connection: C) -> None:
@@ -104,7 +107,7 @@ class UnaryCall(Generic[F, C]):
         if not connection.for_work:
             return
         now = time.monotonic()
-        connection.replica.worked(now)
+        connection.replica.worked(now, self._began)
         self._policy.budget.answered(1, now)
 
     def left(self) -> float | None:
