@@ -69,6 +69,10 @@ def configured_device(config: Config) -> Device:
         raise StartError(str(error)) from None
 
 
+LAST_CALLS_S = 0.05
+"""How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
+begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
+"""
 FAREWELL_S = 5.0
 """How long a server whose device failed waits until its callers have been told."""
 STREAM_SHARE = 4
@@ -230,6 +234,7 @@ class Server:
         self.health.refuse()
         if not await self.engine.drain(self._config.drain_grace):
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
+        await asyncio.sleep(LAST_CALLS_S)
         self._service.end_streams()
 
     async def abandon(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,10 +28,12 @@ from occupied import PATIENT, Occupied
 from attnserve import AsyncClient, AttnServeError, Client, UnavailableError
 from attnserve._commands.cli import main
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
+from attnserve.v1 import attention_pb2_grpc, caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
+from attnserve_server.server import Server as Stopped
 from attnserve_server.serving import CUT_OFF
+from attnserve_server.settings.config import Config
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -99,6 +103,23 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             assert refused.code() == grpc.StatusCode.UNAVAILABLE
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
+
+
+async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_cancelled() -> None:
+    """A stock client retries UNAVAILABLE, as service configs nearly always say, and not CANCELLED, which gRPC makes of
+    unary calls that wait to begin when it stops. The loop stands still until all have arrived.
+    """
+    server = Stopped(Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20))
+    address, _ = await server.start()
+    with grpc.insecure_channel(address) as channel:
+        await asyncio.to_thread(grpc.channel_ready_future(channel).result, calls.PATIENCE_S)
+        attend = attention_pb2_grpc.AttentionServiceStub(channel).Attend
+        asked = [attend.future(messages.random_attend(number), timeout=calls.PATIENCE_S) for number in range(8)]
+        time.sleep(0.5)  # noqa: ASYNC251 (on purpose)
+        await server.drain()
+        await server.stop()
+        codes = await asyncio.to_thread(lambda: {call.code() for call in asked})
+    assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
 
 
 def test_the_command_asks_a_draining_server(
