@@ -193,8 +193,6 @@ def test_connections_that_are_made_anew() -> None:
     assert first.left
     assert fleet.at("a") is not first
     assert sorted(fleet.choose(2)) == ["a", "b"]
-    fleet.at("a").in_flight = 5
-    assert fleet.replicas.choose(0.0, "b").replica.address == "a", "a call that has just failed at the other"
     assert fleet.replicas.others(first)
     assert fleet.replicas.only is None
     assert len(fleet.replicas.all()) == 4, "all are closed with the client"
