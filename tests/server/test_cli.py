@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import calls
 import pytest
 from conftest import POOL
+from environment import ENVIRONMENT
 from loopback import loopback
 
 from attnserve._commands import connection_flags
@@ -28,14 +27,10 @@ from attnserve_server.settings.config import settings
 if TYPE_CHECKING:
     from tests.conftest import Models, Server
 
-ROOT = Path(__file__).parents[2]
 EXTRA = ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
 """The modules that `attnserve[server]` installs."""
 CORE = re.compile(r"[DIWEF][0-9]{4} ")
 """How log lines that gRPC's core writes by itself begin."""
-ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith("ATTNSERVE_")} | {
-    "PYTHONPATH": os.pathsep.join((str(ROOT / "client"), str(ROOT / "server")))
-}
 
 
 def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -140,20 +135,6 @@ def test_variables_of_others_are_not_warned_of() -> None:
     assert not list(misspelled([*sdk, *(f"ATTNSERVE{each}" for each in services)]))
 
 
-@contextmanager
-def first_process(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A server started like a container's first process: SIGTERM has no handler and is ignored."""
-    code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    code += "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
-    command = [sys.executable, "-c", code, *addresses, "--device", "cpu", "--cache-bytes", "1MiB", *flags]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
     """Standard output is on a full disk."""
@@ -177,113 +158,6 @@ def test_names_that_cannot_be_said_keep_no_server_from_serving(
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     said = start_server("--model-directory", str(models)).startup["model_directory"]
     assert said == f"{tmp_path}/mod\\xe8les (flag)"
-
-
-LOADING = """
-import runpy, signal, sys
-from importlib.abc import MetaPathFinder
-
-module = sys.argv.pop(1)
-
-
-class Halt(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == module:
-            print("loading", flush=True)
-            sys.stdin.read()
-
-
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-sys.meta_path.insert(0, Halt())
-runpy.run_module("attnserve_server", run_name="__main__", alter_sys=True)
-"""
-"""Runs the server, and stops where it loads a module until standard input ends. SIGHUP is not ignored, as it is where
-the tests run under nohup.
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-@pytest.mark.parametrize("module", ["starting", "settings.command_line", "serving"])
-def test_told_to_stop_while_anything_is_loaded_it_ends_well(module: str, number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", LOADING, f"attnserve_server.{module}", *POOL],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert "loading\n" in process.stdout
-            process.send_signal(number)
-            assert "Traceback" not in process.communicate(timeout=60)[1]
-            assert process.returncode == 0
-        finally:
-            process.kill()
-
-
-def test_nothing_is_loaded_before_signals_are_expected() -> None:
-    program = "import sys, attnserve_server.__main__; print(*sys.modules)"
-    command = [sys.executable, "-S", "-c", program]
-    loaded = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True).stdout
-    ours = {name for name in loaded.split() if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert ours == {"__main__", *(f"attnserve_server{name}" for name in ("", ".__main__", ".stop_signals"))}
-
-
-def test_told_to_stop_while_torch_is_loaded_it_ends_well() -> None:
-    with first_process() as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("attnserve: ")  # torch is still to be loaded, which takes a second
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-
-
-def test_told_to_stop_while_layers_are_loaded_it_ends_well(tmp_path: Path) -> None:
-    """Their file never ends."""
-    endless = tmp_path / "layers.toml"
-    os.mkfifo(endless)
-    ends: list[int] = []
-
-    def is_read() -> bool:
-        try:
-            ends.append(os.open(endless, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:  # nobody reads it yet
-            return False
-        return True
-
-    with first_process("--layers", str(endless)) as process:
-        calls.until(is_read, "it loads")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    os.close(ends[0])
-
-
-LOADS_FOR_EVER = """
-EPOLL = "232", "281", "22"  # epoll_wait and epoll_pwait on x86-64, epoll_pwait on ARM
-import os, pathlib, signal, sys, threading
-from attnserve_server.__main__ import main
-from attnserve_server.layers.registry import Registry
-
-def read(*_):
-    call = pathlib.Path(f"/proc/self/task/{os.getpid()}/syscall")
-    while call.read_text().split()[0] not in EPOLL:
-        pass
-    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-    threading.Event().wait()
-
-Registry._read = read
-sys.exit(main(sys.argv[1:]))
-"""
-"""A server that is told to stop while it loads, in a thread other than that of the event loop, which sleeps on."""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/syscall"), reason="the kernel does not say what a thread waits for")
-def test_a_signal_that_interrupts_no_waiting_loop_is_not_lost() -> None:
-    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", "--layers", "any", *POOL)
-    command = [sys.executable, "-c", LOADS_FOR_EVER, *flags]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_modules_are_not_looked_through_for_garbage() -> None:
