@@ -176,6 +176,7 @@ class Multiplexer(Generic[T]):
         """
         outcomes: list[Outcome[T]] = []
         answered = 0
+        begin = self._opened if stream == self._stream else 0.0
         for reply in replies:
             call = self._calls.get(reply.id)
             if call is None or call.stream != stream:
@@ -199,7 +200,7 @@ class Multiplexer(Generic[T]):
             else:
                 answered += 1
             outcomes.append((self._calls.pop(reply.id), result))
-            self._replica.worked(now, self._opened if stream == self._stream else 0.0)
+            self._replica.worked(now, begin)
         self._policy.budget.answered(answered, now)
         return outcomes
 
