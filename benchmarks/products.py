@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
-from attnserve_server.layers.product import packs, product_of
+from attnserve_server.layers.product import is_native, packs, product_of
 from attnserve_server.native.library import best
 from attnserve_server.native.products import Products
 from benchmarks.machine import cpu_model
@@ -44,7 +44,7 @@ def quickest(*ways: Callable[[], object]) -> list[float]:
 def measured(dtype: torch.dtype) -> Table:
     """Measures all widths in a dtype; a table."""
     library = best()
-    products = Products(library.instructions) if library is not None and dtype == torch.float32 else None
+    products = Products(library.instructions) if library is not None and is_native(dtype) else None
     others = "oneDNN, weight packed" if packs(dtype) else "torch's own"
     how = f"native ({library.instructions}), without it {others}" if library is not None and products else others
     headings = ("inputs → outputs", *(f"{rows} rows\nlinear, without, layer: µs, ratio" for rows in NUMBERS_OF_ROWS))
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=WIDTH)
     console.print(f"{cpu_model()}, one core; torch {torch.__version__}")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         console.print(measured(dtype))
 
 

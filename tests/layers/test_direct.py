@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import pytest
 import random_layers as make
@@ -19,13 +20,15 @@ from hypothesis import strategies as st
 
 from attnserve._requests.apply import encode_apply
 from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.layers import direct
+from attnserve_server.layers import direct, product
 from attnserve_server.layers.extent import Extents
 from attnserve_server.layers.outline import outline
 from attnserve_server.layers.registry import Loaded
 from attnserve_server.layers.request import LayerRequest, read_layer_request
 from attnserve_server.layers.specification import Attention, Rotary
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Library, Team, available
 from attnserve_server.requests.work import Phases, Work
 
@@ -53,6 +56,22 @@ ARCHITECTURES: Final[dict[str, Attention]] = {
     ),
     "wide": make.attention(272, 4, inputs=528, contexts=528, causal=True),
 }  # fmt: skip
+HALVES: Final[dict[str, make.Dtype]] = {
+    "grouped, widths of their own, float16": "float16",
+    "grouped, widths of their own, bfloat16": "bfloat16",
+    "no output projection, bfloat16": "bfloat16",
+    "alibi, float16": "float16",
+    "wide, float16": "float16",
+    "wide, bfloat16": "bfloat16",
+}
+"""Layers in half precision; the others are in float32."""
+ARCHITECTURES |= {name: ARCHITECTURES[name.rpartition(",")[0]] for name in HALVES}
+NUMPY: Final = {
+    tensor_pb2.DATA_TYPE_FLOAT32: np.dtype(np.float32),
+    tensor_pb2.DATA_TYPE_FLOAT16: np.dtype(np.float16),
+    tensor_pb2.DATA_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+}
+NEAR: Final = {"float32": 5e-6, "float16": 4e-3, "bfloat16": 3e-2}
 EACH = pytest.mark.parametrize("name", ARCHITECTURES)
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 
@@ -67,7 +86,7 @@ class Layers:
     def get(self, name: str) -> Loaded:
         """The loaded layer, as the registry returns it."""
         if name not in self._loaded:
-            layer = make.layer_of(ARCHITECTURES[name], parameters(name), self.device)
+            layer = make.layer_of(ARCHITECTURES[name], parameters(name), self.device, dtype_of(name))
             shape = outline(layer.specification)
             self._loaded[name] = Loaded(layer, shape, 1, Extents(layer, shape))
         return self._loaded[name]
@@ -98,15 +117,20 @@ def reply(request: LayerRequest, result: Any) -> Any:
     message = b"".join(pieces)
     assert len(message) == size
     output = pb.ApplyResponse.FromString(message).output
-    return np.frombuffer(output.data, np.float32).reshape(output.shape)
+    return np.frombuffer(output.data, NUMPY[output.dtype]).reshape(output.shape)
+
+
+def dtype_of(name: str) -> make.Dtype:
+    return HALVES.get(name, "float32")
 
 
 def parameters(name: str) -> make.Parameters:
-    return make.random_parameters(ARCHITECTURES[name], 1)
+    return make.random_parameters(ARCHITECTURES[name], 1, dtype_of(name))
 
 
 def rows_of(name: str, *shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal((*shape, ARCHITECTURES[name].inputs), np.float32)
+    rows = np.random.default_rng(seed).standard_normal((*shape, ARCHITECTURES[name].inputs), np.float32)
+    return rows.astype(dtype_of(name))
 
 
 def exact(name: str, rows: Any, **changes: Any) -> Any:
@@ -117,11 +141,19 @@ def exact(name: str, rows: Any, **changes: Any) -> Any:
 
 
 def assert_near(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=NEAR[found.dtype.name])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_dtype() -> Iterator[None]:
+    """The library multiplies bfloat16 on all processors, also where others are faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product, "is_native", lambda dtype: dtype in DTYPES)
+        yield
 
 
 @pytest.fixture(scope="module")
-def layers() -> Iterator[dict[tuple[str, int], Layers]]:
+def layers(every_dtype: None) -> Iterator[dict[tuple[str, int], Layers]]:
     """By instruction set and threads. Teams are patient: every member that should compute does."""
     before, opened = torch.get_num_threads(), {}
     for instructions in available():
@@ -162,7 +194,7 @@ def test_it_is_the_layer(
     assert (packed.received is not None) == (sum(lengths) > 0)
     (found,) = own.outputs(packed)
     assert_near(found, expected)
-    padded = np.full((len(lengths), max(lengths), ARCHITECTURES[name].inputs), np.nan, np.float32)
+    padded = np.full((len(lengths), max(lengths), ARCHITECTURES[name].inputs), np.nan, found.dtype)
     for n, each in enumerate(sequences):
         padded[n, : len(each)] = each
     (of_padded,) = own.outputs(own.read(name, padded, shift, lengths=lengths))
@@ -175,7 +207,8 @@ def test_it_is_the_layer(
 
 
 def same(one: Any, other: Any) -> None:
-    np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
+    assert one.dtype == other.dtype
+    np.testing.assert_array_equal(one.view(f"i{one.itemsize}"), other.view(f"i{one.itemsize}"))
 
 
 @EACH
@@ -262,8 +295,13 @@ def test_what_asks_for_more_is_computed_on_tensors(best: Layers, options: Any) -
 
 
 def test_another_dtype_is_computed_on_tensors(best: Layers) -> None:
+    """Than the layer's."""
     assert best.read("causal", ROWS.astype(np.float64)).received is None
     assert best.read("causal", ROWS.astype(np.float16)).received is None
+    half = rows_of("alibi, float16", 4)
+    assert best.read("alibi, float16", half).received is not None
+    for other in (np.float32, ml_dtypes.bfloat16):
+        assert best.read("alibi, float16", half.astype(other)).received is None
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import oracle
-import torch
-from binding import CANARY, NAN_BYTE, PACKED, Place, room
+from binding import BFLOAT, CANARY, DTYPES, NAN_BYTE, PACKED, Room, room
 from oracle import Array
+from random_products import tensor_at
 
-from attnserve_server.native.library import FLOAT32, Shape, Strides, Threads, pack
+from attnserve_server.native.library import Shape, Strides, Threads, pack
 from attnserve_server.native.multi_head import PIECE, MultiHeads, packed_layer
 from attnserve_server.native.products import PANEL, PackedWeight
 
-Room = Callable[[tuple[int, ...], np.dtype[np.float32], Place, int], tuple[Array, Array]]
-FLOAT = np.dtype(np.float32)
+FLOAT: Final = np.dtype(np.float32)
+NEAR: Final[dict[np.dtype[Any], float]] = {FLOAT: 1e-5, np.dtype(np.float16): 8e-3, BFLOAT: 6e-2}
+"""The largest error of a result relative to the largest result, or to 1: what is computed in between has the dtype of
+the layer, too.
+"""
 
 
 @dataclass
@@ -35,7 +37,7 @@ class RandomMultiHead:
         """The sequences' outputs, and which ones are invalid. Asserts that nothing was written around them."""
         outputs, memories = [], []
         for rows, expected in zip(self.sequences, self.expected, strict=True):
-            output, memory = self.room((1, len(rows), expected.shape[1]), FLOAT, PACKED, CANARY)
+            output, memory = self.room((1, len(rows), expected.shape[1]), rows.dtype, PACKED, CANARY)
             outputs.append(output[0])
             memories.append(memory)
         pieces = bytearray().join(
@@ -45,7 +47,7 @@ class RandomMultiHead:
         broken = layers.apply(self.layer, pieces, threads)
         found = [output.copy() for output in outputs]
         for output, memory in zip(outputs, memories, strict=True):
-            output[...] = np.frombuffer(bytes([CANARY] * 4), FLOAT)[0]
+            output[...] = np.frombuffer(bytes([CANARY] * output.itemsize), output.dtype)[0]
             assert (memory == CANARY).all(), "something was written beside a result"
         return found, broken
 
@@ -54,15 +56,16 @@ class RandomMultiHead:
         found, broken = outcome
         assert not broken
         for one, expected in zip(found, self.expected, strict=True):
-            np.testing.assert_allclose(one, expected, rtol=0, atol=1e-5)
+            near = NEAR[one.dtype] * max(1.0, float(np.abs(expected).max(initial=0)))
+            np.testing.assert_allclose(one.astype(np.float64), expected, rtol=0, atol=near)
 
 
 def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room = room) -> RandomMultiHead:
     """A random layer on sequences of these lengths, or of random ones."""
-    draw, alive = np.random.default_rng(random.getrandbits(64)), []
+    draw, alive, dtype = np.random.default_rng(random.getrandbits(64)), [], random.choice((FLOAT, *DTYPES))
 
-    def laid(array: Array) -> Array:
-        copy, memory = room(array.shape if array.ndim == 3 else (1, *array.shape), FLOAT, PACKED, NAN_BYTE)
+    def laid(array: Array, dtype: np.dtype[Any] = dtype) -> Array:
+        copy, memory = room(array.shape if array.ndim == 3 else (1, *array.shape), dtype, PACKED, NAN_BYTE)
         copy[...] = array
         alive.append(memory)
         return copy if array.ndim == 3 else np.asarray(copy[0])
@@ -70,8 +73,8 @@ def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room 
     def weight(inputs: int, outputs: int, biased: bool) -> tuple[PackedWeight, Array, Array | float]:
         """A weight packed and as [outputs, inputs], and its bias."""
         panels = laid(draw.standard_normal((outputs // PANEL, inputs, PANEL), np.float32) / np.float32(inputs**0.5))
-        bias = laid(draw.standard_normal((1, outputs), np.float32))[0] if biased else None
-        packed = PackedWeight(torch.from_numpy(panels), None if bias is None else torch.from_numpy(bias))
+        bias = laid(draw.standard_normal((1, outputs), np.float32), FLOAT)[0] if biased else None
+        packed = PackedWeight(tensor_at(panels), None if bias is None else tensor_at(bias))
         plain = panels.astype(np.float64).transpose(0, 2, 1).reshape(outputs, inputs)
         return packed, plain, 0.0 if bias is None else bias.astype(np.float64)
 
@@ -88,7 +91,7 @@ def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room 
     left, right = random.choice([(-1, -1), (-1, 0), (3, 2)])
     shape = Shape(
         query_length=0, kv_length=0, offset=0, query_heads=heads, kv_heads=kv_heads, head_dim=width,
-        value_dim=value_width, query_dtype=FLOAT32, kv_dtype=FLOAT32, page_tokens=0, query=Strides(total, width),
+        value_dim=value_width, query_dtype=DTYPES[dtype], kv_dtype=DTYPES[dtype], page_tokens=0, query=Strides(total, width),
         key=Strides(total, width), value=Strides(total, value_width),
         output=Strides(heads * value_width, value_width), lse_head=0, mask=(0, 0, 0), bias=(0, 0, 0), left=left,
         right=right, scale=width**-0.5, softcap=0.0,

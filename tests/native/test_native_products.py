@@ -9,6 +9,7 @@ import torch
 from binding import each_instructions, needs_native
 from bits import assert_same_bits
 from hypothesis import given, settings
+from kernel_calls import array
 from random_calls import randoms
 from random_products import random_product
 
@@ -34,7 +35,7 @@ def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> 
     first = random.randrange(len(product.rows))
     last = random.randint(first + 1, len(product.rows))
     some = products.multiply(product.weight, product.rows[first:last].flip(0)).flip(0)
-    assert_same_bits(some.numpy(), everything[first:last].numpy())
+    assert_same_bits(array(some), array(everything[first:last]))
 
 
 @needs_native
@@ -42,7 +43,7 @@ def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> 
 @given(random=randoms)
 def test_nor_from_the_instructions(random: Random) -> None:
     product = random_product(random)
-    one, *others = (Products(each).multiply(product.weight, product.rows).numpy() for each in available())
+    one, *others = (array(Products(each).multiply(product.weight, product.rows)) for each in available())
     for other in others:
         assert_same_bits(other, one)
 
@@ -58,7 +59,7 @@ def test_nor_from_who_computes_them(instructions: str, random: Random, helpers: 
         shared = products.multiply(product.weight, product.rows, Threads(team, 3 if helpers else 1))
     finally:
         team.close()
-    assert_same_bits(shared.numpy(), alone.numpy())
+    assert_same_bits(array(shared), array(alone))
     product.assert_right(shared)
 
 
@@ -72,7 +73,7 @@ def test_a_part_has_the_bits_of_the_whole(instructions: str, random: Random) -> 
     columns = slice(16 * begin, 16 * random.randint(begin + 1, panels))
     whole = products.multiply(product.weight, product.rows)
     part = products.multiply(product.weight.part(columns), product.rows)
-    assert_same_bits(part.numpy(), whole[:, columns].numpy())
+    assert_same_bits(array(part), array(whole[:, columns]))
 
 
 @each_instructions
@@ -84,7 +85,7 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str) -> None:
     assert not found[7].isfinite().any()
     assert found[20].isnan().all()
     others = [row for row in range(30) if row not in (7, 20)]
-    assert_same_bits(found[others].numpy(), clean[others].numpy())
+    assert_same_bits(array(found[others]), array(clean[others]))
 
 
 @each_instructions

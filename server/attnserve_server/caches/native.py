@@ -16,7 +16,8 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.devices.compute import AttendPacked
 from attnserve_server.kernels import AttentionResult
-from attnserve_server.native.calls import DTYPES, broadcast, shape_of
+from attnserve_server.native.calls import broadcast, shape_of
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import NAME, computes
 
 

@@ -16,7 +16,7 @@ from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
 from attnserve_server.devices.compute import AttendPacked
-from attnserve_server.native.calls import DTYPES
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
 GROUP_ROWS: Final = 128

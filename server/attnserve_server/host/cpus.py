@@ -1,4 +1,5 @@
-"""The processors: how many this process may use, the default number of threads; their vendor and their cache line.
+"""The processors: how many this process may use, the default number of threads; their vendor, their cache line, and
+whether they multiply matrices in hardware.
 
 In: the scheduler's affinity, the quota of control groups, what the kernel says about processors. Out: a number, at
 least 1; a yes or no.
@@ -7,6 +8,7 @@ least 1; a yes or no.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Final
 
 from attnserve_server.host import control_groups
@@ -28,8 +30,20 @@ def usable_cpus() -> int:
 
 def is_amd() -> bool:
     """Whether the processors are AMD's, on which MKL, torch's matrix library, uses half of a vector's width."""
+    return "AuthenticAMD" in _described("vendor_id")
+
+
+def has_amx() -> bool:
+    """Whether the processors multiply matrices of bfloat16 in hardware (Intel's AMX)."""
+    return "amx_bf16" in _described("flags")
+
+
+@cache
+def _described(what: str) -> frozenset[str]:
+    """The words that the kernel has for the first processor under a heading; none if it does not say."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)
+            found = next((line for line in lines if line.partition(":")[0].strip() == what), "")
     except OSError:
-        return False
+        return frozenset()
+    return frozenset(found.partition(":")[2].split())

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from attnserve._wire import Payloads
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.compute import Compute
+from attnserve_server.devices.staging import TORCH
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.specification import Attention
-from attnserve_server.native.library import FLOAT32, Shape, Strides, computes, pack
+from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.library import Shape, Strides, computes, pack
 from attnserve_server.native.multi_head import PIECE, packed_layer
 from attnserve_server.native.payloads import address, memory_of
 from attnserve_server.native.products import PackedWeight
@@ -89,6 +91,7 @@ class Direct:
     def __init__(self, architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> None:
         self._architecture = architecture
         self._weights = weights
+        self._dtype = weights.project.dtype
         self._scale = scale
         self._slopes = slopes
         self._variants: dict[tuple[int, int], bytes] = {}
@@ -103,7 +106,7 @@ class Direct:
             or application.resident
             or options.return_lse
             or options.return_scores is not None
-            or spec.dtype != pb.DATA_TYPE_FLOAT32
+            or TORCH[spec.dtype] != self._dtype
             or not sum(lengths)
         ):
             return None
@@ -117,13 +120,14 @@ class Direct:
             starts = np.arange(len(lengths)) * application.length
         else:
             starts = np.cumsum(pieces[:, 2]) - pieces[:, 2]
-        pieces[:, 0], pieces[:, 1] = starts * (4 * architecture.inputs), starts * (4 * architecture.outputs)
+        of_input, of_output = self._dtype.itemsize * architecture.inputs, self._dtype.itemsize * architecture.outputs
+        pieces[:, 0], pieces[:, 1] = starts * of_input, starts * of_output
         return Plan(
             layer=self._layer(within),
             group=(self, within),
             payload=spec.payload,
             pieces=pieces[pieces[:, 2] > 0],
-            reply_bytes=application.rows * 4 * architecture.outputs,
+            reply_bytes=application.rows * of_output,
             filled=sum(rows) < application.rows,
         )
 
@@ -143,8 +147,8 @@ class Direct:
             kv_heads=own.kv_heads,
             head_dim=own.head_dim,
             value_dim=own.value_dim,
-            query_dtype=FLOAT32,
-            kv_dtype=FLOAT32,
+            query_dtype=DTYPES[self._dtype],
+            kv_dtype=DTYPES[self._dtype],
             page_tokens=0,
             query=inside,
             key=inside,

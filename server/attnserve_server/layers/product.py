@@ -1,8 +1,10 @@
 """The product of rows with one weight, y = x W^T + b, by what is fastest at it where the process runs.
 
-float32 is multiplied by the native library, where there is one: for some tens of rows it takes half the time of MKL,
-for which torch packs the weight anew each time, and a row's bits depend on nothing else. It reads the weight in a
-format of its own, made when a layer is loaded; the original is not kept.
+float32, float16 and mostly bfloat16 are multiplied by the native library, where there is one: for some tens of rows it
+takes half the time of MKL, for which torch packs the weight anew each time, and a row's bits depend on nothing else. It
+reads the weight in a format of its own, made when a layer is loaded; the original is not kept. Half precision takes it
+no longer than float32, with half of the memory to read. bfloat16 is left to processors with instructions for it where
+oneDNN makes use of them: with AMX, and on AMD with AVX-512.
 
 torch multiplies with MKL, which takes its AVX2 path on non-Intel processors. oneDNN, which torch includes too, uses all
 their instructions: on a Zen 5 it takes 40 % of the time. It also wants the weight in its own format; `packs` says for
@@ -20,7 +22,8 @@ import torch
 from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import ALONE_FLOPS, MAX_ROWS, ROWS
-from attnserve_server.host.cpus import is_amd
+from attnserve_server.host.cpus import has_amx, is_amd
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Threads
 from attnserve_server.native.products import PackedWeight, Products
 
@@ -45,7 +48,7 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
     """The product with a weight [outputs, inputs], whose inputs are a multiple of WIDTH (`projection`), by `products`
     if they support it. If the weight is packed, the original is not kept.
     """
-    if products is not None and weight.dtype == torch.float32:
+    if products is not None and is_native(weight.dtype):
         return NativeProduct(products, PackedWeight.of(weight, bias), len(weight))
     if _is_packed(weight):
         return _OneDnnProduct(weight, bias)
@@ -54,7 +57,12 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
 
 def divides(weight: torch.Tensor, products: Products | None) -> bool:
     """Whether the product with a weight can be divided by `part`; otherwise the weight is packed for one product."""
-    return (products is not None and weight.dtype == torch.float32) or not _is_packed(weight)
+    return (products is not None and is_native(weight.dtype)) or not _is_packed(weight)
+
+
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether the native library, where there is one, multiplies weights of a dtype."""
+    return dtype in DTYPES and (dtype != torch.bfloat16 or not (packs(dtype) or has_amx()))
 
 
 class NativeProduct:

@@ -43,15 +43,16 @@ struct call {
 int64_t attnserve_attend_avx512(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *team, int64_t helpers);
 
-/* y = x W^T + b, of floats. */
+/* y = x W^T + b, in float32, rounded at the end to the dtype that x, W and y have. */
 struct product {
-    const float *weight;    /* [outputs / 16, inputs, 16]: the weights of 16 outputs for one input are adjacent */
+    const void *weight;     /* [outputs / 16, inputs, 16]: the weights of 16 outputs for one input are adjacent */
     const float *bias;      /* [outputs], or NULL */
     int64_t inputs, outputs; /* inputs: 1 or more; outputs: a multiple of 16 */
+    int64_t dtype;
 };
 
-/* Rows [rows, inputs], `from_stride` floats apart, to [rows, outputs]. Either may lie at any address. A row's bits do
-   not depend on the thread that computes it or on the number of rows. Returns 0, or -1 if there was no memory: then no
+/* Rows [rows, inputs] to [rows, outputs]; strides are in elements. Both may lie at any address. A row's bits do not
+   depend on the thread that computes it or on the number of rows. Returns 0, or -1 if there was no memory: then no
    result has any meaning. */
 int64_t attnserve_multiply_avx512(const struct product *product, const void *from, int64_t from_stride, void *to,
                                   int64_t to_stride, int64_t rows, struct team *team, int64_t helpers);
@@ -66,7 +67,7 @@ struct piece {
     int64_t finite;         /* output: 0 if the attention has any NaN or infinity: then `to` has no meaning */
 };
 
-/* Multi-head self-attention of sequences, with its weights. */
+/* Multi-head self-attention of sequences, with its weights. All of it has one dtype, what it computes in between, too. */
 struct multi_head {
     struct product project; /* to the heads' queries, keys and values, which begin at these columns */
     int64_t query_column, key_column, value_column;

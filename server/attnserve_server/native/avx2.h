@@ -1,6 +1,7 @@
 /* Vectors of 8 floats. See `vectors` in elements.h for what each function is. */
 
 #include <immintrin.h>
+#include <math.h>
 
 typedef __m256 vec;
 typedef __m256 vmask;
@@ -22,6 +23,7 @@ INLINE float vsum(vec a) {
 INLINE vec viota(void) { return _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0); }
 
 INLINE vmask vbelow(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+INLINE vmask vnan(vec a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
 INLINE vec vselect(vmask mask, vec a, vec b) { return _mm256_blendv_ps(b, a, mask); }
 INLINE vmask vand(vmask a, vmask b) { return _mm256_and_ps(a, b); }
 INLINE int vcount(vmask a) { return __builtin_popcount((unsigned)_mm256_movemask_ps(a)); }
@@ -42,7 +44,8 @@ INLINE vec vload_bf16(const uint16_t *p) {
 INLINE void vstore_f16(uint16_t *p, vec x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; x is not NaN */
+INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; NaN stays NaN */
+    x = vselect(vnan(x), vset(NAN), x); /* without bits that rounding would carry from */
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));

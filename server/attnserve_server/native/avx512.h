@@ -1,6 +1,7 @@
 /* Vectors of 16 floats. See `vectors` in elements.h for what each function is. */
 
 #include <immintrin.h>
+#include <math.h>
 
 typedef __m512 vec;
 typedef __mmask16 vmask;
@@ -18,6 +19,7 @@ INLINE float vsum(vec a) { return _mm512_reduce_add_ps(a); }
 INLINE vec viota(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
 INLINE vmask vbelow(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+INLINE vmask vnan(vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 INLINE vec vselect(vmask mask, vec a, vec b) { return _mm512_mask_blend_ps(mask, b, a); }
 INLINE vmask vand(vmask a, vmask b) { return a & b; }
 INLINE int vcount(vmask a) { return __builtin_popcount(a); }
@@ -39,7 +41,8 @@ INLINE vec vload_bf16(const uint16_t *p) {
 INLINE void vstore_f16(uint16_t *p, vec x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; x is not NaN */
+INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; NaN stays NaN */
+    x = vselect(vnan(x), vset(NAN), x); /* without bits that rounding would carry from */
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

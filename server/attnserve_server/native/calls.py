@@ -7,15 +7,13 @@ other kernels, which treat such values as the contract says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, attend
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
     NAME,
     Addresses,
     Keys,
@@ -26,8 +24,6 @@ from attnserve_server.native.library import (
     computes,
     pack_several,
 )
-
-DTYPES: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 class Options(Protocol):

@@ -1,10 +1,10 @@
 /* Numbers of any dtype at any address, as vectors of floats; and functions of vectors.
 
-   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vselect(mask, a, b) is a where the mask is
-   set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0; vtranspose turns V vectors of
-   rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops the maximum of
-   each of 8, all in the same order; vpower(a) is 2^(b - 127), or 0 for b = 0, where b is the number in the last 9 bits
-   of a, below 255. */
+   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vnan is set for NaN; vselect(mask, a, b) is
+   a where the mask is set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0; vtranspose
+   turns V vectors of rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops
+   the maximum of each of 8, all in the same order; vpower(a) is 2^(b - 127), or 0 for b = 0, where b is the number in
+   the last 9 bits of a, below 255. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -60,6 +60,8 @@ INLINE vec vtanh(vec x) {
     return vselect(vbelow(size, vset(0.625f)), small, large);
 }
 
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
 /* `width` elements of a dtype as floats, padded with zeros to a whole number of vectors. */
 INLINE void widen(const void *from, int64_t dtype, int64_t width, float *to) {
     int64_t at = 0;
@@ -92,9 +94,14 @@ INLINE void narrow(vec x, int64_t dtype, int64_t count, void *to) {
     if (dtype == FLOAT32) vstore(target, x);
     else if (dtype == FLOAT16) vstore_f16(target, x);
     else vstore_bf16(target, x);
-    if (count < V) memcpy(to, &all, count * (dtype == FLOAT32 ? 4 : 2));
+    if (count < V) memcpy(to, &all, count * bytes_of(dtype));
 }
 
 INLINE const void *element(const void *base, int64_t dtype, int64_t index) {
-    return (const char *)base + index * (dtype == FLOAT32 ? 4 : 2);
+    return (const char *)base + index * bytes_of(dtype);
+}
+
+/* V elements of a dtype. */
+INLINE vec vload_as(const void *from, int64_t dtype) {
+    return dtype == FLOAT32 ? vload(from) : dtype == FLOAT16 ? vload_f16(from) : vload_bf16(from);
 }

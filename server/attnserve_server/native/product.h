@@ -1,13 +1,16 @@
 /* Products of rows with a weight, y = x W^T + b, in blocks of rows and panels of columns.
 
    An output is the bias plus, in order, the sum of each range of DEPTH inputs, which is one chain of fused operations.
-   That order is the same whichever rows are computed together, and for every instruction set. */
+   That order is the same whichever rows are computed together, and for every instruction set. Weights in half
+   precision are widened as they are read, if one block of rows reads them, else before: DEPTH inputs of a step of panels
+   for all rows of a unit. Outputs are rounded when their sum is complete. */
 
 enum {
     PANEL = 16,                         /* columns of a packed weight that lie together */
     STEP_PANELS = 2 * V / PANEL,        /* multiplied at once: two vectors of columns */
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
     AHEAD = V == 16 ? 8 : 64,           /* how many inputs ahead of use data is prefetched */
+    WIDEN_AHEAD = 2048,                 /* how many weights ahead they are prefetched where they are widened */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
     PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
@@ -24,14 +27,13 @@ struct side {
     int64_t count;              /* of pieces */
     int output;                 /* whether it is what the pieces write */
     char *base;                 /* of the one block */
-    int64_t stride;             /* floats from row to row */
+    int64_t stride;             /* bytes from row to row */
 };
 
 /* The addresses of rows from `first` on. */
-static void find_rows(const struct side *side, int64_t first, int64_t count, float **rows) {
-    int64_t bytes = side->stride * (int64_t)sizeof(float);
+static void find_rows(const struct side *side, int64_t first, int64_t count, char **rows) {
     if (!side->pieces) {
-        for (int64_t r = 0; r < count; r++) rows[r] = (float *)(side->base + (first + r) * bytes);
+        for (int64_t r = 0; r < count; r++) rows[r] = side->base + (first + r) * side->stride;
         return;
     }
     int64_t low = 0, high = side->count - 1;
@@ -43,12 +45,12 @@ static void find_rows(const struct side *side, int64_t first, int64_t count, flo
     for (int64_t r = 0, piece = low; r < count; r++) {
         while (first + r >= side->starts[piece + 1]) piece++;
         const struct piece *own = side->pieces + piece;
-        rows[r] = (float *)((char *)(side->output ? own->to : own->from) + (first + r - side->starts[piece]) * bytes);
+        rows[r] = (char *)(side->output ? own->to : own->from) + (first + r - side->starts[piece]) * side->stride;
     }
 }
 
 /* The inputs of up to V rows as [inputs, V]: transposed, and padded with zeros. */
-static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to) {
+static void arrange(char *const *rows, int64_t dtype, int64_t count, int64_t inputs, float *to) {
     for (int64_t k = 0; k < inputs; k += V) {
         int64_t columns = least(V, inputs - k);
         vec square[V];
@@ -57,9 +59,9 @@ static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to
             if (r >= count) {
                 square[r] = vzero();
             } else if (columns == V) {
-                square[r] = vload(rows[r] + k);
+                square[r] = vload_as(element(rows[r], dtype, k), dtype);
             } else {
-                widen(rows[r] + k, FLOAT32, columns, whole);
+                widen(element(rows[r], dtype, k), dtype, columns, whole);
                 square[r] = vload(whole);
             }
         }
@@ -68,10 +70,10 @@ static void arrange(float *const *rows, int64_t count, int64_t inputs, float *to
     }
 }
 
-/* Adds the products of n inputs to outputs from `column` on, or to the bias if it begins them. `apart` is the step from
-   the weights of one vector of columns to those of the next. */
-INLINE void multiply_block(int rows, int vectors, const float *left, const float *weight, int64_t apart, int64_t n,
-                           float *const *to, int64_t column, int begins, const float *bias) {
+/* Adds the products of n inputs to outputs, or to the bias if it begins them. `apart` is the step from the weights of one
+   vector of columns to those of the next, in elements of their dtype. */
+INLINE void multiply_block(int64_t dtype, int rows, int vectors, const float *left, const void *weight, int64_t apart,
+                           int64_t n, float *const *to, int begins, const float *bias) {
     vec sums[BLOCK_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
@@ -79,8 +81,9 @@ INLINE void multiply_block(int rows, int vectors, const float *left, const float
         vec columns[2];
         if (V == 16) __builtin_prefetch(left + (k + AHEAD) * V);
         UNROLL for (int c = 0; c < vectors; c += PANEL / V)
-            __builtin_prefetch(weight + c * apart + (k + AHEAD) * PANEL);
-        UNROLL for (int c = 0; c < vectors; c++) columns[c] = vload(weight + c * apart + k * PANEL);
+            __builtin_prefetch(element(weight, dtype, c * apart + (k + AHEAD) * PANEL));
+        UNROLL for (int c = 0; c < vectors; c++)
+            columns[c] = vload_as(element(weight, dtype, c * apart + k * PANEL), dtype);
         UNROLL for (int r = 0; r < rows; r++) {
             vec input = vset(left[k * V + r]);
             UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(input, columns[c], sums[r][c]);
@@ -88,28 +91,36 @@ INLINE void multiply_block(int rows, int vectors, const float *left, const float
     }
     UNROLL for (int r = 0; r < rows; r++) {
         UNROLL for (int c = 0; c < vectors; c++) {
-            float *at = to[r] + column + c * V;
-            vec before = !begins ? vload(at) : bias ? vload(bias + column + c * V) : vzero();
+            float *at = to[r] + c * V;
+            vec before = !begins ? vload(at) : bias ? vload(bias + c * V) : vzero();
             vstore(at, before + sums[r][c]);
         }
     }
 }
 
-#define ROWS_OF_BLOCK(rows) \
+#define ROWS_OF_BLOCK(dtype, rows) \
     case rows: \
-        if (vectors == 2) multiply_block(rows, 2, left, weight, apart, n, to, column, begins, bias); \
-        else multiply_block(rows, 1, left, weight, apart, n, to, column, begins, bias); \
+        if (vectors == 2) multiply_block(dtype, rows, 2, left, weight, apart, n, to, begins, bias); \
+        else multiply_block(dtype, rows, 1, left, weight, apart, n, to, begins, bias); \
         break;
-
-static void multiply_rows(int64_t rows, int64_t vectors, const float *left, const float *weight, int64_t apart,
-                          int64_t n, float *const *to, int64_t column, int begins, const float *bias) {
-    switch (rows) {
-        ROWS_OF_BLOCK(1) ROWS_OF_BLOCK(2) ROWS_OF_BLOCK(3) ROWS_OF_BLOCK(4) ROWS_OF_BLOCK(5) ROWS_OF_BLOCK(6)
 #if BLOCK_ROWS_ABOVE_6
-        ROWS_OF_BLOCK(7) ROWS_OF_BLOCK(8) ROWS_OF_BLOCK(9) ROWS_OF_BLOCK(10) ROWS_OF_BLOCK(11) ROWS_OF_BLOCK(12)
-        ROWS_OF_BLOCK(13) ROWS_OF_BLOCK(14)
+#define ROWS_ABOVE_6(dtype) \
+    ROWS_OF_BLOCK(dtype, 7) ROWS_OF_BLOCK(dtype, 8) ROWS_OF_BLOCK(dtype, 9) ROWS_OF_BLOCK(dtype, 10) \
+    ROWS_OF_BLOCK(dtype, 11) ROWS_OF_BLOCK(dtype, 12) ROWS_OF_BLOCK(dtype, 13) ROWS_OF_BLOCK(dtype, 14)
+#else
+#define ROWS_ABOVE_6(dtype)
 #endif
+#define ROWS_OF(dtype) \
+    switch (rows) { \
+        ROWS_OF_BLOCK(dtype, 1) ROWS_OF_BLOCK(dtype, 2) ROWS_OF_BLOCK(dtype, 3) ROWS_OF_BLOCK(dtype, 4) \
+        ROWS_OF_BLOCK(dtype, 5) ROWS_OF_BLOCK(dtype, 6) ROWS_ABOVE_6(dtype) \
     }
+
+static void multiply_rows(int64_t dtype, int64_t rows, int64_t vectors, const float *left, const void *weight,
+                          int64_t apart, int64_t n, float *const *to, int begins, const float *bias) {
+    if (dtype == FLOAT32) ROWS_OF(FLOAT32)
+    else if (dtype == FLOAT16) ROWS_OF(FLOAT16)
+    else ROWS_OF(BFLOAT16)
 }
 
 /* A product that threads compute together: units are groups of rows times groups of panels. */
@@ -121,30 +132,63 @@ struct multiplication {
     int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
-/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. `left` has room for the rows, or holds
+/* A thread's own memory. The last two are NULL if the product is of floats, which need neither. */
+struct desk {
+    float *left;            /* the inputs of a unit's rows, arranged block by block */
+    float *wide;            /* [STEP_PANELS, DEPTH, PANEL]: a part of the weight */
+    float *sums;            /* [PRODUCT_ROWS, STEP_PANELS * PANEL]: outputs that are not complete */
+};
+
+/* n inputs, from `depth` on, of the weights of some panels from `at` on, as floats, DEPTH * PANEL apart. */
+static const float *widened(const struct product *product, int64_t at, int64_t panels, int64_t depth, int64_t n,
+                            float *wide) {
+    for (int64_t p = 0; p < panels; p++) {
+        const uint16_t *from = element(product->weight, product->dtype, ((at + p) * product->inputs + depth) * PANEL);
+        float *to = wide + p * DEPTH * PANEL;
+        for (int64_t i = 0; i < n * PANEL; i += V) {
+            __builtin_prefetch(from + i + WIDEN_AHEAD);
+            vstore(to + i, vload_as(from + i, product->dtype));
+        }
+    }
+    return wide;
+}
+
+/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. The desk has room for the rows, or holds
    them already, if they are `arranged`. */
 static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
-                          float *left, int arranged) {
+                          const struct desk *desk, int arranged) {
     const struct product *product = work->product;
-    float *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
-    int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    char *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
+    float *sums[PRODUCT_ROWS];
+    int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, dtype = product->dtype;
+    int64_t inputs = product->inputs;
     if (!arranged) find_rows(&work->from, first, rows, from);
     find_rows(&work->to, first, rows, to);
-    int64_t inputs = product->inputs, panel = inputs * PANEL, apart = (int)V == PANEL ? panel : V;
     for (int64_t b = 0; b < blocks && !arranged; b++) {
         int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-        arrange(from + top, bottom - top, inputs, left + b * inputs * V);
+        arrange(from + top, dtype, bottom - top, inputs, desk->left + b * inputs * V);
     }
     for (int64_t at = begin; at < end; at += STEP_PANELS) {
-        int64_t vectors = least(STEP_PANELS, end - at) * (PANEL / V);
+        int64_t panels = least(STEP_PANELS, end - at), vectors = panels * (PANEL / V);
+        const float *bias = product->bias ? product->bias + at * PANEL : NULL;
+        for (int64_t r = 0; r < rows; r++)
+            sums[r] = dtype == FLOAT32 ? (float *)to[r] + at * PANEL : desk->sums + r * STEP_PANELS * PANEL;
         for (int64_t depth = 0; depth < inputs; depth += DEPTH) {
-            const float *weight = product->weight + at * panel + depth * PANEL;
+            int64_t n = least(DEPTH, inputs - depth), panel = inputs * PANEL, read_as = dtype;
+            const void *weight = element(product->weight, dtype, (at * inputs + depth) * PANEL);
+            if (dtype != FLOAT32 && blocks > 1) {
+                weight = widened(product, at, panels, depth, n, desk->wide);
+                panel = DEPTH * PANEL, read_as = FLOAT32;
+            }
             for (int64_t b = 0; b < blocks; b++) {
                 int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-                multiply_rows(bottom - top, vectors, left + (b * inputs + depth) * V, weight, apart,
-                              least(DEPTH, inputs - depth), to + top, at * PANEL, depth == 0, product->bias);
+                multiply_rows(read_as, bottom - top, vectors, desk->left + (b * inputs + depth) * V, weight,
+                              (int)V == PANEL ? panel : V, n, sums + top, depth == 0, bias);
             }
         }
+        for (int64_t r = 0; r < rows && dtype != FLOAT32; r++)
+            for (int64_t i = 0; i < panels * PANEL; i += V)
+                narrow(vload(sums[r] + i), dtype, V, (void *)element(to[r], dtype, at * PANEL + i));
     }
 }
 
@@ -157,18 +201,26 @@ static int64_t rows_of_unit(const struct product *product) {
 static void multiply_units(void *all) {
     struct multiplication *work = all;
     int64_t blocks = (rows_of_unit(work->product) + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    float *left = floats(blocks * work->product->inputs * V);
-    if (!left) return;
+    struct desk desk = {floats(blocks * work->product->inputs * V), NULL, NULL};
+    int half = work->product->dtype != FLOAT32;
+    if (half) {
+        desk.wide = floats(STEP_PANELS * DEPTH * PANEL);
+        desk.sums = floats(PRODUCT_ROWS * STEP_PANELS * PANEL);
+    }
+    if (!desk.left || (half && (!desk.wide || !desk.sums))) goto end;
     int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit, last = -1;
     __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
     while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
         int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;
         multiply_unit(work, work->rows * group / work->row_groups, work->rows * (group + 1) / work->row_groups,
-                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, left,
+                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, &desk,
                       group == last);
         last = group;
     }
-    free(left);
+end:
+    free(desk.left);
+    free(desk.wide);
+    free(desk.sums);
 }
 
 /* Returns 0 if there was no memory. */
@@ -189,6 +241,8 @@ static int multiply_all(const struct product *product, struct side from, struct 
 
 int64_t MULTIPLY(const struct product *product, const void *from, int64_t from_stride, void *to, int64_t to_stride,
                  int64_t rows, struct team *team, int64_t helpers) {
-    struct side left = {.base = (char *)from, .stride = from_stride}, right = {.base = to, .stride = to_stride};
+    int64_t bytes = bytes_of(product->dtype);
+    struct side left = {.base = (char *)from, .stride = from_stride * bytes};
+    struct side right = {.base = to, .stride = to_stride * bytes};
     return multiply_all(product, left, right, rows, team, helpers) ? 0 : -1;
 }

@@ -1,4 +1,4 @@
-"""Products of rows with weights packed for the native library, y = x W^T + b, in float32.
+"""Products of rows with weights packed for the native library, y = x W^T + b, in float32, float16 or bfloat16.
 
 In: tensors, or addresses. Out: rows. A row's bits depend only on itself and the weight: not on the other rows, nor on
 their number, nor on the threads that compute them.
@@ -13,12 +13,13 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
+from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Function, Threads
 
 PANEL: Final = 16
 """Outputs come in multiples of this many, and can be divided there."""
 
-_PRODUCT: Final = struct.Struct("=2Q2q")
+_PRODUCT: Final = struct.Struct("=2Q3q")
 PRODUCT_BYTES: Final = _PRODUCT.size
 
 
@@ -26,11 +27,18 @@ class PackedWeight:
     """A weight, and a bias if there is one, as the library reads them."""
 
     def __init__(self, panels: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Panels [outputs / PANEL, inputs, PANEL] and bias [outputs], both contiguous and of float32."""
+        """Contiguous panels [outputs / PANEL, inputs, PANEL] of one of `DTYPES`, and bias [outputs], always of float32.
+
+        Rows and results of the product have the dtype of the panels.
+        """
         self._panels, self._bias = panels, bias
-        self.outputs, self.inputs = len(panels) * PANEL, panels.shape[1]
+        self.outputs, self.inputs, self.dtype = len(panels) * PANEL, panels.shape[1], panels.dtype
         self.struct = _PRODUCT.pack(
-            panels.data_ptr(), 0 if bias is None else bias.data_ptr(), self.inputs, self.outputs
+            panels.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            self.inputs,
+            self.outputs,
+            DTYPES[panels.dtype],
         )
         """The weight's `struct product` (`attention.h`), valid as long as this object lives."""
 
@@ -40,7 +48,7 @@ class PackedWeight:
         outputs, inputs = weight.shape
         missing = -outputs % PANEL
         panels = pad(weight, (0, 0, 0, missing)).reshape(-1, PANEL, inputs).transpose(1, 2).contiguous()
-        return PackedWeight(panels, None if bias is None else pad(bias, (0, missing)))
+        return PackedWeight(panels, None if bias is None else pad(bias.float(), (0, missing)))
 
     def part(self, columns: slice) -> PackedWeight:
         """A view of some outputs, which begin and end at multiples of PANEL."""
@@ -57,7 +65,9 @@ class Products:
         self._multiply = Function("multiply", instructions, ctypes.c_char_p, address, size, address, size, size)
 
     def multiply(self, weight: PackedWeight, rows: torch.Tensor, threads: Threads | None = None) -> torch.Tensor:
-        """[n, inputs] to [n, outputs]. `threads` as for the library's attention. Raises MemoryError."""
+        """[n, inputs] to [n, outputs], both of the weight's dtype. `threads` as for the library's attention. Raises
+        MemoryError.
+        """
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         count = len(rows)
