@@ -1,32 +1,35 @@
-"""`python -m benchmarks.products`: the matrix products of resident layers, by torch and as layers compute them.
+"""`python -m benchmarks.products`: the matrix products of resident layers, on one core.
 
-In: nothing. Out: a table; for widths of models in use and some numbers of rows, the CPU time of one product on one core
-by torch's `linear` and by `layers.product`, with and without the native library, and the ratio of `linear` to the
-layer's product. All are measured in turn; the quickest of many calls counts.
+In: nothing; `--document docs/layers.md` writes the table there as well, between its markers. Out: a table in markdown;
+for each dtype, widths of models in use and some numbers of rows, the CPU time of one product by torch's `linear`, as
+layers compute it without the native library, and as they do with it; and the ratio of the first to the last. They take
+turns; the quickest of many calls counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import thread_time
 from typing import Final
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.layers.product import is_native, packs, product_of
 from attnserve_server.native.library import best
 from attnserve_server.native.products import Products
-from benchmarks.machine import cpu_model
-from benchmarks.table import WIDTH
+from benchmarks.machine import cpu_model, load_average
+from benchmarks.report import with_report
 
-WIDTHS: Final = ((512, 512), (512, 1536), (384, 384), (384, 1152), (384, 1536), (1536, 384), (2048, 2048))
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS: Final = ((512, 512), (512, 1536), (384, 1536), (2048, 2048))
 """Input and output widths: of the resident workloads, of MiniLM, and of a larger model."""
 NUMBERS_OF_ROWS: Final = (ROWS, 128, MAX_ROWS)
 ROUNDS: Final = 30
+BEGIN, END = "<!-- products -->", "<!-- /products -->"
 
 
 def quickest(*ways: Callable[[], object]) -> list[float]:
@@ -40,38 +43,51 @@ def quickest(*ways: Callable[[], object]) -> list[float]:
     return best
 
 
+def measured(dtype: torch.dtype, inputs: int, outputs: int, count: int, products: Products | None) -> str:
+    """The times of the product of `count` rows, in microseconds, and the ratio of the first to the last."""
+    weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
+    rows, other, product = (
+        torch.randn(count, inputs).to(dtype),
+        product_of(weight, bias),
+        product_of(weight, bias, products),
+    )
+    times = quickest(lambda: linear(rows, weight, bias), lambda: other(rows), lambda: product(rows))
+    return f"{', '.join(f'{each * 1e6:,.0f}' for each in times)}: {times[0] / times[-1]:.2f}"
+
+
 @torch.inference_mode()
-def measured(dtype: torch.dtype) -> Table:
-    """Measures all widths in a dtype; a table."""
-    library = best()
-    products = Products(library.instructions) if library is not None and is_native(dtype) else None
-    others = "oneDNN, weight packed" if packs(dtype) else "torch's own"
-    how = f"native ({library.instructions}), without it {others}" if library is not None and products else others
-    headings = ("inputs → outputs", *(f"{rows} rows\nlinear, without, layer: µs, ratio" for rows in NUMBERS_OF_ROWS))
-    table = Table(*headings, title=f"{str(dtype).removeprefix('torch.')}; the layer's product: {how}")
-    for inputs, outputs in WIDTHS:
-        weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
-        product, other, cells = product_of(weight, bias, products), product_of(weight, bias), []
-        for count in NUMBERS_OF_ROWS:
-            rows = torch.randn(count, inputs).to(dtype)
-            by_torch, by_other, by_layer = quickest(
-                lambda rows=rows, weight=weight, bias=bias: linear(rows, weight, bias),
-                lambda rows=rows, other=other: other(rows),
-                lambda rows=rows, product=product: product(rows),
-            )
-            times = ", ".join(f"{each * 1e6:,.0f}" for each in (by_torch, by_other, by_layer))
-            cells.append(f"{times}: {by_torch / by_layer:.2f}")
-        table.add_row(f"{inputs} → {outputs}", *cells)
-    return table
+def table(products: Products | None) -> str:
+    """Measures everything; a table in markdown."""
+    lines = [["", *(f"{count} rows: µs" for count in NUMBERS_OF_ROWS)], ["---"] * (1 + len(NUMBERS_OF_ROWS))]
+    for dtype in DTYPES:
+        for inputs, outputs in WIDTHS:
+            cells = (measured(dtype, inputs, outputs, count, products) for count in NUMBERS_OF_ROWS)
+            lines.append([f"{_name(dtype)}, {inputs} → {outputs}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main() -> None:
-    """Prints the tables."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table, and writes it into a document if asked to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=__doc__)
+    parser.add_argument("--document", type=Path, help="where the table goes as well, such as docs/layers.md")
+    document = parser.parse_args(arguments).document
     torch.set_num_threads(1)
-    console = Console(width=WIDTH)
-    console.print(f"{cpu_model()}, one core; torch {torch.__version__}")
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        console.print(measured(dtype))
+    library, load = best(), load_average()[0]
+    native = [_name(dtype) for dtype in DTYPES if library is not None and is_native(dtype)]
+    packed = [_name(dtype) for dtype in DTYPES if packs(dtype)]
+    how = f"the native library{'' if library is None else f' ({library.instructions})'}: {', '.join(native) or 'none'}"
+    text = (
+        f"{cpu_model()}, one core; torch {torch.__version__}; load average {load:.2f} before. Multiplied by {how};\n"
+        f"without it, by oneDNN with a packed weight: {', '.join(packed) or 'none'}.\n\n"
+        f"{table(None if library is None else Products(library.instructions))}"
+    )
+    print(text)
+    if document is not None:
+        document.write_text(with_report(document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

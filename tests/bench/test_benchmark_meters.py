@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from attnserve_server.host.cpus import usable_cpus
-from benchmarks import products, table
+from benchmarks import table
 from benchmarks.arrivals import ClosedLoop, OpenLoop
 from benchmarks.goals import goals
 from benchmarks.measure import (
@@ -252,15 +252,3 @@ async def test_open_loops_send_when_it_is_due_and_closed_ones_when_a_reply_came(
     closed, first = ClosedLoop([1, 2, 3], 2), []
     closed.begin(lambda number, _: first.append(number))
     assert [*first, closed.answered()[0], closed.answered()[0]] == [1, 2, 3, 1]
-
-
-def test_products_are_measured_in_every_width(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(products, "ROUNDS", 1)
-    monkeypatch.setattr(products, "WIDTHS", ((32, 48), (48, 32)))
-    threads = torch.get_num_threads()
-    products.main()
-    torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    assert [printed.count(widths) for widths in ("32 → 48", "48 → 32", "float32", "bfloat16")] == [2, 2, 1, 1]

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
-from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers import product
 from attnserve_server.layers.product import packs, product_of
 from attnserve_server.layers.specification import Dtype, Embedding, Norm, Transformer
-from attnserve_server.native.library import best
+from attnserve_server.native.library import Threads, available, best
 from attnserve_server.native.products import Products
 
 PATHS: dict[str, Callable[[torch.dtype], bool]] = {
@@ -137,6 +137,43 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda answer=answer: answer)
             assert not any(fresh(make.torch_dtype(dtype)) for dtype in make.DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("packed", "amx", "bfloat16"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_what_the_native_library_multiplies(
+    packed: bool, amx: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 only where oneDNN is not known to compute it faster."""
+    monkeypatch.setattr(product, "packs", lambda dtype: packed)
+    monkeypatch.setattr(product, "has_amx", lambda: amx)
+    assert [product.is_native(make.torch_dtype(dtype)) for dtype in make.DTYPES] == [True, False, True, bfloat16]
+
+
+@pytest.mark.skipif(not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here")
+def test_a_product_of_few_rows_is_divided_among_all_threads(
+    devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of more is computed by ranges of rows: no thread is asked for help that has rows of its own."""
+    products = devices[2].products
+    assert products is not None
+    multiply, helpers = products._multiply, []
+
+    def counted(threads: Threads, *arguments: object) -> int:
+        helpers.append(threads.helpers)
+        return multiply(threads, *arguments)
+
+    monkeypatch.setattr(products, "_multiply", counted)
+    weight, bias = weight_and_bias(1024, 512, "float32", True)
+    one = product_of(weight, bias, products)
+    for count, expected in ((ROWS, [1]), (4 * ROWS, [0, 0])):
+        rows = make.random_rows(count, 512, 0)
+        with torch.inference_mode():
+            found = devices[2].rows(one, rows, flops=SPLIT_FLOPS)
+        np.testing.assert_allclose(found, rows @ weight.T + bias, rtol=0, atol=1e-4)
+        assert helpers == expected
+        helpers.clear()
 
 
 @PACKED

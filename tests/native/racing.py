@@ -45,13 +45,15 @@ def attention(kernel: library.Library, calls: list[Call], expect_right: bool) ->
 
 def tasks(random: Random, instructions: str) -> list[Task]:
     """One of each kind."""
-    kernel, products, layers = library.Library(instructions), Products(instructions), MultiHeads(instructions)
+    kernel, layers = library.Library(instructions), MultiHeads(instructions)
     product, layer = random_product(random, (30, 130)), random_multi_head(random)
     return [
         attention(kernel, [random_call(random) for _ in range(3)], expect_right=True),
         attention(kernel, [random_call(random, (1, 2, 5), MANY_KEYS) for _ in range(2)], expect_right=True),
         attention(kernel, sharing(random, 12, 16), expect_right=False),  # some have NaN
-        lambda threads: product.assert_right(products.multiply(product.weight, product.rows, threads)),
+        lambda threads: product.assert_right(
+            Products(instructions, lambda flops: threads).multiply(product.weight, product.rows)
+        ),
         lambda threads: layer.assert_right(layer.outcome(layers, threads)),
     ]
 

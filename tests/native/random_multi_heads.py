@@ -91,8 +91,8 @@ def random_multi_head(random: Random, lengths: tuple[int, ...] = (), room: Room 
     left, right = random.choice([(-1, -1), (-1, 0), (3, 2)])
     shape = Shape(
         query_length=0, kv_length=0, offset=0, query_heads=heads, kv_heads=kv_heads, head_dim=width,
-        value_dim=value_width, query_dtype=DTYPES[dtype], kv_dtype=DTYPES[dtype], page_tokens=0, query=Strides(total, width),
-        key=Strides(total, width), value=Strides(total, value_width),
+        value_dim=value_width, query_dtype=DTYPES[dtype], kv_dtype=DTYPES[dtype], page_tokens=0,
+        query=Strides(total, width), key=Strides(total, width), value=Strides(total, value_width),
         output=Strides(heads * value_width, value_width), lse_head=0, mask=(0, 0, 0), bias=(0, 0, 0), left=left,
         right=right, scale=width**-0.5, softcap=0.0,
     )  # fmt: skip

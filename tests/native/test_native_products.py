@@ -56,7 +56,9 @@ def test_nor_from_who_computes_them(instructions: str, random: Random, helpers: 
     alone = products.multiply(product.weight, product.rows)
     team = Team(3, patient=True)
     try:
-        shared = products.multiply(product.weight, product.rows, Threads(team, 3 if helpers else 1))
+        shared = Products(instructions, lambda flops: Threads(team, 3 if helpers else 1)).multiply(
+            product.weight, product.rows
+        )
     finally:
         team.close()
     assert_same_bits(array(shared), array(alone))

@@ -72,7 +72,7 @@ class Compute(Protocol):
     """Likewise."""
 
     products: Products | None
-    """Compiled products with float32 weights; None where there is no native kernel."""
+    """Compiled products; None where there is no native kernel."""
 
     @property
     def scattering(self) -> Scattering | None:

@@ -80,7 +80,7 @@ class CpuDevice:
         self.apply_packed: ApplyPacked | None = None
         if native is not None:
             self.apply_packed = partial(self._apply_packed, MultiHeads(native.instructions))
-        self.products = None if native is None else Products(native.instructions)
+        self.products = None if native is None else Products(native.instructions, self._threads_for)
         self.messages = None if native is None else Messages(native, self._threads_for)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(self.allocate, self.upload, looks=True)

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve._wire import Payloads
-from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.compute import Compute
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.layers.application import Application

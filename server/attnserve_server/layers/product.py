@@ -21,10 +21,9 @@ from typing import Final, Protocol
 import torch
 from torch.nn.functional import linear
 
-from attnserve_server.devices.compute import ALONE_FLOPS, MAX_ROWS, ROWS
+from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.host.cpus import has_amx, is_amd
 from attnserve_server.native.dtypes import DTYPES
-from attnserve_server.native.library import Threads
 from attnserve_server.native.products import PackedWeight, Products
 
 
@@ -66,14 +65,13 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 class NativeProduct:
-    """A product by the native library."""
+    """A product by the native library, which divides that of few rows with a wide weight among the device's threads."""
 
     def __init__(self, products: Products, weight: PackedWeight, outputs: int) -> None:
         self._products, self.weight, self._outputs = products, weight, outputs
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        flops = 2 * len(rows) * self.weight.inputs * self.weight.outputs
-        result = self._products.multiply(self.weight, rows, None if flops < ALONE_FLOPS else Threads())
+        result = self._products.multiply(self.weight, rows)
         return result if self._outputs == self.weight.outputs else result[:, : self._outputs].contiguous()
 
     def part(self, columns: slice) -> Product:

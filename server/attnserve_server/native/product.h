@@ -2,15 +2,16 @@
 
    An output is the bias plus, in order, the sum of each range of DEPTH inputs, which is one chain of fused operations.
    That order is the same whichever rows are computed together, and for every instruction set. Weights in half
-   precision are widened as they are read, if one block of rows reads them, else before: DEPTH inputs of a step of panels
-   for all rows of a unit. Outputs are rounded when their sum is complete. */
+   precision are widened as they are read, or for many rows before: DEPTH inputs of a step of panels for all rows of a
+   unit. Outputs are rounded when their sum is complete. */
 
 enum {
     PANEL = 16,                         /* columns of a packed weight that lie together */
     STEP_PANELS = 2 * V / PANEL,        /* multiplied at once: two vectors of columns */
     DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
     AHEAD = V == 16 ? 8 : 64,           /* how many inputs ahead of use data is prefetched */
-    WIDEN_AHEAD = 2048,                 /* how many weights ahead they are prefetched where they are widened */
+    DIRECT_BLOCKS = 3,                  /* of rows: for more than these, weights in half precision are widened first */
+    WIDEN_AHEAD = 2048,                 /* how many weights ahead they are prefetched for that */
     BLOCK_ROWS = V == 16 ? 14 : 6,      /* as many as there are registers for */
     PRODUCT_ROWS = 56,                  /* of a unit of work, at most: they share each read of the weight */
     PRODUCT_FLOATS = 1 << 18,           /* of a unit's inputs, unless one block has more: they stay in a core's cache */
@@ -176,7 +177,7 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
         for (int64_t depth = 0; depth < inputs; depth += DEPTH) {
             int64_t n = least(DEPTH, inputs - depth), panel = inputs * PANEL, read_as = dtype;
             const void *weight = element(product->weight, dtype, (at * inputs + depth) * PANEL);
-            if (dtype != FLOAT32 && blocks > 1) {
+            if (dtype != FLOAT32 && blocks > DIRECT_BLOCKS) {
                 weight = widened(product, at, panels, depth, n, desk->wide);
                 panel = DEPTH * PANEL, read_as = FLOAT32;
             }
@@ -229,8 +230,10 @@ static int multiply_all(const struct product *product, struct side from, struct 
     if (!rows || !product->outputs) return 1;
     int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
     int64_t threads = team ? most(helpers, 0) + 1 : 1;
-    /* Rows are divided first, and evenly: threads with other columns of the same rows arrange these once more. */
-    row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+    /* Rows are divided first, and evenly: threads with other columns of the same rows arrange these once more. But few
+       rows with many columns take as long as reading the weight, which no thread should do for another's columns. */
+    if (row_groups > 1 || panels < threads * UNITS_EACH * UNIT_PANELS)
+        row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t wanted = most((UNITS_EACH * threads + row_groups - 1) / row_groups,
                           rows / row_groups * product->inputs * product->outputs / UNIT_PRODUCTS);
     int64_t panel_groups = threads > 1 ? least(wanted, most(panels / UNIT_PANELS, 1)) : 1;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -59,19 +60,23 @@ class PackedWeight:
 class Products:
     """The library's products, for one instruction set."""
 
-    def __init__(self, instructions: str) -> None:
-        """Raises OSError if there is no library."""
+    def __init__(
+        self, instructions: str, threads_for: Callable[[int], Threads | None] = lambda flops: Threads()
+    ) -> None:
+        """`threads_for` says with which threads the calling one computes a product of some FLOPs (`Function`). Raises
+        OSError if there is no library.
+        """
         address, size = ctypes.c_void_p, ctypes.c_int64
         self._multiply = Function("multiply", instructions, ctypes.c_char_p, address, size, address, size, size)
+        self._threads_for = threads_for
 
-    def multiply(self, weight: PackedWeight, rows: torch.Tensor, threads: Threads | None = None) -> torch.Tensor:
-        """[n, inputs] to [n, outputs], both of the weight's dtype. `threads` as for the library's attention. Raises
-        MemoryError.
-        """
+    def multiply(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
+        """[n, inputs] to [n, outputs], both of the weight's dtype. Raises MemoryError."""
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         count = len(rows)
         result = rows.new_empty(count, weight.outputs)
+        threads = self._threads_for(2 * count * weight.inputs * weight.outputs)
         self._multiply(
             threads, weight.struct, rows.data_ptr(), rows.stride(0), result.data_ptr(), weight.outputs, count
         )
