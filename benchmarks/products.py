@@ -27,7 +27,7 @@ from benchmarks.report import with_report
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS: Final = ((512, 512), (512, 1536), (384, 1536), (2048, 2048))
 """Input and output widths: of the resident workloads, of MiniLM, and of a larger model."""
-NUMBERS_OF_ROWS: Final = (ROWS, 128, MAX_ROWS)
+NUMBERS_OF_ROWS: Final = (1, ROWS, 128, MAX_ROWS)
 ROUNDS: Final = 30
 BEGIN, END = "<!-- products -->", "<!-- /products -->"
 
@@ -58,7 +58,10 @@ def measured(dtype: torch.dtype, inputs: int, outputs: int, count: int, products
 @torch.inference_mode()
 def table(products: Products | None) -> str:
     """Measures everything; a table in markdown."""
-    lines = [["", *(f"{count} rows: µs" for count in NUMBERS_OF_ROWS)], ["---"] * (1 + len(NUMBERS_OF_ROWS))]
+    lines = [
+        ["", *(f"{count} row{'s' * (count > 1)}: µs" for count in NUMBERS_OF_ROWS)],
+        ["---"] * (1 + len(NUMBERS_OF_ROWS)),
+    ]
     for dtype in DTYPES:
         for inputs, outputs in WIDTHS:
             cells = (measured(dtype, inputs, outputs, count, products) for count in NUMBERS_OF_ROWS)
@@ -70,20 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table, and writes it into a document if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=__doc__)
     parser.add_argument("--document", type=Path, help="where the table goes as well, such as docs/layers.md")
-    document = parser.parse_args(arguments).document
+    parser.add_argument("--instructions", default="auto", help="of the native library: auto, avx512 or avx2")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    library, load = best(), load_average()[0]
-    native = [_name(dtype) for dtype in DTYPES if library is not None and is_native(dtype)]
+    library, load = best(options.instructions), load_average()[0]
+    products = None if library is None else Products(library.instructions)
+    native = [_name(dtype) for dtype in DTYPES if is_native(dtype, products)]
     packed = [_name(dtype) for dtype in DTYPES if packs(dtype)]
     how = f"the native library{'' if library is None else f' ({library.instructions})'}: {', '.join(native) or 'none'}"
     text = (
-        f"{cpu_model()}, one core; torch {torch.__version__}; load average {load:.2f} before. Multiplied by {how};\n"
-        f"without it, by oneDNN with a packed weight: {', '.join(packed) or 'none'}.\n\n"
-        f"{table(None if library is None else Products(library.instructions))}"
+        f"{cpu_model()}, one core; torch {torch.__version__}; load average {load:.2f} before.\n"
+        f"Multiplied by {how};\nwithout it, by oneDNN with a packed weight: {', '.join(packed) or 'none'}.\n\n"
+        f"{table(products)}"
     )
     print(text)
-    if document is not None:
-        document.write_text(with_report(document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+    if options.document is not None:
+        options.document.write_text(with_report(options.document.read_text("utf-8"), text, BEGIN, END), "utf-8")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -22,7 +22,7 @@ def test_every_width_is_in_the_table_and_that_in_the_document(
     products.main(["--document", str(document)])
     torch.set_num_threads(threads)
     heading, _, *lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert heading == "|  | 16 rows: µs | 128 rows: µs | 512 rows: µs |"
+    assert heading == "|  | 1 row: µs | 16 rows: µs | 128 rows: µs | 512 rows: µs |"
     dtypes = ("float32", "float16", "bfloat16")
     widths = [f"| {dtype}, {width}" for dtype in dtypes for width in ("32 → 48", "48 → 32")]
     assert [line.split(" | ")[0] for line in lines] == widths

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,32 +149,44 @@ def test_what_the_native_library_multiplies(
     """bfloat16 only where oneDNN is not known to compute it faster."""
     monkeypatch.setattr(product, "packs", lambda dtype: packed)
     monkeypatch.setattr(product, "has_amx", lambda: amx)
-    assert [product.is_native(make.torch_dtype(dtype)) for dtype in make.DTYPES] == [True, False, True, bfloat16]
+    library: Any = object()
+    dtypes = [make.torch_dtype(dtype) for dtype in make.DTYPES]
+    assert [product.is_native(dtype, library) for dtype in dtypes] == [True, False, True, bfloat16]
+    assert not any(product.is_native(dtype, None) for dtype in dtypes)
 
 
 @pytest.mark.skipif(not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here")
-def test_a_product_of_few_rows_is_divided_among_all_threads(
-    devices: dict[int, CpuDevice], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("threads", "count", "parallel", "helpers"),
+    [
+        (2, ROWS, True, [1]),
+        (2, ROWS, False, [1]),
+        (2, 2 * ROWS, True, [0, 0]),
+        (4, 3 * ROWS, True, [3]),
+        (4, 3 * ROWS, False, [0, 0, 0]),
+    ],
+)
+def test_products_of_too_few_rows_for_all_threads_are_divided(
+    threads: int, count: int, parallel: bool, helpers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of more is computed by ranges of rows: no thread is asked for help that has rows of its own."""
-    products = devices[2].products
+    """The product of others is computed by ranges of rows: no thread is asked for help that has rows of its own."""
+    device = CpuDevice(threads, 0, best())
+    products = device.products
     assert products is not None
-    multiply, helpers = products._multiply, []
+    multiply, found = products._multiply, []
 
     def counted(threads: Threads, *arguments: object) -> int:
-        helpers.append(threads.helpers)
+        found.append(threads.helpers)
         return multiply(threads, *arguments)
 
     monkeypatch.setattr(products, "_multiply", counted)
     weight, bias = weight_and_bias(1024, 512, "float32", True)
-    one = product_of(weight, bias, products)
-    for count, expected in ((ROWS, [1]), (4 * ROWS, [0, 0])):
-        rows = make.random_rows(count, 512, 0)
-        with torch.inference_mode():
-            found = devices[2].rows(one, rows, flops=SPLIT_FLOPS)
-        np.testing.assert_allclose(found, rows @ weight.T + bias, rtol=0, atol=1e-4)
-        assert helpers == expected
-        helpers.clear()
+    rows = make.random_rows(count, 512, 0)
+    with torch.inference_mode():
+        result = device.rows(product_of(weight, bias, products), rows, flops=SPLIT_FLOPS, parallel=parallel)
+    device.close()
+    np.testing.assert_allclose(result, rows @ weight.T + bias, rtol=0, atol=1e-4)
+    assert found == helpers
 
 
 @PACKED

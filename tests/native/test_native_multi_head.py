@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
-from binding import each_instructions
+import pytest
+from binding import DTYPES, each_instructions
 from bits import assert_same_bits
 from hypothesis import given, settings
 from random_calls import randoms
@@ -43,9 +45,10 @@ def test_batches_and_helpers_change_nothing(instructions: str, random: Random) -
 
 
 @each_instructions
-def test_what_is_not_finite_is_told(instructions: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_told(instructions: str, dtype: np.dtype[Any]) -> None:
     """Only for the sequence that has it; the others keep their results."""
-    layers, each = MultiHeads(instructions), random_multi_head(Random(2), (3, 20, 1, 7))
+    layers, each = MultiHeads(instructions), random_multi_head(Random(2), (3, 20, 1, 7), dtype=dtype)
     before, _ = each.outcome(layers)
     for value in (np.nan, np.inf):
         each.sequences[1][4, 0] = value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from binding import each_instructions, needs_native
+from binding import DTYPES, each_instructions, needs_native
 from bits import assert_same_bits
 from hypothesis import given, settings
 from kernel_calls import array
@@ -79,8 +81,9 @@ def test_a_part_has_the_bits_of_the_whole(instructions: str, random: Random) -> 
 
 
 @each_instructions
-def test_what_is_not_finite_stays_in_its_row(instructions: str) -> None:
-    products, product = Products(instructions), random_product(Random(3), (30,))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_stays_in_its_row(instructions: str, dtype: np.dtype[Any]) -> None:
+    products, product = Products(instructions), random_product(Random(3), (30,), dtype=dtype)
     clean = products.multiply(product.weight, product.rows)
     product.rows[7, 0], product.rows[20] = torch.inf, torch.nan
     found = products.multiply(product.weight, product.rows)
@@ -107,3 +110,25 @@ def test_a_packed_weight_is_a_copy(instructions: str) -> None:
     expected = rows @ weight.T + bias
     weight.zero_()
     np.testing.assert_allclose(Products(instructions).multiply(packed, rows), expected, rtol=0, atol=1e-5)
+
+
+@each_instructions
+def test_sums_are_rounded_once_and_to_the_nearest(instructions: str) -> None:
+    """Also to infinity, to subnormal numbers and to 0; a NaN stays one, whatever its bits."""
+    products, one = Products(instructions), torch.ones(1, 1)
+    bias = torch.tensor(
+        [65519.0, 65520.0, -1e30, 3.4e38, 1 + 2**-11, 1 + 3 * 2**-11, 6e-8, 2e-8, 1e-45, torch.nan] + [0.0] * 6
+    )
+    bias.view(torch.int32)[10:12] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)  # NaNs with all bits set
+    for dtype in (torch.float16, torch.bfloat16):
+        packed = PackedWeight.of(torch.zeros(16, 1, dtype=dtype), bias)
+        found = products.multiply(packed, one.to(dtype))[0]
+        torch.testing.assert_close(found, bias.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@each_instructions
+def test_rows_that_do_not_fit_the_weight_are_refused(instructions: str) -> None:
+    packed = PackedWeight.of(torch.zeros(16, 8, dtype=torch.float16), None)
+    for rows in (torch.zeros(2, 8), torch.zeros(2, 9, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"expected 8 columns of torch\.float16, got [89] of torch"):
+            Products(instructions).multiply(packed, rows)

@@ -85,8 +85,10 @@ class Compute(Protocol):
         item's result must not depend on the other items; `flops` is the cost of each.
         """
 
-    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
-        """`function(*tensors)`; all tensors have the same number of rows, a multiple of ROWS. `flops` is its cost."""
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int, parallel: bool = False) -> Rows:
+        """`function(*tensors)`; all tensors have the same number of rows, a multiple of ROWS. `flops` is its cost;
+        `parallel` says that its products divide themselves among the device's threads.
+        """
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, in order. `flops` is their total cost."""

@@ -162,11 +162,13 @@ class CpuDevice:
             results |= zip(rest, compute([items[place] for place in rest]), strict=True)
         return [results[place] for place in range(len(items))]
 
-    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
-        """`function(*tensors)`, computed by ranges of rows, on all threads if it costs enough."""
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int, parallel: bool = False) -> Rows:
+        """`function(*tensors)`, computed by ranges of rows, on all threads if it costs enough. Rows too few for
+        that are computed at once if products are `parallel`: for each range they would read all weights.
+        """
         pool = self._pool_for(flops)
         ranges = list(chunks(len(tensors[0]), 1 if pool is None else self.threads))
-        if len(ranges) < 2:
+        if len(ranges) < (self.threads if parallel and pool is not None else 2):
             return function(*tensors)
 
         def part(of_rows: slice) -> Rows:

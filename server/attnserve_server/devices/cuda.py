@@ -110,7 +110,7 @@ class CudaDevice:
             return compute(items)
         return results
 
-    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
+    def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int, parallel: bool = False) -> Rows:
         """`function(*tensors)`, at once: the device has threads of its own."""
         return function(*tensors)
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 from attnserve_server.host import control_groups
+
+CPUINFO: Final = Path("/proc/cpuinfo")
+"""What the kernel says about each processor."""
 
 CACHE_LINE: Final = 64
 """The bytes that a processor reads at a time, as many as its longest vector has. Tensors begin at multiples of it:
@@ -28,21 +32,21 @@ def usable_cpus() -> int:
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
-def is_amd() -> bool:
+def is_amd(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the processors are AMD's, on which MKL, torch's matrix library, uses half of a vector's width."""
-    return "AuthenticAMD" in _described("vendor_id")
+    return "AuthenticAMD" in _described("vendor_id", cpuinfo)
 
 
-def has_amx() -> bool:
+def has_amx(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the processors multiply matrices of bfloat16 in hardware (Intel's AMX)."""
-    return "amx_bf16" in _described("flags")
+    return "amx_bf16" in _described("flags", cpuinfo)
 
 
 @cache
-def _described(what: str) -> frozenset[str]:
+def _described(what: str, cpuinfo: Path) -> frozenset[str]:
     """The words that the kernel has for the first processor under a heading; none if it does not say."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        with cpuinfo.open(encoding="utf-8") as lines:
             found = next((line for line in lines if line.partition(":")[0].strip() == what), "")
     except OSError:
         return frozenset()

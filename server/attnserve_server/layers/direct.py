@@ -119,14 +119,14 @@ class Direct:
             starts = np.arange(len(lengths)) * application.length
         else:
             starts = np.cumsum(pieces[:, 2]) - pieces[:, 2]
-        of_input, of_output = self._dtype.itemsize * architecture.inputs, self._dtype.itemsize * architecture.outputs
-        pieces[:, 0], pieces[:, 1] = starts * of_input, starts * of_output
+        input_row, output_row = (self._dtype.itemsize * width for width in (architecture.inputs, architecture.outputs))
+        pieces[:, 0], pieces[:, 1] = starts * input_row, starts * output_row
         return Plan(
             layer=self._layer(within),
             group=(self, within),
             payload=spec.payload,
             pieces=pieces[pieces[:, 2] > 0],
-            reply_bytes=application.rows * of_output,
+            reply_bytes=application.rows * output_row,
             filled=sum(rows) < application.rows,
         )
 

@@ -10,6 +10,7 @@ from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AdditiveScore, GeneralScore, math
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.multi_head import Heads
+from attnserve_server.layers.product import is_native
 from attnserve_server.layers.projection import Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import LearnedScore
@@ -40,9 +41,10 @@ class LearnedScoreHead:
             pair_flops=2 * (width + specification.outputs),
             score=score,
         )
-        self._value = None
+        self._value, self._parallel = None, False
         if specification.value:
             value, bias = parameters.pop("value.weight"), parameters.pop("value.bias", None)
+            self._parallel = is_native(value.dtype, products)
             self._value = Projection.of([value], [bias], products)
 
     def project_batch(
@@ -52,7 +54,8 @@ class LearnedScoreHead:
         contexts = inputs if contexts is None else contexts
         values = contexts
         if self._value is not None:
-            values = compute.rows(self._value, contexts, flops=len(contexts) * self._value.row_flops)
+            flops = len(contexts) * self._value.row_flops
+            values = compute.rows(self._value, contexts, flops=flops, parallel=self._parallel)
             values = values[:, self._value.columns[0]]
         return inputs.unsqueeze(1), contexts.unsqueeze(1), values.unsqueeze(1)
 

@@ -10,11 +10,11 @@ from collections.abc import MutableMapping
 
 import torch
 
-from attnserve_server.devices.compute import Compute
+from attnserve_server.devices.compute import Compute, RowFunction, Rows
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.direct import Direct, Weights, direct_of
 from attnserve_server.layers.positions import Rotation
-from attnserve_server.layers.product import NativeProduct, divides
+from attnserve_server.layers.product import NativeProduct, divides, is_native
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention
@@ -64,6 +64,7 @@ class MultiHead:
             self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
             """The cost of projecting one row."""
             self.project_flops = self.query_flops + self.context_flops
+        self._parallel = is_native(dtype, products)
         self._output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -159,17 +160,21 @@ class MultiHead:
         if contexts is None:
             flops = len(inputs) * self.project_flops
             if self._all is not None:
-                return self.heads(compute.rows(self.project, inputs, *rotations, *key_rotations, flops=flops))
-            return self.heads(*compute.rows(self.project_apart, inputs, *rotations, *key_rotations, flops=flops))
-        queries = compute.rows(self.project_queries, inputs, *rotations, flops=len(inputs) * self.query_flops)
-        keys = compute.rows(self.project_contexts, contexts, *key_rotations, flops=len(contexts) * self.context_flops)
+                return self.heads(self._rows(compute, self.project, inputs, *rotations, *key_rotations, flops=flops))
+            return self.heads(*self._rows(compute, self.project_apart, inputs, *rotations, *key_rotations, flops=flops))
+        flops, of_contexts = len(inputs) * self.query_flops, len(contexts) * self.context_flops
+        queries = self._rows(compute, self.project_queries, inputs, *rotations, flops=flops)
+        keys = self._rows(compute, self.project_contexts, contexts, *key_rotations, flops=of_contexts)
         return self.heads(queries, keys)
 
     def finish_batch(self, compute: Compute, attended: torch.Tensor) -> torch.Tensor:
         """The outputs of a batch."""
         if self._output is None:
             return attended
-        return compute.rows(self.finish, attended, flops=len(attended) * self.finish_flops)
+        return self._rows(compute, self.finish, attended, flops=len(attended) * self.finish_flops)
+
+    def _rows(self, compute: Compute, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
+        return compute.rows(function, *tensors, flops=flops, parallel=self._parallel)
 
 
 def _heads(rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """The product of rows with one weight, y = x W^T + b, by what is fastest at it where the process runs.
 
-float32, float16 and mostly bfloat16 are multiplied by the native library, where there is one: for some tens of rows it
-takes half the time of MKL, for which torch packs the weight anew each time, and a row's bits depend on nothing else. It
-reads the weight in a format of its own, made when a layer is loaded; the original is not kept. Half precision takes it
-no longer than float32, with half of the memory to read. bfloat16 is left to processors with instructions for it where
-oneDNN makes use of them: with AMX, and on AMD with AVX-512.
+float32, float16 and mostly bfloat16 are multiplied by the native library, where there is one: for few rows it is faster
+than MKL, for which torch packs the weight anew each time, and a row's bits depend on nothing else. It reads the weight
+in a format of its own, made when a layer is loaded; the original is not kept. Half precision takes it up to a fifth
+longer than float32, and less where reading the weight is most of the work (`python -m benchmarks.products`). bfloat16
+is left to oneDNN where that has instructions for it: with AMX, and on AMD with AVX-512.
 
 torch multiplies with MKL, which takes its AVX2 path on non-Intel processors. oneDNN, which torch includes too, uses all
 their instructions: on a Zen 5 it takes 40 % of the time. It also wants the weight in its own format; `packs` says for
@@ -47,7 +47,7 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
     """The product with a weight [outputs, inputs], whose inputs are a multiple of WIDTH (`projection`), by `products`
     if they support it. If the weight is packed, the original is not kept.
     """
-    if products is not None and is_native(weight.dtype):
+    if products is not None and is_native(weight.dtype, products):
         return NativeProduct(products, PackedWeight.of(weight, bias), len(weight))
     if _is_packed(weight):
         return _OneDnnProduct(weight, bias)
@@ -56,16 +56,18 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
 
 def divides(weight: torch.Tensor, products: Products | None) -> bool:
     """Whether the product with a weight can be divided by `part`; otherwise the weight is packed for one product."""
-    return (products is not None and is_native(weight.dtype)) or not _is_packed(weight)
+    return is_native(weight.dtype, products) or not _is_packed(weight)
 
 
-def is_native(dtype: torch.dtype) -> bool:
-    """Whether the native library, where there is one, multiplies weights of a dtype."""
-    return dtype in DTYPES and (dtype != torch.bfloat16 or not (packs(dtype) or has_amx()))
+def is_native(dtype: torch.dtype, products: Products | None) -> bool:
+    """Whether `products` multiply weights of a dtype."""
+    if products is None or dtype not in DTYPES:
+        return False
+    return dtype != torch.bfloat16 or not (packs(dtype) or has_amx())
 
 
 class NativeProduct:
-    """A product by the native library, which divides that of few rows with a wide weight among the device's threads."""
+    """A product by the native library, divided among the device's threads if the calling one has their help."""
 
     def __init__(self, products: Products, weight: PackedWeight, outputs: int) -> None:
         self._products, self.weight, self._outputs = products, weight, outputs

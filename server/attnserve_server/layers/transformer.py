@@ -24,6 +24,7 @@ from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.product import is_native
 from attnserve_server.layers.resident import Residents, attend_residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import LayerSpecification, Transformer
@@ -51,6 +52,7 @@ class TransformerLayer:
             for number in range(architecture.blocks)
             for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute.products)
         ]
+        self._parallel = is_native(self._dtype, compute.products)
         norm = architecture.final_norm
         self._final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
 
@@ -101,6 +103,7 @@ class TransformerLayer:
                 *given,
                 *queries,
                 flops=batch.inputs.rows * (flops + step.enter_flops),
+                parallel=self._parallel,
             )
             projected_contexts = None
             if step.crossed and contexts is not None:
@@ -109,6 +112,7 @@ class TransformerLayer:
                     contexts,
                     *key_rotations,
                     flops=len(contexts) * step.attention.context_flops,
+                    parallel=self._parallel,
                 )
             heads = step.attention.heads(projected, projected_contexts)
             if residents is None or step.crossed:
@@ -118,7 +122,8 @@ class TransformerLayer:
                 attended = attend_residents(compute, *heads, batch, residents, block, step.attention.scoring, window)
                 block += 1
             leave, given, flops = step.leave, (rows, attended), step.leave_flops
-        rows = compute.rows(partial(self._end, leave), *given, flops=batch.inputs.rows * flops)
+        flops *= batch.inputs.rows
+        rows = compute.rows(partial(self._end, leave), *given, flops=flops, parallel=self._parallel)
         return [LayerOutput(output) for output in batch.unpack(rows)]
 
     def _batch(self, inputs: Sequence[LayerInput]) -> Batch:

@@ -67,7 +67,8 @@ struct piece {
     int64_t finite;         /* output: 0 if the attention has any NaN or infinity: then `to` has no meaning */
 };
 
-/* Multi-head self-attention of sequences, with its weights. All of it has one dtype, what it computes in between, too. */
+/* Multi-head self-attention of sequences, with its weights. Rows, weights, and the heads in between have one dtype;
+   each step computes in float32 and rounds its results to that. */
 struct multi_head {
     struct product project; /* to the heads' queries, keys and values, which begin at these columns */
     int64_t query_column, key_column, value_column;

@@ -45,7 +45,7 @@ INLINE void vstore_f16(uint16_t *p, vec x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; NaN stays NaN */
-    x = vselect(vnan(x), vset(NAN), x); /* without bits that rounding would carry from */
+    x = vselect(vnan(x), vset(NAN), x); /* some of its bits would carry */
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));

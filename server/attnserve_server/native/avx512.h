@@ -42,7 +42,7 @@ INLINE void vstore_f16(uint16_t *p, vec x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 INLINE void vstore_bf16(uint16_t *p, vec x) { /* to the nearest, ties to even; NaN stays NaN */
-    x = vselect(vnan(x), vset(NAN), x); /* without bits that rounding would carry from */
+    x = vselect(vnan(x), vset(NAN), x); /* some of its bits would carry */
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

@@ -1,10 +1,10 @@
 /* Numbers of any dtype at any address, as vectors of floats; and functions of vectors.
 
-   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vnan is set for NaN; vselect(mask, a, b) is
-   a where the mask is set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0; vtranspose
-   turns V vectors of rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each of 8, vtops
-   the maximum of each of 8, all in the same order; vpower(a) is 2^(b - 127), or 0 for b = 0, where b is the number in
-   the last 9 bits of a, below 255. */
+   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vnan is set for NaN; vselect(mask, a, b)
+   is a where the mask is set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0;
+   vtranspose turns V vectors of rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each
+   of 8, vtops the maximum of each of 8, all in the same order; vpower(a) is 2^(b - 127), or 0 for b = 0, where b is the
+   number in the last 9 bits of a, below 255. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -101,7 +101,7 @@ INLINE const void *element(const void *base, int64_t dtype, int64_t index) {
     return (const char *)base + index * bytes_of(dtype);
 }
 
-/* V elements of a dtype. */
+/* V elements of a dtype, as floats. */
 INLINE vec vload_as(const void *from, int64_t dtype) {
     return dtype == FLOAT32 ? vload(from) : dtype == FLOAT16 ? vload_f16(from) : vload_bf16(from);
 }

@@ -31,7 +31,7 @@ static float *floats(int64_t count) {
     return aligned_alloc(64, (size_t)(count * sizeof(float) + 63) / 64 * 64 + 64);
 }
 
-static char *elements(int64_t count, int64_t dtype) {
+static char *allocated(int64_t count, int64_t dtype) {
     return (char *)floats((count * bytes_of(dtype) + 3) / 4);
 }
 

@@ -12,8 +12,8 @@ int64_t MULTI_HEAD(const struct multi_head *layer, struct piece *pieces, int64_t
     if (!starts || !calls) goto end;
     for (int64_t i = 0; i < count; i++) starts[i] = rows, rows += pieces[i].rows;
     starts[count] = rows;
-    projected = elements(rows * project->outputs, dtype);
-    if (output->weight) attended = elements(rows * width, dtype);
+    projected = allocated(rows * project->outputs, dtype);
+    if (output->weight) attended = allocated(rows * width, dtype);
     if (!projected || (output->weight && !attended)) goto end;
     int64_t bytes = bytes_of(dtype), across = project->outputs * bytes;
     struct side inputs = {.pieces = pieces, .starts = starts, .count = count, .stride = project->inputs * bytes};

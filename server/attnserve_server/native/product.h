@@ -71,8 +71,8 @@ static void arrange(char *const *rows, int64_t dtype, int64_t count, int64_t inp
     }
 }
 
-/* Adds the products of n inputs to outputs, or to the bias if it begins them. `apart` is the step from the weights of one
-   vector of columns to those of the next, in elements of their dtype. */
+/* Adds the products of n inputs to outputs, or to the bias if it begins them. `apart` is the step from the weights of
+   one vector of columns to those of the next, in elements of their dtype. */
 INLINE void multiply_block(int64_t dtype, int rows, int vectors, const float *left, const void *weight, int64_t apart,
                            int64_t n, float *const *to, int begins, const float *bias) {
     vec sums[BLOCK_ROWS][2];
@@ -134,7 +134,7 @@ struct multiplication {
 };
 
 /* A thread's own memory. The last two are NULL if the product is of floats, which need neither. */
-struct desk {
+struct scratch {
     float *left;            /* the inputs of a unit's rows, arranged block by block */
     float *wide;            /* [STEP_PANELS, DEPTH, PANEL]: a part of the weight */
     float *sums;            /* [PRODUCT_ROWS, STEP_PANELS * PANEL]: outputs that are not complete */
@@ -154,10 +154,10 @@ static const float *widened(const struct product *product, int64_t at, int64_t p
     return wide;
 }
 
-/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. The desk has room for the rows, or holds
+/* Computes rows from `first` up to `last`, in panels from `begin` up to `end`. Scratch has room for the rows, or holds
    them already, if they are `arranged`. */
 static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
-                          const struct desk *desk, int arranged) {
+                          const struct scratch *scratch, int arranged) {
     const struct product *product = work->product;
     char *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
     float *sums[PRODUCT_ROWS];
@@ -167,23 +167,23 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
     find_rows(&work->to, first, rows, to);
     for (int64_t b = 0; b < blocks && !arranged; b++) {
         int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-        arrange(from + top, dtype, bottom - top, inputs, desk->left + b * inputs * V);
+        arrange(from + top, dtype, bottom - top, inputs, scratch->left + b * inputs * V);
     }
     for (int64_t at = begin; at < end; at += STEP_PANELS) {
         int64_t panels = least(STEP_PANELS, end - at), vectors = panels * (PANEL / V);
         const float *bias = product->bias ? product->bias + at * PANEL : NULL;
         for (int64_t r = 0; r < rows; r++)
-            sums[r] = dtype == FLOAT32 ? (float *)to[r] + at * PANEL : desk->sums + r * STEP_PANELS * PANEL;
+            sums[r] = dtype == FLOAT32 ? (float *)to[r] + at * PANEL : scratch->sums + r * STEP_PANELS * PANEL;
         for (int64_t depth = 0; depth < inputs; depth += DEPTH) {
             int64_t n = least(DEPTH, inputs - depth), panel = inputs * PANEL, read_as = dtype;
             const void *weight = element(product->weight, dtype, (at * inputs + depth) * PANEL);
             if (dtype != FLOAT32 && blocks > DIRECT_BLOCKS) {
-                weight = widened(product, at, panels, depth, n, desk->wide);
+                weight = widened(product, at, panels, depth, n, scratch->wide);
                 panel = DEPTH * PANEL, read_as = FLOAT32;
             }
             for (int64_t b = 0; b < blocks; b++) {
                 int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-                multiply_rows(read_as, bottom - top, vectors, desk->left + (b * inputs + depth) * V, weight,
+                multiply_rows(read_as, bottom - top, vectors, scratch->left + (b * inputs + depth) * V, weight,
                               (int)V == PANEL ? panel : V, n, sums + top, depth == 0, bias);
             }
         }
@@ -202,26 +202,26 @@ static int64_t rows_of_unit(const struct product *product) {
 static void multiply_units(void *all) {
     struct multiplication *work = all;
     int64_t blocks = (rows_of_unit(work->product) + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    struct desk desk = {floats(blocks * work->product->inputs * V), NULL, NULL};
+    struct scratch scratch = {floats(blocks * work->product->inputs * V), NULL, NULL};
     int half = work->product->dtype != FLOAT32;
     if (half) {
-        desk.wide = floats(STEP_PANELS * DEPTH * PANEL);
-        desk.sums = floats(PRODUCT_ROWS * STEP_PANELS * PANEL);
+        scratch.wide = floats(STEP_PANELS * DEPTH * PANEL);
+        scratch.sums = floats(PRODUCT_ROWS * STEP_PANELS * PANEL);
     }
-    if (!desk.left || (half && (!desk.wide || !desk.sums))) goto end;
+    if (!scratch.left || (half && (!scratch.wide || !scratch.sums))) goto end;
     int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit, last = -1;
     __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
     while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
         int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;
         multiply_unit(work, work->rows * group / work->row_groups, work->rows * (group + 1) / work->row_groups,
-                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, &desk,
+                      panels * part / work->panel_groups, panels * (part + 1) / work->panel_groups, &scratch,
                       group == last);
         last = group;
     }
 end:
-    free(desk.left);
-    free(desk.wide);
-    free(desk.sums);
+    free(scratch.left);
+    free(scratch.wide);
+    free(scratch.sums);
 }
 
 /* Returns 0 if there was no memory. */

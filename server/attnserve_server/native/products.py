@@ -71,7 +71,11 @@ class Products:
         self._threads_for = threads_for
 
     def multiply(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
-        """[n, inputs] to [n, outputs], both of the weight's dtype. Raises MemoryError."""
+        """[n, inputs] to [n, outputs], both of the weight's dtype. Raises ValueError for other rows; MemoryError."""
+        if rows.dtype != weight.dtype or rows.shape[1] != weight.inputs:
+            raise ValueError(
+                f"rows: expected {weight.inputs} columns of {weight.dtype}, got {rows.shape[1]} of {rows.dtype}"
+            )
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         count = len(rows)

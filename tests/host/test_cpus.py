@@ -1,0 +1,30 @@
+"""What processors are, read from a description like the kernel's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnserve_server.host.cpus import has_amx, is_amd
+
+DESCRIPTION = "processor\t: 0\nvendor_id\t: {}\nmodel name\t: AuthenticAMD amx_bf16\nflags\t\t: fpu avx512f {}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "amd", "amx"),
+    [
+        ("AuthenticAMD", "avx512_bf16", True, False),
+        ("GenuineIntel", "avx512_bf16 amx_bf16 amx_tile", False, True),
+        ("GenuineIntel", "avx512_bf16 amx_int8", False, False),
+    ],
+)
+def test_vendor_and_instructions(tmp_path: Path, vendor: str, flags: str, amd: bool, amx: bool) -> None:
+    description = tmp_path / "cpuinfo"
+    description.write_text(2 * DESCRIPTION.format(vendor, flags))
+    assert (is_amd(description), has_amx(description)) == (amd, amx)
+
+
+def test_where_nothing_is_described(tmp_path: Path) -> None:
+    assert not is_amd(tmp_path / "cpuinfo")
+    assert not has_amx(tmp_path / "cpuinfo")
