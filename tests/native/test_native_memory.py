@@ -20,6 +20,12 @@ def test_what_lies_beside_inputs_is_never_read() -> None:
     run("guarded.py", library.PATH, 300)
 
 
+@needs_native
+def test_without_memory_a_product_is_refused() -> None:
+    """Again and again: were anything kept of what it did get, there would soon be no room for a small one."""
+    run("no_memory.py", library.PATH, 1000)
+
+
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library built with the sanitizers for addresses and for undefined behaviour."""
