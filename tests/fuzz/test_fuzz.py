@@ -52,9 +52,10 @@ def test_a_server_under_any_bytes(channel: grpc.Channel) -> None:
 
 
 @settings(max_examples=4 * settings().max_examples)
-@given(random=st.randoms(use_true_random=False), method=st.sampled_from(FEW))
-def test_any_rpc_under_mutations(channel: grpc.Channel, random: Random, method: str) -> None:
-    attack = Attack(channel, random)
+@given(seed=st.integers(0, 2**64 - 1), method=st.sampled_from(FEW))
+def test_any_rpc_under_mutations(channel: grpc.Channel, seed: int, method: str) -> None:
+    """A seed is all that hypothesis draws: what follows depends on the names that the server gives to caches, too."""
+    attack = Attack(channel, Random(seed))
     attack.send(method, attack.input(method))
 
 
