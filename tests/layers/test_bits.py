@@ -16,6 +16,7 @@ from attnserve_server.layers import product
 from attnserve_server.layers.layer import Layer, LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import (
+    Activation,
     Architecture,
     Dtype,
     Embedding,
@@ -73,6 +74,25 @@ ARCHITECTURES: dict[str, Architecture] = {
             pre_norm=True,
         ),
         final_norm=RMS,
+    ),
+    "whole vectors": Transformer(
+        blocks=2,
+        block=make.block(
+            64,
+            1,
+            self_attention=make.attention(64, 1, head_dim=64, causal=True, rotary=Rotary(width=64)),
+            feed_forward=FeedForward(width=64, hidden=192, activation="gelu", gated=True),
+            norm=Norm(kind="rms", width=64, epsilon=1e-6, bias=False),
+            pre_norm=True,
+        ),
+        embedding=Embedding(width=64, vocabulary=50, sinusoidal=True),
+        final_norm=Norm(kind="layer", width=64, epsilon=1e-5),
+    ),
+    "whole vectors, crossed": Transformer(
+        blocks=1,
+        block=make.block(
+            128, 2, crossed=True, feed_forward=FeedForward(width=128, hidden=64, activation="gelu_tanh"), pre_norm=True
+        ),
     ),
 }
 
@@ -168,6 +188,17 @@ def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, leng
     small = make.packed(make.random_rows(5, 128, 0, dtype))
     assert layers[1].flops([5], None, small.options) < SPLIT_FLOPS < layers[1].flops([700], None, small.options)
     assert_batch_invariant(layers, [small, *requests, small])
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_single_rows(devices: Devices, activation: Activation, gated: bool, dtype: Dtype) -> None:
+    """For what is contiguous, as any part of a single row is, torch has other code."""
+    feed_forward = FeedForward(width=64, hidden=2048, activation=activation, gated=gated)
+    architecture = Transformer(blocks=1, block=make.block(64, 2, feed_forward=feed_forward))
+    rows = [make.packed(make.random_rows(length, 64, length, dtype)) for length in (1, 3, 1, 2)]
+    assert_batch_invariant(layers_of(architecture, devices, dtype), rows)
 
 
 @EVERY_DTYPE

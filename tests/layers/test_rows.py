@@ -16,7 +16,7 @@ from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.projection import Projection
-from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import Dtype
 
 
@@ -46,15 +46,23 @@ def numbered(request: int, lengths: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float32).view(-1, 3)
 
 
-@given(requests=batches())
-def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput]) -> None:
+@pytest.mark.parametrize(
+    ("native", "widths", "multiple"),
+    [(True, [64, 192], 1), (True, [], 1), (True, [64, 96], ROWS), (False, [64], ROWS), (False, [], ROWS)],
+)
+def test_what_batches_are_padded_to(native: bool, widths: list[int], multiple: int) -> None:
+    assert multiple_of(native, widths) == multiple
+
+
+@given(requests=batches(), multiple=st.sampled_from((1, ROWS)))
+def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput], multiple: int) -> None:
     own = [kind for each in requests for kind in kinds_of(each, False, (-1, -1), own_keys=True)]
     crossed = [kind for each in requests for kind in kinds_of(each, False, (-1, -1))]
-    batch = Batch(requests, own, crossed)
+    batch = Batch(requests, own, crossed, multiple=multiple)
     assert batch.contexts is not None
     inputs, contexts = batch.pack_inputs(), batch.pack_contexts()
     assert inputs.shape == (batch.inputs.rows, 3)
-    assert batch.inputs.rows % ROWS == 0 <= batch.inputs.rows - batch.inputs.total < ROWS
+    assert batch.inputs.rows % multiple == 0 <= batch.inputs.rows - batch.inputs.total < multiple
     assert (inputs[batch.inputs.total :] == 0).all()
     for request, rows in zip(requests, batch.unpack(inputs), strict=True):
         assert torch.equal(rows, request.input)
@@ -91,17 +99,20 @@ def test_positions_count_from_each_sequences_offset(requests: list[LayerInput]) 
         assert positions.tolist() == expected
 
 
-@given(blocks=st.integers(0, 200), threads=st.integers(1, 9))
-def test_ranges_of_rows(blocks: int, threads: int) -> None:
-    ranges = list(chunks(blocks * ROWS, threads))
-    assert [row for each in ranges for row in range(each.start, each.stop)] == list(range(blocks * ROWS))
-    lengths = [each.stop - each.start for each in ranges]
-    assert all(0 < length <= MAX_ROWS and length % ROWS == 0 for length in lengths)
+@given(blocks=st.integers(0, 200), short=st.integers(0, ROWS - 1), threads=st.integers(1, 9))
+def test_ranges_of_rows(blocks: int, short: int, threads: int) -> None:
+    """Of any number of rows: the last block may be `short` of some."""
+    rows = max(0, blocks * ROWS - short)
+    ranges = list(chunks(rows, threads))
+    assert [row for each in ranges for row in range(each.start, each.stop)] == list(range(rows))
+    assert all(each.start % ROWS == 0 for each in ranges)
+    lengths = [-(-(each.stop - each.start) // ROWS) * ROWS for each in ranges]
+    assert all(0 < length <= MAX_ROWS for length in lengths)
     assert max(lengths, default=0) - min(lengths, default=0) <= ROWS
     assert len(ranges) % threads == 0 or len(ranges) == blocks
 
 
-@pytest.mark.parametrize("rows", [0, 16, 512, 528, 1600])
+@pytest.mark.parametrize("rows", [0, 1, 16, 40, 512, 528, 1600])
 @pytest.mark.parametrize("flops", [0, SPLIT_FLOPS])
 def test_row_functions_of_one_and_of_several_results(devices: dict[int, CpuDevice], rows: int, flops: int) -> None:
     tensors = make.random_rows(rows, 5, 0), torch.arange(rows)

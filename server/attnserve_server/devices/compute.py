@@ -19,7 +19,8 @@ RowFunction: TypeAlias = Callable[..., Rows]
 """Tensors of n rows in, tensors of n rows out; each output row depends only on the same row of the inputs."""
 
 ROWS = 16
-"""Row counts are multiples of this; the padding rows at the end have no meaning.
+"""Row counts are multiples of this, but for layers that need no padding (`layers/rows.multiple_of`). The padding rows
+at the end have no meaning.
 
 On a CPU, torch multiplies matrices in another order for some row counts, and computes the elements after an array's
 last whole vector with other instructions. With multiples of 16 rows, at most MAX_ROWS of them and packed, a row's bits
@@ -86,8 +87,8 @@ class Compute(Protocol):
         """
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int, parallel: bool = False) -> Rows:
-        """`function(*tensors)`; all tensors have the same number of rows, a multiple of ROWS. `flops` is its cost;
-        `parallel` says that its products divide themselves among the device's threads.
+        """`function(*tensors)`; all tensors have the same number of rows. `flops` is its cost; `parallel` says that its
+        products divide themselves among the device's threads.
         """
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
@@ -128,8 +129,10 @@ def shares(costs: Sequence[int], threads: int) -> list[list[int]]:
 
 
 def chunks(rows: int, threads: int) -> Iterator[slice]:
-    """Ranges of multiples of ROWS rows, none above MAX_ROWS, in a number that keeps all threads equally busy."""
-    blocks, count = rows // ROWS, -(-rows // MAX_ROWS)
+    """Ranges of rows, all but the last of multiples of ROWS and none above MAX_ROWS, in a number that keeps all threads
+    equally busy.
+    """
+    blocks, count = -(-rows // ROWS), -(-rows // MAX_ROWS)
     count = min(-(-count // threads) * threads, blocks)
     for place in range(count):
-        yield slice(blocks * place // count * ROWS, blocks * (place + 1) // count * ROWS)
+        yield slice(blocks * place // count * ROWS, min(rows, blocks * (place + 1) // count * ROWS))

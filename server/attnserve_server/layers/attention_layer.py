@@ -73,7 +73,7 @@ class AttentionLayer:
         architecture, attention, compute = self._architecture, self._attention, self._compute
         alibi = attention.scoring.alibi_slopes is not None
         kinds = [kinds_of(each, architecture.causal, architecture.window, alibi=alibi) for each in requests]
-        batch = Batch(requests, [kind for of_one in kinds for kind in of_one])
+        batch = Batch(requests, [kind for of_one in kinds for kind in of_one], multiple=attention.multiple)
         contexts = batch.pack_contexts() if crossed else None
         heads = attention.project_batch(compute, batch, batch.pack_inputs(), contexts)
         attended = attend_stacks(compute, *heads, batch.stacks(0, batch.contexts or batch.inputs), attention.scoring)

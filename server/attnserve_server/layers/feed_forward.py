@@ -54,5 +54,6 @@ class FeedForwardRows:
         hidden = self._up(rows)
         if self._gated:
             gate, up = hidden.chunk(2, 1)
-            return self._down(self._activation(gate) * up)
+            # For some activations torch has other code for what is contiguous, as the gate of a single row is.
+            return self._down(self._activation(gate.contiguous()) * up)
         return self._down(self._activation(hidden))

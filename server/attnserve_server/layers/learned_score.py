@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 
 import torch
 
-from attnserve_server.devices.compute import Compute
+from attnserve_server.devices.compute import ROWS, Compute
 from attnserve_server.kernels import AdditiveScore, GeneralScore, math
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.multi_head import Heads
@@ -41,6 +41,8 @@ class LearnedScoreHead:
             pair_flops=2 * (width + specification.outputs),
             score=score,
         )
+        self.multiple = ROWS
+        """What batches must have a multiple of rows of."""
         self._value, self._parallel = None, False
         if specification.value:
             value, bias = parameters.pop("value.weight"), parameters.pop("value.bias", None)

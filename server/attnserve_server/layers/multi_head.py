@@ -16,7 +16,7 @@ from attnserve_server.layers.direct import Direct, Weights, direct_of
 from attnserve_server.layers.positions import Rotation
 from attnserve_server.layers.product import NativeProduct, divides, is_native
 from attnserve_server.layers.projection import Linear, Projection
-from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import Attention
 from attnserve_server.native.products import Products
 
@@ -65,6 +65,10 @@ class MultiHead:
             """The cost of projecting one row."""
             self.project_flops = self.query_flops + self.context_flops
         self._parallel = is_native(dtype, products)
+        self.elementwise = () if specification.rotary is None else (specification.rotary.width,)
+        """The widths of rows of elementwise functions."""
+        self.multiple = multiple_of(self._parallel, self.elementwise)
+        """What batches must have a multiple of rows of."""
         self._output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32

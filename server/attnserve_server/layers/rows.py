@@ -2,15 +2,15 @@
 
 A batch is a list of `LayerInput`, each with any number of sequences. Here they are put into one order, in which
 sequences that can share a kernel call are adjacent, packed without padding except for the last rows, which fill up the
-number of rows to what `devices/compute.py` asks for; and afterwards each request gets its own rows back.
+number of rows to what `multiple_of` asks for; and afterwards each request gets its own rows back.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -39,14 +39,27 @@ class Kind(NamedTuple):
     bias: tuple[int, bool, bool] | None = None
 
 
-class Packing:
-    """Where sequences of these lengths lie, end to end, in a multiple of ROWS rows."""
+WHOLE: Final = 64
+"""torch's elementwise functions take no more elements at a time than this, two of the longest vectors in half
+precision: in rows whose widths are multiples of it, none is left over, to be computed by other instructions.
+"""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+
+def multiple_of(native: bool, widths: Iterable[int]) -> int:
+    """What a batch's number of rows must be a multiple of, so that a row's bits depend on that row alone: 1 if products
+    are native and elementwise functions compute rows of these `widths`, multiples of WHOLE; else ROWS.
+    """
+    return 1 if native and all(width % WHOLE == 0 for width in widths) else ROWS
+
+
+class Packing:
+    """Where sequences of these lengths lie, end to end, in a multiple of some number of rows."""
+
+    def __init__(self, lengths: Sequence[int], multiple: int = ROWS) -> None:
         self.lengths = list(lengths)
         self.starts = list(itertools.accumulate(self.lengths, initial=0))
         self.total = self.starts.pop()
-        self.rows = -(-self.total // ROWS) * ROWS
+        self.rows = -(-self.total // multiple) * multiple
 
     def positions(self, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
         """int64 [rows]: the position of each row, if the first row of a sequence is at its offset."""
@@ -84,23 +97,23 @@ class Stack:
 class Batch:
     """Requests that a layer computes together.
 
-    `kinds` has the kind of each sequence, in the order of the requests, for each of the layer's attentions with
-    different keys (self-attention, cross-attention): sequences of equal first kind are adjacent, and among these those
-    of equal second kind.
+    Their rows are padded to a `multiple` (`multiple_of`). `kinds` has the kind of each sequence, in the order of the
+    requests, for each of the layer's attentions with different keys (self-attention, cross-attention): sequences of
+    equal first kind are adjacent, and among these those of equal second kind.
     """
 
-    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind]) -> None:
+    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind], multiple: int = ROWS) -> None:
         self._requests = inputs
         sequences = [(request, n) for request, each in enumerate(inputs) for n in range(len(each.lengths))]
         self._order = _order(kinds, len(sequences))
         self._is_ordered = self._order == list(range(len(sequences)))
         self._places = [sequences[place] for place in self._order]
         self._kinds = [[of_one[place] for place in self._order] for of_one in kinds]
-        self.inputs = Packing([inputs[request].lengths[n] for request, n in self._places])
+        self.inputs = Packing([inputs[request].lengths[n] for request, n in self._places], multiple)
         self.contexts: Packing | None = None
         if inputs and inputs[0].context_lengths is not None:
             lengths = [each.context_lengths or [] for each in inputs]
-            self.contexts = Packing([lengths[request][n] for request, n in self._places])
+            self.contexts = Packing([lengths[request][n] for request, n in self._places], multiple)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """int64 [rows]: the position of each row of the inputs; sequences without an offset begin at 0."""

@@ -26,7 +26,7 @@ from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.product import is_native
 from attnserve_server.layers.resident import Residents, attend_residents
-from attnserve_server.layers.rows import Batch
+from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import LayerSpecification, Transformer
 
 
@@ -53,6 +53,11 @@ class TransformerLayer:
             for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute.products)
         ]
         self._parallel = is_native(self._dtype, compute.products)
+        block = architecture.block
+        widths = {block.self_attention.inputs, block.feed_forward.hidden}
+        self._multiple = multiple_of(
+            self._parallel, widths.union(*(step.attention.elementwise for step in self._steps))
+        )
         norm = architecture.final_norm
         self._final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
 
@@ -134,7 +139,7 @@ class TransformerLayer:
         if cross is not None:
             unmasked = [replace(each, mask=None) for each in inputs]
             kinds.append([kind for each in unmasked for kind in kinds_of(each, cross.causal, cross.window)])
-        return Batch(inputs, *kinds)
+        return Batch(inputs, *kinds, multiple=self._multiple)
 
     def _rotations(self, batch: Batch, crossed: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Rotations of queries (and of self-attention's keys, at the same positions), and of a context's keys."""
