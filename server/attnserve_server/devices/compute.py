@@ -19,7 +19,7 @@ RowFunction: TypeAlias = Callable[..., Rows]
 """Tensors of n rows in, tensors of n rows out; each output row depends only on the same row of the inputs."""
 
 ROWS = 16
-"""Row counts are multiples of this, but for layers that need no padding (`layers/rows.multiple_of`). The padding rows
+"""Row counts are multiples of this, except in layers that need no padding (`layers/rows.multiple_of`). The padding rows
 at the end have no meaning.
 
 On a CPU, torch multiplies matrices in another order for some row counts, and computes the elements after an array's

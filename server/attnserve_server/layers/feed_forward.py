@@ -12,9 +12,15 @@ from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.specification import Activation, FeedForward
 from attnserve_server.native.products import Products
 
+
+def _gelu(rows: torch.Tensor) -> torch.Tensor:
+    """For what is contiguous, as the gate of a single row always is, torch has another implementation."""
+    return gelu(rows.contiguous())
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": relu,
-    "gelu": gelu,
+    "gelu": _gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "silu": silu,
 }
@@ -54,6 +60,5 @@ class FeedForwardRows:
         hidden = self._up(rows)
         if self._gated:
             gate, up = hidden.chunk(2, 1)
-            # For some activations torch has other code for what is contiguous, as the gate of a single row is.
-            return self._down(self._activation(gate.contiguous()) * up)
+            return self._down(self._activation(gate) * up)
         return self._down(self._activation(hidden))

@@ -41,7 +41,8 @@ class Kind(NamedTuple):
 
 WHOLE: Final = 64
 """torch's elementwise functions take no more elements at a time than this, two of the longest vectors in half
-precision: in rows whose widths are multiples of it, none is left over, to be computed by other instructions.
+precision: in rows whose widths are multiples of it, none is left over, to be computed by other instructions. (Of a
+rotation, half the width passes through sine and cosine, in float64; all else in it is rounded exactly either way.)
 """
 
 
