@@ -91,7 +91,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "whole vectors, crossed": Transformer(
         blocks=1,
         block=make.block(
-            128, 2, crossed=True, feed_forward=FeedForward(width=128, hidden=64, activation="gelu_tanh"), pre_norm=True
+            128,
+            2,
+            crossed=True,
+            self_attention=make.attention(
+                128, 2, kv_heads=1, head_dim=96, causal=True, rotary=Rotary(width=64, interleaved=True)
+            ),
+            feed_forward=FeedForward(width=128, hidden=64, activation="gelu_tanh"),
+            pre_norm=True,
         ),
     ),
 }
