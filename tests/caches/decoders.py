@@ -18,16 +18,36 @@ WIDE = "wide.toml"
 
 
 def write_mistral(directory: Path) -> Any:
-    """Writes a small random Mistral with a window shorter than the tests' sequences. Returns its module (float64)."""
+    """Writes a small random Mistral with a window shorter than the tests' sequences. Returns its module (float64).
+
+    Another one, `mistral/whole`, has widths of whole vectors: its batches are not padded.
+    """
     torch.manual_seed(5)
+    module, whole = _mistral(24, 40, 16), _mistral(64, 128, 64)
+    module.save_pretrained(directory / "mistral")
+    whole.save_pretrained(directory / "mistral-whole")
+    sections = [
+        f'[[layers]]\nname = "{name}"\nfile = "{file}"\npreset = "llama"\n{more}'
+        for name, file, more in (
+            ("mistral", "mistral", ""),
+            ("mistral/float32", "mistral", 'dtype = "float32"\n'),
+            ("mistral/bfloat16", "mistral", 'dtype = "bfloat16"\n'),
+            ("mistral/whole", "mistral-whole", 'dtype = "float16"\n'),
+        )
+    ]
+    (directory / MISTRAL).write_text("\n".join(sections))
+    return module
+
+
+def _mistral(width: int, hidden: int, head_dim: int) -> Any:
     config = transformers.MistralConfig(
         vocab_size=40,
-        hidden_size=24,
+        hidden_size=width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=40,
+        head_dim=head_dim,
+        intermediate_size=hidden,
         max_position_embeddings=64,
         sliding_window=WINDOW,
         initializer_range=0.2,
@@ -35,14 +55,7 @@ def write_mistral(directory: Path) -> Any:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    module = transformers.MistralModel(config).double().eval()
-    module.save_pretrained(directory / "mistral")
-    sections = [
-        f'[[layers]]\nname = "mistral{suffix}"\nfile = "mistral"\npreset = "llama"\n{more}'
-        for suffix, more in (("", ""), ("/float32", 'dtype = "float32"\n'), ("/bfloat16", 'dtype = "bfloat16"\n'))
-    ]
-    (directory / MISTRAL).write_text("\n".join(sections))
-    return module
+    return transformers.MistralModel(config).double().eval()
 
 
 def write_wide(directory: Path) -> None:

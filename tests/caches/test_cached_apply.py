@@ -154,7 +154,7 @@ def test_a_ragged_batch_of_caches(client: Client, name: str, packed: bool) -> No
         cache.delete()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral/bfloat16"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral/bfloat16", "mistral/whole"])
 def test_batches_change_no_bits(client: Client, name: str) -> None:
     """Many sequences step at once, forks and unrelated ones, beside applications without caches."""
     prefix, steps = torch.randint(VOCABULARY, (9,)), torch.randint(VOCABULARY, (8, 3))
