@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from attnserve import Client
 from attnserve.integrations.transformers import register
@@ -85,10 +85,14 @@ class Recorder:
         self.client = client
         self.calls: list[dict[str, Any]] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    def attend(self, query: Tensor, *states: Tensor, **options: Any) -> Any:
+        """`states` are key and value, or none if they are resident."""
         stated = {name: option for name, option in options.items() if option is not None}
-        self.calls.append(stated | {"query": query, "key": key, "value": value})
-        return self.client.attend(query, key, value, **options)
+        self.calls.append(stated | {"query": query} | dict(zip(("key", "value"), states, strict=bool(states))))
+        return self.client.attend(query, *states, **options)
+
+    def create_cache(self, *sizes: int, **options: Any) -> Any:
+        return self.client.create_cache(*sizes, **options)
 
 
 @pytest.fixture
@@ -125,13 +129,12 @@ def both(model: PreTrainedModel, **inputs: Any) -> tuple[Any, Any]:
     return outputs[0], outputs[1]
 
 
-def generated(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
-    """The tokens found by greedy search with eager attention and through the service."""
-    sequences = []
-    for implementation in ("eager", "attnserve"):
-        model.set_attn_implementation(implementation)
-        sequences.append(model.generate(**inputs, do_sample=False, max_new_tokens=6))
-    return sequences
+def generated(model: PreTrainedModel, cache: Cache | None = None, **inputs: Any) -> list[Tensor]:
+    """The tokens found without sampling with eager attention, and through the service with a cache, if one is given."""
+    model.set_attn_implementation("eager")
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
+    model.set_attn_implementation("attnserve")
+    return [expected, model.generate(**inputs, do_sample=False, max_new_tokens=6, past_key_values=cache)]
 
 
 def tokens(batch: int, length: int) -> Tensor:

@@ -83,7 +83,7 @@ def test_what_caches_shows_of_a_lost_cache_finds_another_server(
     names: dict[str, Any] = {}
     first, *others = snippets("docs/caches.md", server)
     exec(first, names)
-    (lost_cache,) = (code for code in others if "generate" in code.co_names)
+    (lost_cache,) = (code for code in others if "lost" in code.co_names)
     with names["client"]:
         exec(lost_cache, names)
         names["cache"].delete()

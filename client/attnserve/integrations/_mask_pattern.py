@@ -33,14 +33,16 @@ class MaskPattern:
     keys: torch.Tensor | None = None
     """Bool `[B, 1, 1, S]`: which keys may be attended at all."""
 
-    def options(self, query_length: int, kv_length: int) -> dict[str, Any]:
-        """The arguments of `Client.attend` that express this pattern; none for what it does not restrict."""
+    def options(self, query_length: int, kv_length: int, resident: bool = False) -> dict[str, Any]:
+        """The arguments of `Client.attend` that express this pattern; none for what it does not restrict. `resident`:
+        if the keys are those of caches, whose queries are by default the last.
+        """
         options: dict[str, Any] = {}
         if self.window is not None:
             options["window"] = self.window
         if self.causal:
             options["causal"] = True
-        if self.query_offset and (self.causal or self.window is not None):
+        if (self.query_offset or resident) and (self.causal or self.window is not None):
             # An alignment is part of the request's header; an offset is one more tensor.
             if self.causal and self.query_offset == kv_length - query_length and self.kv_lengths is None:
                 options["causal"] = "bottom_right"

@@ -11,6 +11,11 @@
 
 In: a model's calls of its attention and mask functions. Out: calls of `Client.attend`, one per layer.
 
+A model that generates sends the keys and values of all tokens for each new one, unless they are resident:
+
+        with ResidentCache(client, model.config) as cache:
+            model.generate(**inputs, past_key_values=cache)
+
 The results are those of the model's own `eager` attention: a mask, if there is one, decides alone, and neither a
 module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing (those of padding) give 0, where
 eager gives the mean of all values. Models that do not use `AttentionInterface`, MPNet and BLOOM for example, do not
@@ -21,6 +26,7 @@ attention that its weights are asked for: as with `sdpa`, `output_attentions` gi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
@@ -32,8 +38,11 @@ except ImportError as error:
         f"the integration needs torch and transformers: pip install 'attnserve[transformers]' ({error})"
     ) from error
 
-from attnserve import AsyncClient
+from attnserve import AsyncClient, AttentionResult
 from attnserve.integrations._mask_pattern import MaskPattern, recognise
+from attnserve.integrations._resident_cache import ResidentCache, ResidentStates
+
+__all__ = ["ResidentCache", "forward_mask", "register"]
 
 if TYPE_CHECKING:
     from attnserve import Client
@@ -122,9 +131,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One call of a model's attention function.
 
-    `query` is `[B, Hq, Lq, D]`, `key` and `value` are `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. `s_aux` are the sinks,
-    `[Hq]`; `position_bias` is added to the scores. Returns the output `[B, Lq, Hq, Dv]`, contiguous, and the weights
-    `[B, Hq, Lq, S]` if the model was asked for its attentions.
+    `query` is `[B, Hq, Lq, D]`, `key` and `value` are `[B, Hk, S, D]` and `[B, Hk, S, Dv]`, or stand for such in a
+    `ResidentCache`. `s_aux` are the sinks, `[Hq]`; `position_bias` is added to the scores. Returns the output
+    `[B, Lq, Hq, Dv]`, contiguous, and the weights `[B, Hq, Lq, S]` if the model was asked for its attentions.
     """
     if dropout and module.training:
         raise ValueError(f"attnserve has no dropout, and the model asks for {dropout}: call model.eval() first")
@@ -136,24 +145,31 @@ def _attend(
     if others.get("sinks") is not None:
         raise NotImplementedError("attnserve takes one sink per head, and the model gives one per query")
 
-    query, key, value = _alike(query, key, value)
-    options = _mask_options(mask, query.shape[2], key.shape[2])
+    resident = key.layer if isinstance(key, ResidentStates) else None
+    kv_length = key.shape[2]
+    options = _mask_options(mask, query.shape[2], kv_length, resident is not None)
     if mask is None and is_causal and query.shape[2] > 1:
-        options["causal"] = True
+        options["causal"] = "top_left"
     if position_bias is not None:
         options["bias"] = position_bias if "bias" not in options else position_bias + options["bias"]
 
+    batch = max(tensor.shape[0] for tensor in (query, key, value))
+    attend: Callable[..., AttentionResult[torch.Tensor]] = client.attend
+    if resident is None:
+        query, *states = _alike(batch, query, key, value)
+    else:
+        attend = resident.attend
+        query, *states = _alike(batch, query, *resident.take(kv_length))
     # Keys and values are most of what is sent. From a projection they come with the length first, from a cache with
     # the heads first; sent as they are, they need not be copied.
-    length_first = not key.is_contiguous() and key.transpose(1, 2).is_contiguous()
+    length_first = any(not key.is_contiguous() and key.transpose(1, 2).is_contiguous() for key in states[:1])
     if length_first:
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query, *states = (tensor.transpose(1, 2) for tensor in (query, *states))
     config = getattr(module, "config", None)
     wants_weights = others.get("output_attentions", getattr(config, "output_attentions", False))
-    result = client.attend(
+    result = attend(
         query,
-        key,
-        value,
+        *states,
         layout="length_first" if length_first else "heads_first",
         scale=scaling,
         softcap=softcap,
@@ -165,24 +181,25 @@ def _attend(
     return output.contiguous(), result.scores
 
 
-def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _alike(batch: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Query, key and value in the dtype in which autocast computes attention, with one batch size."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         tensors = tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
-    batch = max(tensor.shape[0] for tensor in tensors)
     # A model with learned queries has one set of them for the whole batch.
     return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
 
 
-def _mask_options(mask: torch.Tensor | None, query_length: int, kv_length: int) -> dict[str, Any]:
-    """The arguments of `Client.attend` that express a model's mask."""
+def _mask_options(
+    mask: torch.Tensor | None, query_length: int, kv_length: int, resident: bool = False
+) -> dict[str, Any]:
+    """The arguments of `Client.attend` that express a model's mask; `resident` if the keys are those of caches."""
     if mask is None:
         return {}
     known: _Known | None = getattr(mask, _MADE_FROM, None)
     if known is not None and mask._version == known.version:
         if known.pattern is not None and mask.shape[2:] == (query_length, kv_length):
-            return known.pattern.options(query_length, kv_length)
+            return known.pattern.options(query_length, kv_length, resident)
         mask = known.allowed
     # A mask that is longer than the keys is for a cache with room to grow.
     mask = mask[..., :kv_length]

@@ -1,0 +1,105 @@
+"""The sequences of a batch, each in a resident cache of its own, that are used together.
+
+In: keys, values and queries of a whole batch. Out: calls of a `Client`; all caches are on one server, so that one call
+attends to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from attnserve import AttentionResult, AttnServeError
+
+if TYPE_CHECKING:
+    from attnserve import Cache, Client
+
+
+class Sequences:
+    """The resident caches of a batch; none before `create` and after `delete`. Methods raise `AttnServeError`."""
+
+    def __init__(self, client: Client, layers: int, ttl: float | None) -> None:
+        self._client = client
+        self._layers = layers
+        self._ttl = ttl
+        self._caches: list[Cache] = []
+        self._in_doubt = False
+        """Whether a call has failed that may have appended something all the same."""
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def create(self, batch: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: Any) -> None:
+        """Makes empty caches for a batch: all of them, or none."""
+        with ExitStack() as undo:
+            first = self._client.create_cache(
+                num_kv_heads, head_dim, value_dim=value_dim, layers=self._layers, dtype=dtype, ttl=self._ttl
+            )
+            undo.callback(first.delete)
+            caches = [first]
+            for _ in range(batch - 1):
+                caches.append(first.fork())  # which is on the same server
+                undo.callback(caches[-1].delete)
+            undo.pop_all()
+        self._caches, self._in_doubt = caches, False
+
+    def length(self, layer: int) -> int:
+        """How many tokens a layer has, the same for all sequences."""
+        return self._caches[0].lengths[layer] if self._caches else 0
+
+    def append(self, layer: int, keys: Iterable[Any], values: Iterable[Any]) -> None:
+        """Appends keys `[B, Hk, T, D]` and values `[B, Hk, T, Dv]` to a layer."""
+        for cache, key, value in zip(self._caches, keys, values, strict=True):
+            cache.append(key, value, layer=layer)
+
+    def attend(self, layer: int, *arrays: Any, **options: Any) -> AttentionResult[Any]:
+        """`Client.attend` to a layer: queries `[B, Hq, Lq, D]`, and perhaps keys and values to append."""
+        try:
+            return self._client.attend(*arrays, caches=self._caches, cache_layer=layer, **options)
+        except AttnServeError:
+            self._in_doubt = True
+            raise
+
+    def truncate(self, length: int) -> None:
+        """Cuts all layers off at a length, whatever failed before; those that are shorter stay as they are."""
+        for cache in self._caches:
+            if self._in_doubt:
+                cache.refresh()
+            if max(cache.lengths) > length:
+                cache.truncate(length)
+        self._in_doubt = False
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Sequence i becomes what sequence `indices[i]` was. One that is named again is forked, one that is not named
+        is deleted.
+        """
+        chosen: list[Cache] = []
+        with ExitStack() as undo:
+            for index in indices:
+                cache = self._caches[index]
+                if cache in chosen:
+                    cache = cache.fork()
+                    undo.callback(cache.delete)
+                chosen.append(cache)
+            undo.pop_all()
+        dropped = [cache for cache in self._caches if cache not in chosen]
+        self._caches = chosen
+        for cache in dropped:
+            cache.delete()
+
+    def fork(self) -> Sequences:
+        """Others with the same content, which is shared; what either appends is its own."""
+        fork = Sequences(self._client, self._layers, self._ttl)
+        with ExitStack() as undo:
+            for cache in self._caches:
+                fork._caches.append(cache.fork())
+                undo.callback(fork._caches[-1].delete)
+            undo.pop_all()
+        return fork
+
+    def delete(self) -> None:
+        """Deletes all of them."""
+        caches, self._caches = self._caches, []
+        for cache in caches:
+            cache.delete()

@@ -1,0 +1,405 @@
+"""transformers models whose keys and values are in the service: the same tokens and logits as with eager attention and
+a cache of transformers', and no key is sent twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from random_models import (
+    CAUSAL,
+    ENCODER_DECODER,
+    LLAMA_SIZES,
+    Recorder,
+    assert_same,
+    build,
+    generated,
+    no_gradients,
+    padding,
+    recorder,
+    tokens,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, EncoderDecoderCache, PreTrainedModel
+
+from attnserve import AsyncClient, Client, NotFoundError, OverloadedError
+from attnserve.integrations.transformers import ResidentCache, register
+
+__all__ = ["no_gradients", "recorder"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(client: Client) -> Iterator[None]:
+    """Whatever happens, the service holds nothing afterwards."""
+    yield
+    assert client.caches.list() == ()
+
+
+@pytest.fixture
+def llama(client: Client) -> PreTrainedModel:
+    """One whose attention `client` computes."""
+    register(client)
+    model = build(AutoModelForCausalLM, CAUSAL["llama"]())
+    model.set_attn_implementation("attnserve")
+    return model
+
+
+def locally(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    """Its logits with eager attention."""
+    model.set_attn_implementation("eager")
+    logits: Tensor = model(ids, **inputs).logits
+    model.set_attn_implementation("attnserve")
+    return logits
+
+
+def sent(recorder: Recorder) -> list[int]:
+    """The number of keys in each call."""
+    lengths = []
+    for call in recorder.calls:
+        axis = 1 if call["layout"] == "length_first" else 2
+        lengths.append(call["key"].shape[axis] if "key" in call else 0)
+    return lengths
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generation(recorder: Recorder, name: str, side: str) -> None:
+    """Sliding windows, softcaps, sinks and padding included; the windows are shorter than the text."""
+    model = build(AutoModelForCausalLM, CAUSAL[name]())
+    ids, mask = tokens(2, 7), padding(side, 2, 7)
+    mask = torch.ones_like(ids) if mask is None else mask
+    with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
+        expected, actual = generated(model, cache, input_ids=ids, attention_mask=mask)
+        assert cache.get_seq_length() == 12
+        assert [info.lengths for info in recorder.client.caches.list()] == [(12, 12)] * 2
+    assert torch.equal(expected, actual)
+    assert sent(recorder) == [7, 7] + 2 * 5 * [1]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_beam_search(client: Client, name: str) -> None:
+    register(client)
+    model = build(AutoModelForCausalLM, CAUSAL[name]())
+    with ResidentCache(client, model.config) as cache:
+        expected, actual = generated(model, cache, input_ids=tokens(2, 7), num_beams=3)
+        assert len(client.caches.list()) == 6
+    assert torch.equal(expected, actual)
+
+
+def test_guessed_tokens_are_taken_back(recorder: Recorder) -> None:
+    """Speculative decoding: the prompt repeats itself, so there are guesses; most of them are wrong."""
+    model = build(AutoModelForCausalLM, CAUSAL["mistral"]())
+    ids = tokens(1, 4).repeat(1, 3)
+    with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
+        expected, actual = generated(model, cache, input_ids=ids, prompt_lookup_num_tokens=3)
+        length = cache.get_seq_length()
+    assert torch.equal(expected, actual)
+    assert length == actual.shape[1] - 1
+    assert sum(sent(recorder)) > 2 * length  # there were wrong guesses
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ENCODER_DECODER)
+def test_encoder_and_decoder(recorder: Recorder, name: str, beams: int) -> None:
+    """What the encoder found is sent once for each layer."""
+    model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER[name]())
+    own, cross = (ResidentCache(recorder, model.config) for _ in range(2))  # type: ignore[arg-type]
+    with own, cross:
+        expected, actual = generated(
+            model,
+            EncoderDecoderCache(own, cross),
+            input_ids=tokens(2, 7),
+            attention_mask=padding("right", 2, 7),
+            num_beams=beams,
+        )
+        assert (own.get_seq_length(), cross.get_seq_length()) == (6, 7)
+    assert torch.equal(expected, actual)
+    assert sorted(sent(recorder)) == 2 * 5 * [0] + 2 * 6 * [1] + (2 + 2) * [7]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_prefill_in_chunks(recorder: Recorder, name: str) -> None:
+    model = build(AutoModelForCausalLM, CAUSAL[name]())
+    ids = tokens(2, 12)
+    expected = locally(model, ids)
+    with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
+        logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split([3, 4, 1, 4], dim=1)]
+    assert_same(expected, torch.cat(logits, dim=1))
+    assert sent(recorder) == [3, 3, 4, 4, 1, 1, 4, 4]
+    assert not any("mask" in call or "query_offset" in call for call in recorder.calls if name == "llama")
+
+
+def test_weights_of_a_step(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 6)
+    llama.set_attn_implementation("eager")
+    expected = llama(ids, output_attentions=True).attentions
+    llama.set_attn_implementation("attnserve")
+    with ResidentCache(client, llama.config) as cache:
+        llama(ids[:, :5], past_key_values=cache)
+        actual = llama(ids[:, 5:], past_key_values=cache, output_attentions=True).attentions
+    for layer_expected, layer_actual in zip(expected, actual, strict=True):
+        assert_same(layer_expected[:, :, 5:], layer_actual)
+
+
+def test_masks_of_the_caller(client: Client, llama: PreTrainedModel) -> None:
+    """Such a mask has no pattern: it travels as it is."""
+    ids = tokens(2, 9)
+    allowed = (torch.rand(2, 1, 9, 9) < 0.5).tril() | torch.eye(9, dtype=torch.bool)
+    bias = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    expected = locally(llama, ids, attention_mask=bias)
+    with ResidentCache(client, llama.config) as cache:
+        first = llama(ids[:, :5], attention_mask=bias[:, :, :5, :5], past_key_values=cache).logits
+        rest = llama(ids[:, 5:], attention_mask=bias[:, :, 5:], past_key_values=cache).logits
+    assert_same(expected, torch.cat([first, rest], dim=1))
+
+
+@pytest.mark.parametrize("fork", [ResidentCache.fork, copy.deepcopy])
+def test_texts_that_begin_alike(
+    client: Client, llama: PreTrainedModel, fork: Callable[[ResidentCache], ResidentCache]
+) -> None:
+    prompt, endings = tokens(1, 6), tokens(2, 3)
+    with ResidentCache(client, llama.config) as shared:
+        llama(prompt, past_key_values=shared)
+        for ending in endings[:, None]:
+            with fork(shared) as cache:
+                assert all(info.shared_bytes == info.bytes > 0 for info in client.caches.list())
+                actual = llama(ending, past_key_values=cache).logits
+                assert (shared.get_seq_length(), cache.get_seq_length()) == (6, 9)
+            assert_same(locally(llama, torch.cat([prompt, ending], dim=1))[:, 6:], actual)
+        shared.batch_repeat_interleave(2)
+        actual = llama(endings, past_key_values=shared).logits
+    assert_same(locally(llama, torch.cat([prompt.expand(2, -1), endings], dim=1))[:, 6:], actual)
+
+
+def test_sequences_are_chosen(client: Client, llama: PreTrainedModel) -> None:
+    ids, ending = tokens(3, 6), tokens(3, 1)
+    chosen = torch.tensor([2, 0, 2])
+    with ResidentCache(client, llama.config) as cache:
+        llama(ids, past_key_values=cache)
+        cache.batch_select_indices(chosen)
+        assert len(client.caches.list()) == 3
+        actual = llama(ending, past_key_values=cache).logits
+        assert_same(locally(llama, torch.cat([ids[chosen], ending], dim=1))[:, 6:], actual)
+        cache.batch_select_indices(torch.tensor([True, False, False]))
+        assert len(client.caches.list()) == 1
+        with pytest.raises(ValueError, match="expected keys of 1 sequences, as before, found 3"):
+            llama(ending, past_key_values=cache)
+        with pytest.raises(IndexError):
+            cache.batch_select_indices(torch.tensor([0, 1]))
+        assert len(client.caches.list()) == 1
+
+
+def test_crop(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 9)
+    expected = locally(llama, ids)
+    with ResidentCache(client, llama.config) as cache:
+        cache.crop(-1)
+        assert (cache.get_seq_length(), cache.layers[1].keys) == (0, None)
+        llama(ids.flip(1), past_key_values=cache)
+        for count, length in ((0, 9), (-2, 7), (5, 5), (-9, 0)):
+            cache.crop(count)
+            assert cache.get_seq_length() == length
+            assert cache.layers[1].keys.shape == (2, 2, length, 8)
+        llama(ids, past_key_values=cache)
+        cache.crop(-4)
+        assert_same(expected[:, 5:], llama(ids[:, 5:], past_key_values=cache).logits)
+
+
+def test_reset(client: Client, llama: PreTrainedModel) -> None:
+    """A cache that was reset takes a batch of another size."""
+    with ResidentCache(client, llama.config) as cache:
+        for batch in (2, 3):
+            ids = tokens(batch, 5)
+            assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+            assert len(client.caches.list()) == batch
+            cache.reset()
+            assert (cache.get_seq_length(), client.caches.list()) == (0, ())
+
+
+def test_what_nobody_attends_to_is_kept_too(client: Client) -> None:
+    """As with any cache, `update` alone adds tokens."""
+    config = transformers.LlamaConfig(**LLAMA_SIZES)
+    key, value = torch.randn(2, 2, 2, 7, 8)
+    with ResidentCache(client, config) as cache:
+        for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
+            keys, values = cache.update(key[:, :, part], value[:, :, part], 0)
+        assert keys.shape == values.shape == (2, 2, 7, 8)
+        cache.crop(-1)
+        assert [info.lengths for info in client.caches.list()] == [(6, 0)] * 2
+        query = torch.randn(2, 4, 1, 8)
+        output, _ = transformers.AttentionInterface()["attnserve"](
+            torch.nn.Module(), query, cache.layers[0].keys, cache.layers[0].values, None
+        )
+        reference = torch.nn.functional.scaled_dot_product_attention(
+            query, key[:, :, :6], value[:, :, :6], enable_gqa=True
+        )
+        assert_same(reference.transpose(1, 2), output)
+        with pytest.raises(RuntimeError, match="expected attention to the 6 tokens in the cache, found 7"):
+            transformers.AttentionInterface()["attnserve"](torch.nn.Module(), query, keys, values, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(client: Client, llama: PreTrainedModel, dtype: torch.dtype) -> None:
+    """The caches have the model's dtype."""
+    ids = tokens(2, 9)
+    exact = locally(llama, ids)
+    llama.to(dtype)
+    error = (locally(llama, ids) - exact).abs().max()
+    with ResidentCache(client, llama.config) as cache:
+        logits = [llama(chunk, past_key_values=cache).logits for chunk in ids.split(3, dim=1)]
+        assert {info.dtype for info in client.caches.list()} == {str(dtype).removeprefix("torch.")}
+    assert (torch.cat(logits, dim=1) - exact).abs().max() <= 2 * error + 1e-5
+
+
+def test_a_dtype_of_its_own(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 9)
+    expected = locally(llama.double(), ids)
+    with (
+        ResidentCache(client, llama.config) as cache,
+        pytest.raises(NotImplementedError, match=r"stores torch\.float64"),
+    ):
+        llama(ids, past_key_values=cache)
+    with ResidentCache(client, llama.config, dtype="float32") as cache:
+        assert_same(expected, llama(ids, past_key_values=cache).logits, tolerance=1e-5)
+        assert {info.dtype for info in client.caches.list()} == {"float32"}
+
+
+def test_autocast(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 9)
+    exact = locally(llama, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        error = (locally(llama, ids) - exact).abs().max()
+        with ResidentCache(client, llama.config) as cache:
+            logits = [llama(chunk, past_key_values=cache).logits for chunk in ids.split(3, dim=1)]
+    assert 0 < (torch.cat(logits, dim=1) - exact).abs().max() <= 2 * error + 1e-5
+
+
+def test_other_attention_is_refused(client: Client) -> None:
+    """With eager attention, or any that computes with the keys themselves: an error, not a wrong result."""
+    register(client)
+    model = build(AutoModelForCausalLM, CAUSAL["llama"]())
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with ResidentCache(client, model.config) as cache, pytest.raises(NotImplementedError, match="in the service"):
+            model(tokens(1, 5), past_key_values=cache)
+    with ResidentCache(client, model.config) as cache:
+        keys, _ = cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
+        assert repr(keys) == "ResidentStates(shape=[1, 2, 5, 8], dtype=torch.float32, layer=1)"
+
+
+def test_layers_with_other_states_are_refused(client: Client) -> None:
+    config = transformers.FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(NotImplementedError, match="layer 0 keeps more than keys and values: LinearAttention"):
+        ResidentCache(client, config)
+
+
+async def test_an_asyncio_client_is_refused() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match="expected a Client, found an AsyncClient"):
+            ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES))  # type: ignore[arg-type]
+
+
+class Failing(Recorder):
+    """Fails one call, before or after it has taken place."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        self.failing: int | None = None
+        self.after = False
+
+    def attend(self, query: Tensor, *states: Tensor, **options: Any) -> Any:
+        failing = len(self.calls) == self.failing
+        if failing and not self.after:
+            self.calls.append({})
+            raise OverloadedError("not now")
+        result = super().attend(query, *states, **options)
+        if failing:
+            # As if the answer had been lost: what the SDK knew before is all that it knows.
+            for cache in options["caches"]:
+                cache.tokens[options["cache_layer"]] -= states[0].shape[2]
+            raise OverloadedError("not now")
+        return result
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_that_fails_half_way_can_be_taken_back(client: Client, llama: PreTrainedModel, after: bool) -> None:
+    failing = Failing(client)
+    failing.after = after
+    register(failing)  # type: ignore[arg-type]
+    ids = tokens(2, 9)
+    expected = locally(llama, ids)
+    with ResidentCache(failing, llama.config) as cache:  # type: ignore[arg-type]
+        llama(ids[:, :5], past_key_values=cache)
+        failing.failing = len(failing.calls) + 1  # in its second layer
+        with pytest.raises(OverloadedError):
+            llama(ids[:, 5:], past_key_values=cache)
+        cache.truncate(5)
+        assert [info.lengths for info in client.caches.list()] == [(5, 5)] * 2
+        assert_same(expected[:, 5:], llama(ids[:, 5:], past_key_values=cache).logits)
+
+
+def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 9)
+    with ResidentCache(client, llama.config) as cache:
+        llama(ids[:, :5], past_key_values=cache)
+        client.caches.delete([info.name for info in client.caches.list()])
+        with pytest.raises(NotFoundError):
+            llama(ids[:, 5:], past_key_values=cache)
+        cache.reset()
+        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+
+
+def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, tmp_path: Path) -> None:
+    """There is room for one sequence, in the first layer: all that was made for three is gone again."""
+    server = start_server("--max-caches", "2")
+    with Client(server.address, retries=0) as client, ResidentCache(client, llama.config) as cache:
+        with pytest.raises(OverloadedError):
+            llama(tokens(3, 5), past_key_values=cache)
+        assert client.caches.list() == ()
+        ids = tokens(2, 5)
+        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+        with pytest.raises(OverloadedError):
+            cache.batch_repeat_interleave(2)
+        with pytest.raises(OverloadedError):
+            cache.fork()
+        assert len(client.caches.list()) == 2
+        llama(tokens(2, 1), past_key_values=cache)
+
+
+def test_one_sequence_is_on_one_server(start_server: Callable[..., Any], llama: PreTrainedModel) -> None:
+    """A client of several servers makes caches on all of them, but all of a batch on one."""
+    addresses = [start_server().address for _ in range(2)]
+    with Client(f"ipv4:{','.join(addresses)}") as client:
+        ids = tokens(3, 5)
+        expected = locally(llama, ids)
+        with ResidentCache(client, llama.config) as one, ResidentCache(client, llama.config) as other:
+            for cache in (one, other):
+                assert_same(expected, llama(ids, past_key_values=cache).logits)
+            assert len(client.caches.list()) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_model_on_a_gpu(recorder: Recorder) -> None:
+    model = build(AutoModelForCausalLM, CAUSAL["gpt_oss"]()).cuda()
+    ids, mask = tokens(2, 7).cuda(), padding("left", 2, 7)
+    with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
+        expected, actual = generated(model, cache, input_ids=ids, attention_mask=mask.cuda())
+    assert torch.equal(expected, actual)
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # from torch, only there
+def test_compiled_model(recorder: Recorder, llama: PreTrainedModel) -> None:
+    """The compiled graph breaks where the cache is asked."""
+    ids = tokens(2, 7)
+    expected = locally(llama, ids)
+    compiled = torch.compile(llama, backend="eager")
+    with ResidentCache(recorder, llama.config) as cache:  # type: ignore[arg-type]
+        logits = [compiled(chunk, past_key_values=cache).logits for chunk in ids.split([4, 1, 1, 1], dim=1)]
+    assert_same(expected, torch.cat(logits, dim=1))
