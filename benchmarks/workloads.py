@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
+from benchmarks.decoder import DecoderStep
 from benchmarks.mixed import Mixed
 from benchmarks.resident import Resident
 from benchmarks.workload import Shape, Workload
@@ -37,12 +38,14 @@ WORKLOADS: Final[dict[str, Workload]] = {
         Decode("DA", in_flight=1, lengths=(1,), manner="append"),
         Decode("DS", in_flight=1, lengths=(1,), manner="send"),
         Decode("D64", in_flight=1, lengths=(64,), manner="append"),
+        DecoderStep("T", in_flight=1, lengths=(1,)),
+        DecoderStep("T16", in_flight=1, lengths=(16,)),
         Mixed("X", in_flight=16, lengths=_chosen((16, 40, 96, 160, 250), 32)),
     )
 }
 """Attention with its keys and values in the request (S, S1, M, L), a resident layer (A, B, and R with ragged lengths),
-decoder steps over a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), and
-attention of mixed shapes and options (X)."""
+decoder steps over a resident cache (D, DA with an append, D64 for 64 caches) or a history that is sent (DS), steps of a
+resident decoder (T, T16 for 16 sequences), and attention of mixed shapes and options (X)."""
 
 HALF, BRAIN = (Shape(heads=32, kv_heads=8, head_dim=128, dtype=dtype) for dtype in ("float16", "bfloat16"))
 """Attention as in models of some billion parameters."""
