@@ -58,11 +58,17 @@ BART_SIZES: dict[str, Any] = SIZES | {
     "max_position_embeddings": 64,
     "decoder_start_token_id": 1,
 }
+T5_SIZES: dict[str, Any] = SIZES | {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 1,
+}
 ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
     "bart": lambda: transformers.BartConfig(**BART_SIZES, forced_eos_token_id=None),
-    "t5": lambda: transformers.T5Config(
-        **SIZES, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1
-    ),
+    "t5": lambda: transformers.T5Config(**T5_SIZES),
 }
 OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "mpnet": lambda: transformers.MPNetConfig(

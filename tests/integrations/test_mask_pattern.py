@@ -109,3 +109,12 @@ def test_the_last_queries_are_aligned_without_an_offset() -> None:
         "query_offset": 3,
         "kv_lengths": short.kv_lengths,
     }
+
+
+def test_an_offset_of_0_is_said_of_caches() -> None:
+    """Their queries are by default the last; those of a request that brings its keys are the first."""
+    pattern = MaskPattern(causal=True)
+    assert pattern.options(3, 5) == {"causal": True}
+    assert pattern.options(3, 5, resident=True) == {"causal": True, "query_offset": 0}
+    assert pattern.options(5, 5, resident=True) == {"causal": "bottom_right"}
+    assert MaskPattern(window=(1, 1)).options(3, 5, resident=True) == {"window": (1, 1), "query_offset": 0}

@@ -5,8 +5,7 @@ a cache of transformers', and no key is sent twice.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from random_models import (
     CAUSAL,
     ENCODER_DECODER,
     LLAMA_SIZES,
+    T5_SIZES,
+    VOCABULARY,
     Recorder,
     assert_same,
     build,
@@ -25,37 +26,13 @@ from random_models import (
     recorder,
     tokens,
 )
-from torch import Tensor
+from resident_models import llama, locally, nothing_left
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, EncoderDecoderCache, PreTrainedModel
 
-from attnserve import AsyncClient, Client, NotFoundError, OverloadedError
+from attnserve import Client
 from attnserve.integrations.transformers import ResidentCache, register
 
-__all__ = ["no_gradients", "recorder"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(client: Client) -> Iterator[None]:
-    """Whatever happens, the service holds nothing afterwards."""
-    yield
-    assert client.caches.list() == ()
-
-
-@pytest.fixture
-def llama(client: Client) -> PreTrainedModel:
-    """One whose attention `client` computes."""
-    register(client)
-    model = build(AutoModelForCausalLM, CAUSAL["llama"]())
-    model.set_attn_implementation("attnserve")
-    return model
-
-
-def locally(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
-    """Its logits with eager attention."""
-    model.set_attn_implementation("eager")
-    logits: Tensor = model(ids, **inputs).logits
-    model.set_attn_implementation("attnserve")
-    return logits
+__all__ = ["llama", "no_gradients", "nothing_left", "recorder"]
 
 
 def sent(recorder: Recorder) -> list[int]:
@@ -97,7 +74,7 @@ def test_guessed_tokens_are_taken_back(recorder: Recorder) -> None:
     model = build(AutoModelForCausalLM, CAUSAL["mistral"]())
     ids = tokens(1, 4).repeat(1, 3)
     with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
-        expected, actual = generated(model, cache, input_ids=ids, prompt_lookup_num_tokens=3)
+        expected, actual = generated(model, cache, input_ids=ids, prompt_lookup_num_tokens=3, eos_token_id=VOCABULARY)
         length = cache.get_seq_length()
     assert torch.equal(expected, actual)
     assert length == actual.shape[1] - 1
@@ -121,6 +98,28 @@ def test_encoder_and_decoder(recorder: Recorder, name: str, beams: int) -> None:
         assert (own.get_seq_length(), cross.get_seq_length()) == (6, 7)
     assert torch.equal(expected, actual)
     assert sorted(sent(recorder)) == 2 * 5 * [0] + 2 * 6 * [1] + (2 + 2) * [7]
+
+
+def test_guesses_of_a_model_with_an_encoder(client: Client) -> None:
+    register(client)
+    model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER["bart"]())
+    with ResidentCache(client, model.config) as own, ResidentCache(client, model.config) as cross:
+        pair, ids = EncoderDecoderCache(own, cross), tokens(1, 4).repeat(1, 3)
+        expected, actual = generated(model, pair, input_ids=ids, prompt_lookup_num_tokens=3, eos_token_id=VOCABULARY)
+        assert own.get_seq_length() == actual.shape[1] - 1
+    assert torch.equal(expected, actual)
+
+
+def test_a_decoder_deeper_than_its_encoder(client: Client) -> None:
+    register(client)
+    model = build(AutoModelForSeq2SeqLM, transformers.T5Config(**{**T5_SIZES, "num_decoder_layers": 3}))
+    inputs = {"input_ids": tokens(2, 7), "decoder_input_ids": tokens(2, 4)}
+    expected = model(**inputs, use_cache=False).logits
+    model.set_attn_implementation("attnserve")
+    with ResidentCache(client, model.config) as own, ResidentCache(client, model.config) as cross:
+        actual = model(**inputs, past_key_values=EncoderDecoderCache(own, cross)).logits
+        assert {info.layers for info in client.caches.list()} == {3}
+    assert_same(expected, actual, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -231,7 +230,7 @@ def test_what_nobody_attends_to_is_kept_too(client: Client) -> None:
             keys, values = cache.update(key[:, :, part], value[:, :, part], 0)
         assert keys.shape == values.shape == (2, 2, 7, 8)
         cache.crop(-1)
-        assert [info.lengths for info in client.caches.list()] == [(6, 0)] * 2
+        assert cache.get_seq_length() == 6
         query = torch.randn(2, 4, 1, 8)
         output, _ = transformers.AttentionInterface()["attnserve"](
             torch.nn.Module(), query, cache.layers[0].keys, cache.layers[0].values, None
@@ -242,6 +241,58 @@ def test_what_nobody_attends_to_is_kept_too(client: Client) -> None:
         assert_same(reference.transpose(1, 2), output)
         with pytest.raises(RuntimeError, match="expected attention to the 6 tokens in the cache, found 7"):
             transformers.AttentionInterface()["attnserve"](torch.nn.Module(), query, keys, values, None)
+
+
+@pytest.mark.parametrize("change", ["fork", "reorder", "truncate"])
+def test_what_is_not_sent_yet_takes_part(client: Client, change: str) -> None:
+    """In forks, in reordering, and in truncation, which cuts off what was never sent."""
+    register(client)
+    config = transformers.LlamaConfig(**LLAMA_SIZES)
+    key, value, query = torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 4, 1, 8)
+    with ResidentCache(client, config, ttl=50.0) as cache:
+        cache.update(key[:, :, :3], value[:, :, :3], 0)
+        cache.update(key[:, :, 3:], value[:, :, 3:], 0)  # which sends the first three
+        order, length = [0, 1], 7
+        used = cache
+        if change == "fork":
+            used = cache.fork()
+            cache.crop(-7)
+        elif change == "reorder":
+            order = [1, 1]
+            cache.reorder_cache(torch.tensor(order))
+        else:
+            length = 5
+            cache.truncate(length)
+            assert [info.lengths[0] for info in client.caches.list()] == [3, 3]
+        with used:
+            output, _ = transformers.AttentionInterface()["attnserve"](
+                torch.nn.Module(), query, used.layers[0].keys, used.layers[0].values, None
+            )
+            assert {info.ttl for info in client.caches.list()} == {50.0}
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key[order, :, :length], value[order, :, :length], enable_gqa=True
+        )
+    assert_same(expected.transpose(1, 2), output)
+
+
+def test_a_causal_model_without_a_mask(client: Client) -> None:
+    """Its queries are aligned with the first keys, as they are with keys that are sent."""
+    register(client)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 7, 8), torch.randn(1, 4, 7, 8)
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        resident = cache.update(key, value, 0)
+        outputs = [
+            transformers.AttentionInterface()["attnserve"](torch.nn.Module(), query, *states, None, is_causal=True)[0]
+            for states in (resident, (key, value))
+        ]
+    assert_same(outputs[1], outputs[0])
+
+
+def test_sent_keys_do_not_stay_with_the_model(client: Client, llama: PreTrainedModel) -> None:
+    with ResidentCache(client, llama.config) as cache:
+        llama(tokens(2, 9), past_key_values=cache)
+        held = [layer._like for layer in cache.layers]
+        assert {states.untyped_storage().nbytes() for pair in held for states in pair} == {0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -278,98 +329,6 @@ def test_autocast(client: Client, llama: PreTrainedModel) -> None:
         with ResidentCache(client, llama.config) as cache:
             logits = [llama(chunk, past_key_values=cache).logits for chunk in ids.split(3, dim=1)]
     assert 0 < (torch.cat(logits, dim=1) - exact).abs().max() <= 2 * error + 1e-5
-
-
-def test_other_attention_is_refused(client: Client) -> None:
-    """With eager attention, or any that computes with the keys themselves: an error, not a wrong result."""
-    register(client)
-    model = build(AutoModelForCausalLM, CAUSAL["llama"]())
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        with ResidentCache(client, model.config) as cache, pytest.raises(NotImplementedError, match="in the service"):
-            model(tokens(1, 5), past_key_values=cache)
-    with ResidentCache(client, model.config) as cache:
-        keys, _ = cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
-        assert repr(keys) == "ResidentStates(shape=[1, 2, 5, 8], dtype=torch.float32, layer=1)"
-
-
-def test_layers_with_other_states_are_refused(client: Client) -> None:
-    config = transformers.FalconH1Config(num_hidden_layers=2)
-    with pytest.raises(NotImplementedError, match="layer 0 keeps more than keys and values: LinearAttention"):
-        ResidentCache(client, config)
-
-
-async def test_an_asyncio_client_is_refused() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match="expected a Client, found an AsyncClient"):
-            ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES))  # type: ignore[arg-type]
-
-
-class Failing(Recorder):
-    """Fails one call, before or after it has taken place."""
-
-    def __init__(self, client: Client) -> None:
-        super().__init__(client)
-        self.failing: int | None = None
-        self.after = False
-
-    def attend(self, query: Tensor, *states: Tensor, **options: Any) -> Any:
-        failing = len(self.calls) == self.failing
-        if failing and not self.after:
-            self.calls.append({})
-            raise OverloadedError("not now")
-        result = super().attend(query, *states, **options)
-        if failing:
-            # As if the answer had been lost: what the SDK knew before is all that it knows.
-            for cache in options["caches"]:
-                cache.tokens[options["cache_layer"]] -= states[0].shape[2]
-            raise OverloadedError("not now")
-        return result
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_step_that_fails_half_way_can_be_taken_back(client: Client, llama: PreTrainedModel, after: bool) -> None:
-    failing = Failing(client)
-    failing.after = after
-    register(failing)  # type: ignore[arg-type]
-    ids = tokens(2, 9)
-    expected = locally(llama, ids)
-    with ResidentCache(failing, llama.config) as cache:  # type: ignore[arg-type]
-        llama(ids[:, :5], past_key_values=cache)
-        failing.failing = len(failing.calls) + 1  # in its second layer
-        with pytest.raises(OverloadedError):
-            llama(ids[:, 5:], past_key_values=cache)
-        cache.truncate(5)
-        assert [info.lengths for info in client.caches.list()] == [(5, 5)] * 2
-        assert_same(expected[:, 5:], llama(ids[:, 5:], past_key_values=cache).logits)
-
-
-def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
-    ids = tokens(2, 9)
-    with ResidentCache(client, llama.config) as cache:
-        llama(ids[:, :5], past_key_values=cache)
-        client.caches.delete([info.name for info in client.caches.list()])
-        with pytest.raises(NotFoundError):
-            llama(ids[:, 5:], past_key_values=cache)
-        cache.reset()
-        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
-
-
-def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, tmp_path: Path) -> None:
-    """There is room for one sequence, in the first layer: all that was made for three is gone again."""
-    server = start_server("--max-caches", "2")
-    with Client(server.address, retries=0) as client, ResidentCache(client, llama.config) as cache:
-        with pytest.raises(OverloadedError):
-            llama(tokens(3, 5), past_key_values=cache)
-        assert client.caches.list() == ()
-        ids = tokens(2, 5)
-        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
-        with pytest.raises(OverloadedError):
-            cache.batch_repeat_interleave(2)
-        with pytest.raises(OverloadedError):
-            cache.fork()
-        assert len(client.caches.list()) == 2
-        llama(tokens(2, 1), past_key_values=cache)
 
 
 def test_one_sequence_is_on_one_server(start_server: Callable[..., Any], llama: PreTrainedModel) -> None:

@@ -98,12 +98,18 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the resident caches, unless another layer has, for a batch of keys and values."""
         batch, heads, _, width = key_states.shape
+        shape = heads, width, value_states.shape[3]
+        if self.sequences and shape != self.sequences.shape:
+            raise NotImplementedError(
+                f"layer {self.index} has {heads} heads of {width} and {shape[2]}, and those before it have "
+                "{} of {} and {}: the layers of a cache have one shape".format(*self.sequences.shape)
+            )
         if not self.sequences:
             dtype = self._dtype or key_states.dtype
             if self._dtype is None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise NotImplementedError(f"no cache stores {dtype}: say in which dtype to keep keys, as dtype=")
-            self.sequences.create(batch, heads, width, value_states.shape[3], dtype)
-        self._like = _States(key_states[:, :, :0], value_states[:, :, :0])
+            self.sequences.create(batch, *shape, dtype)
+        self._like = _States(*(states.new_empty(0, heads, 0, states.shape[3]) for states in (key_states, value_states)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
@@ -137,6 +143,12 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             unsent, self._unsent = self._unsent, None
             self.sequences.append(self.index, *unsent)
 
+    def cut(self, length: int) -> None:
+        """Leaves out what is not sent beyond a length."""
+        if self._unsent is not None:
+            rest = max(length - self.sequences.length(self.index), 0)
+            self._unsent = _States(*(states[:, :, :rest] for states in self._unsent)) if rest else None
+
     def forget(self) -> None:
         """Becomes as it was before it had any tokens."""
         self._like = self._unsent = None
@@ -161,8 +173,13 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("ask the ResidentCache, for all its layers at once")
 
-class ResidentCache(ModelCache):
+    crop = batch_select_indices = batch_repeat_interleave = reorder_cache = reset = offload = prefetch = _refuse
+
+
+class ResidentCache(DynamicCache):
     """The keys and values of a transformers model, in the service. Each forward pass sends those of its own tokens.
 
         register(client)
@@ -170,7 +187,7 @@ class ResidentCache(ModelCache):
         with ResidentCache(client, model.config) as cache:
             model.generate(**inputs, past_key_values=cache)
 
-    Leaving the `with` deletes what the service has; so do `close` and `reset`, and the end of the `ttl`.
+    Leaving the `with` closes it, which deletes what the service has; so do `reset` and the end of the `ttl`.
 
     - `client`: an open `Client`. It makes one cache for each sequence in the batch, all on one server, and attends to
       them, whichever client is registered.
@@ -183,10 +200,12 @@ class ResidentCache(ModelCache):
     generation does), and a deep copy is a fork, which shares what is there (for a prompt that several texts begin
     with). All tokens are kept, also those that a sliding window has left behind.
 
-    `NotImplementedError` if layers keep other states than keys and values, or keys of a dtype that no cache has;
+    `NotImplementedError` for models that do more with keys than attend to them by their `attn_implementation` (as some
+    do whose keys are compressed), that keep other states, or keys of several shapes or of a dtype that no cache has;
     `ValueError` for a batch of another size than before. Methods that ask the service raise its errors, an
-    `AttnServeError`, and so does the model. Some layers may then have more tokens than others: `truncate` to the length
-    before, and go on. After a `NotFoundError` nothing is left: `reset`, and start with all tokens.
+    `AttnServeError`, and so does the model. Some layers then have more tokens than others: `truncate` to the length
+    before, and go on. After a `NotFoundError` nothing is left: `reset` (of a pair, if it is one), and start with all
+    tokens.
     """
 
     def __init__(
@@ -197,12 +216,14 @@ class ResidentCache(ModelCache):
         count = _count_layers(config)
         self._sequences = Sequences(client, count, ttl)
         self._layers = [ResidentLayer(self._sequences, index, dtype) for index in range(count)]
-        super().__init__(layers=list(self._layers))
+        # Not that of a DynamicCache, whose layers are others; it is one because transformers' pairs do more with them.
+        ModelCache.__init__(self, layers=list(self._layers))
 
     def truncate(self, length: int) -> None:
         """Cuts all layers off at a length. Layers that are shorter stay as they are."""
-        self._send()
         self._sequences.truncate(length)
+        for layer in self._layers:
+            layer.cut(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -`tokens_to_remove` tokens. A positive number is the length to keep, as in older versions of
@@ -236,20 +257,21 @@ class ResidentCache(ModelCache):
         fork: ResidentCache = object.__new__(type(self))
         fork._sequences = self._sequences.fork()
         fork._layers = [layer.fork(fork._sequences) for layer in self._layers]
-        super(ResidentCache, fork).__init__(layers=list(fork._layers))
+        ModelCache.__init__(fork, layers=list(fork._layers))
         return fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResidentCache:
         return self.fork()
 
     def reset(self) -> None:
-        """Deletes what the service has. It can then be used again, as if it were new."""
+        """Deletes what the service has. The cache can then be used again, as if it were new."""
         for layer in self._layers:
             layer.forget()
         self._sequences.delete()
 
     def close(self) -> None:
-        """Deletes what the service has."""
+        """Deletes what the service has. The cache takes no more tokens."""
+        self._sequences.closed = True
         self.reset()
 
     def __enter__(self) -> Self:

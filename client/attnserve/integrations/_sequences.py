@@ -6,11 +6,11 @@ attends to all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attnserve import AttentionResult, AttnServeError
+from attnserve import AttentionResult
 
 if TYPE_CHECKING:
     from attnserve import Cache, Client
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 class Sequences:
     """The resident caches of a batch; none before `create` and after `delete`. Methods raise `AttnServeError`."""
 
+    closed = False
+    """Whether no more may be made."""
+
     def __init__(self, client: Client, layers: int, ttl: float | None) -> None:
         self._client = client
         self._layers = layers
         self._ttl = ttl
         self._caches: list[Cache] = []
+        self._unwanted: list[Cache] = []
+        """What is still to be deleted."""
         self._in_doubt = False
         """Whether a call has failed that may have appended something all the same."""
 
@@ -31,7 +36,9 @@ class Sequences:
         return len(self._caches)
 
     def create(self, batch: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: Any) -> None:
-        """Makes empty caches for a batch: all of them, or none."""
+        """Makes empty caches for a batch: all of them, or none. RuntimeError if this is closed."""
+        if self.closed:
+            raise RuntimeError("this cache is closed")
         with ExitStack() as undo:
             first = self._client.create_cache(
                 num_kv_heads, head_dim, value_dim=value_dim, layers=self._layers, dtype=dtype, ttl=self._ttl
@@ -44,20 +51,33 @@ class Sequences:
             undo.pop_all()
         self._caches, self._in_doubt = caches, False
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The heads of keys and values, and the widths of a key and a value; only while there are caches."""
+        first = self._caches[0]
+        return first.num_kv_heads, first.head_dim, first.value_dim
+
     def length(self, layer: int) -> int:
         """How many tokens a layer has, the same for all sequences."""
         return self._caches[0].lengths[layer] if self._caches else 0
 
     def append(self, layer: int, keys: Iterable[Any], values: Iterable[Any]) -> None:
         """Appends keys `[B, Hk, T, D]` and values `[B, Hk, T, Dv]` to a layer."""
-        for cache, key, value in zip(self._caches, keys, values, strict=True):
-            cache.append(key, value, layer=layer)
+        with self._doubted():
+            for cache, key, value in zip(self._caches, keys, values, strict=True):
+                cache.append(key, value, layer=layer)
 
     def attend(self, layer: int, *arrays: Any, **options: Any) -> AttentionResult[Any]:
         """`Client.attend` to a layer: queries `[B, Hq, Lq, D]`, and perhaps keys and values to append."""
-        try:
+        with self._doubted():
             return self._client.attend(*arrays, caches=self._caches, cache_layer=layer, **options)
-        except AttnServeError:
+
+    @contextmanager
+    def _doubted(self) -> Iterator[None]:
+        """For what may have appended something even if it fails, or is interrupted."""
+        try:
+            yield
+        except BaseException:
             self._in_doubt = True
             raise
 
@@ -83,10 +103,9 @@ class Sequences:
                     undo.callback(cache.delete)
                 chosen.append(cache)
             undo.pop_all()
-        dropped = [cache for cache in self._caches if cache not in chosen]
+        self._unwanted += [cache for cache in self._caches if cache not in chosen]
         self._caches = chosen
-        for cache in dropped:
-            cache.delete()
+        self._delete_unwanted()
 
     def fork(self) -> Sequences:
         """Others with the same content, which is shared; what either appends is its own."""
@@ -99,7 +118,16 @@ class Sequences:
         return fork
 
     def delete(self) -> None:
-        """Deletes all of them."""
-        caches, self._caches = self._caches, []
-        for cache in caches:
-            cache.delete()
+        """Deletes all of them. Those for which that fails are tried again the next time."""
+        self._unwanted += self._caches
+        self._caches = []
+        self._delete_unwanted()
+
+    def _delete_unwanted(self) -> None:
+        with ExitStack() as every:  # which calls all, even if one raises
+            for cache in self._unwanted:
+                every.callback(self._delete_one, cache)
+
+    def _delete_one(self, cache: Cache) -> None:
+        cache.delete()
+        self._unwanted.remove(cache)

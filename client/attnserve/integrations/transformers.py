@@ -40,7 +40,7 @@ except ImportError as error:
 
 from attnserve import AsyncClient, AttentionResult
 from attnserve.integrations._mask_pattern import MaskPattern, recognise
-from attnserve.integrations._resident_cache import ResidentCache, ResidentStates
+from attnserve.integrations._resident_cache import ResidentCache, ResidentLayer, ResidentStates
 
 __all__ = ["ResidentCache", "forward_mask", "register"]
 
@@ -145,8 +145,13 @@ def _attend(
     if others.get("sinks") is not None:
         raise NotImplementedError("attnserve takes one sink per head, and the model gives one per query")
 
-    resident = key.layer if isinstance(key, ResidentStates) else None
+    resident = _resident_layer(key, value)
     kv_length = key.shape[2]
+    if resident is not None and mask is not None and mask.shape[-1] not in (1, kv_length):
+        raise RuntimeError(
+            f"the mask is for {mask.shape[-1]} tokens, and layer {resident.index} of the cache has {kv_length}: "
+            "an earlier step has failed, so truncate the cache to its length before that"
+        )
     options = _mask_options(mask, query.shape[2], kv_length, resident is not None)
     if mask is None and is_causal and query.shape[2] > 1:
         options["causal"] = "top_left"
@@ -179,6 +184,16 @@ def _attend(
     )
     output = result.output if length_first else result.output.transpose(1, 2)
     return output.contiguous(), result.scores
+
+
+def _resident_layer(key: torch.Tensor, value: torch.Tensor) -> ResidentLayer | None:
+    """The layer of a `ResidentCache` that keys and values stand for, if they do."""
+    layers = [tensor.layer if isinstance(tensor, ResidentStates) else None for tensor in (key, value)]
+    if layers[0] is not layers[1]:
+        raise NotImplementedError(
+            "attention to the keys of a ResidentCache needs the values of the same layer with them"
+        )
+    return layers[0]
 
 
 def _alike(batch: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,202 @@
+"""What a resident cache of a transformers model refuses, and how it goes on after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from random_models import (
+    CAUSAL,
+    LLAMA_SIZES,
+    Recorder,
+    assert_same,
+    build,
+    no_gradients,
+    tokens,
+)
+from resident_models import llama, locally, nothing_left
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attnserve import AsyncClient, Cache, Client, NotFoundError, OverloadedError
+from attnserve.integrations.transformers import ResidentCache, register
+
+__all__ = ["llama", "no_gradients", "nothing_left"]
+
+
+def test_other_attention_is_refused(client: Client) -> None:
+    """With eager attention, or any that computes with the keys themselves: an error, not a wrong result."""
+    register(client)
+    model = build(AutoModelForCausalLM, CAUSAL["llama"]())
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with ResidentCache(client, model.config) as cache, pytest.raises(NotImplementedError, match="in the service"):
+            model(tokens(1, 5), past_key_values=cache)
+    with ResidentCache(client, model.config) as cache:
+        keys, _ = cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
+        assert repr(keys) == "ResidentStates(shape=[1, 2, 5, 8], dtype=torch.float32, layer=1)"
+
+
+def test_keys_and_values_of_different_layers_are_refused(client: Client) -> None:
+    register(client)
+    attention = transformers.AttentionInterface()["attnserve"]
+    query, states = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        (key, value), (_, other) = (cache.update(states, states, layer) for layer in range(2))
+        for pair in ((key, other), (key, states), (states, value)):
+            with pytest.raises(NotImplementedError, match="the values of the same layer"):
+                attention(torch.nn.Module(), query, *pair, None)
+
+
+def test_layers_of_several_shapes_are_refused(client: Client) -> None:
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        cache.update(*torch.randn(2, 1, 2, 5, 8), 0)
+        with pytest.raises(
+            NotImplementedError, match="layer 1 has 2 heads of 16 and 16, and those before it have 2 of 8"
+        ):
+            cache.update(*torch.randn(2, 1, 2, 5, 16), 1)
+
+
+def test_a_layer_is_not_changed_by_itself(client: Client) -> None:
+    cache = ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES))
+    with pytest.raises(NotImplementedError, match="ask the ResidentCache"):
+        cache.layers[0].crop(-1)
+
+
+def test_a_closed_cache(client: Client, llama: PreTrainedModel) -> None:
+    with ResidentCache(client, llama.config) as cache:
+        llama(tokens(1, 5), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="this cache is closed"):
+        llama(tokens(1, 5), past_key_values=cache)
+
+
+def test_layers_with_other_states_are_refused(client: Client) -> None:
+    config = transformers.FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(NotImplementedError, match="layer 0 keeps more than keys and values: LinearAttention"):
+        ResidentCache(client, config)
+
+
+async def test_an_asyncio_client_is_refused() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match="expected a Client, found an AsyncClient"):
+            ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES))  # type: ignore[arg-type]
+
+
+class Failing(Recorder):
+    """Fails one call, before or after it has taken place."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        self.failing: int | None = None
+        self.after = False
+        self.error: BaseException = OverloadedError("not now")
+
+    def attend(self, query: Tensor, *states: Tensor, **options: Any) -> Any:
+        failing = len(self.calls) == self.failing
+        if failing and not self.after:
+            self.calls.append({})
+            raise self.error
+        result = super().attend(query, *states, **options)
+        if failing:
+            # As if the answer had been lost: what the SDK knew before is all that it knows.
+            for cache in options["caches"]:
+                cache.tokens[options["cache_layer"]] -= states[0].shape[2]
+            raise self.error
+        return result
+
+
+@pytest.mark.parametrize("error", [OverloadedError("not now"), KeyboardInterrupt()])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_that_fails_half_way_can_be_taken_back(
+    client: Client, llama: PreTrainedModel, after: bool, error: BaseException
+) -> None:
+    failing = Failing(client)
+    failing.after, failing.error = after, error
+    register(failing)  # type: ignore[arg-type]
+    ids = tokens(2, 9)
+    expected = locally(llama, ids)
+    with ResidentCache(failing, llama.config) as cache:  # type: ignore[arg-type]
+        llama(ids[:, :5], past_key_values=cache)
+        failing.failing = len(failing.calls) + 1  # in its second layer
+        with pytest.raises(type(error)):
+            llama(ids[:, 5:], past_key_values=cache)
+        if not after:
+            with pytest.raises(RuntimeError, match="mask is for 13 tokens, and layer 1 of the cache has 9: an earlier"):
+                llama(ids[:, 5:], past_key_values=cache)
+        cache.truncate(5)
+        assert [info.lengths for info in client.caches.list()] == [(5, 5)] * 2
+        assert_same(expected[:, 5:], llama(ids[:, 5:], past_key_values=cache).logits)
+
+
+def test_an_append_whose_answer_is_lost(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(2, 2, 2, 5, 8)
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        cache.update(*states, 0)
+        cache.update(*states, 0)
+        append = Cache.append
+
+        def lost(self: Cache, *arguments: Any, **options: Any) -> int:
+            append(self, *arguments, **options)
+            self.tokens[0] -= 5
+            raise OverloadedError("not now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Cache, "append", lost)
+            with pytest.raises(OverloadedError):
+                cache.update(*states, 0)
+        cache.truncate(5)
+        assert [info.lengths[0] for info in client.caches.list()] == [5, 5]
+
+
+def test_what_could_not_be_deleted_is_tried_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the body of the `with` matters more than that."""
+    cache = ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES), ttl=None)
+    cache.update(*torch.randn(2, 3, 2, 5, 8), 0)
+    names = [info.name for info in client.caches.list()]
+    delete = Cache.delete
+
+    def fail_first(self: Cache, **options: Any) -> None:
+        if self.name == names[0]:
+            raise OverloadedError("not now")
+        delete(self, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cache, "delete", fail_first)
+        with pytest.raises(ZeroDivisionError), cache:
+            raise ZeroDivisionError
+        with pytest.raises(OverloadedError):
+            cache.close()
+    assert [info.name for info in client.caches.list()] == names[:1]
+    cache.close()
+
+
+def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
+    ids = tokens(2, 9)
+    with ResidentCache(client, llama.config) as cache:
+        llama(ids[:, :5], past_key_values=cache)
+        client.caches.delete([info.name for info in client.caches.list()])
+        with pytest.raises(NotFoundError):
+            llama(ids[:, 5:], past_key_values=cache)
+        cache.reset()
+        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+
+
+def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, tmp_path: Path) -> None:
+    """There is room for three caches: what was made until there was none is gone again."""
+    server = start_server("--max-caches", "3")
+    with Client(server.address, retries=0) as client, ResidentCache(client, llama.config) as cache:
+        with pytest.raises(OverloadedError):
+            llama(tokens(4, 5), past_key_values=cache)
+        assert client.caches.list() == ()
+        ids = tokens(2, 5)
+        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+        with pytest.raises(OverloadedError):
+            cache.batch_repeat_interleave(2)
+        with pytest.raises(OverloadedError):
+            cache.fork()
+        assert len(client.caches.list()) == 2
+        llama(tokens(2, 1), past_key_values=cache)
