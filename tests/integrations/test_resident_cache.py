@@ -26,13 +26,13 @@ from random_models import (
     recorder,
     tokens,
 )
-from resident_models import llama, locally, nothing_left
+from resident_models import client, llama, locally, nothing_left
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, EncoderDecoderCache, PreTrainedModel
 
 from attnserve import Client
 from attnserve.integrations.transformers import ResidentCache, register
 
-__all__ = ["llama", "no_gradients", "nothing_left", "recorder"]
+__all__ = ["client", "llama", "no_gradients", "nothing_left", "recorder"]
 
 
 def sent(recorder: Recorder) -> list[int]:

@@ -18,14 +18,14 @@ from random_models import (
     no_gradients,
     tokens,
 )
-from resident_models import llama, locally, nothing_left
+from resident_models import client, llama, locally, nothing_left
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnserve import AsyncClient, Cache, Client, NotFoundError, OverloadedError
 from attnserve.integrations.transformers import ResidentCache, register
 
-__all__ = ["llama", "no_gradients", "nothing_left"]
+__all__ = ["client", "llama", "no_gradients", "nothing_left"]
 
 
 def test_other_attention_is_refused(client: Client) -> None:
