@@ -11,16 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnserve import AsyncCache, AsyncClient, Cache, Client
+from attnserve import AsyncClient, Cache, Client
 from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
+from benchmarks.caches import SequenceCaches
 from benchmarks.plain import Array, PlainAttention, exact_attention
 from benchmarks.workload import (
     TIMINGS,
@@ -38,8 +38,6 @@ HISTORY: Final = 2048
 """The number of tokens before a step, unless a workload says otherwise."""
 CHUNK: Final = 16_384
 """The most tokens that are appended at once."""
-NO_NAME: Final = "-" * 24
-"""A placeholder as long as the name of a cache, for requests that no service gets."""
 
 
 @lru_cache(maxsize=4)
@@ -63,10 +61,7 @@ class Decode(Shaped):
     distinct: int = 1 << 20
     """How many of the histories differ."""
     pool_bytes: int = 1 << 30
-    _names: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
-    _opened: WeakKeyDictionary[Any, Any] = field(
-        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
-    )
+    _caches: SequenceCaches = field(default_factory=SequenceCaches, init=False, compare=False, repr=False)
 
     operation = ATTEND
 
@@ -96,18 +91,14 @@ class Decode(Shaped):
 
     def prepare(self, address: str) -> None:
         """Creates the caches, or cuts off what has been appended to them."""
-        if self.manner == "send":
-            return
-        with Client(address) as client:
-            if not self._names or self._names[0] not in {cache.name for cache in client.caches.list()}:
-                self._names.clear()
-                for sequence in range(max(self.lengths)):
-                    cache = client.create_cache(self.shape.kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
-                    for begin in range(0, self.tokens, CHUNK):
-                        cache.append(*(part[:, begin : begin + CHUNK] for part in self.history(sequence)))
-                    self._names.append(cache.name)
-            for name in self._names:
-                client.open_cache(name).truncate(self.tokens)
+        if self.manner != "send":
+            self._caches.prepare(address, max(self.lengths), self.tokens, self._filled)
+
+    def _filled(self, client: Client, sequence: int) -> Cache:
+        cache = client.create_cache(self.shape.kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
+        for begin in range(0, self.tokens, CHUNK):
+            cache.append(*(part[:, begin : begin + CHUNK] for part in self.history(sequence)))
+        return cache
 
     def arrays(self, number: int) -> tuple[Array, ...]:
         """Query [H, 1, D] and, unless the step only attends, key and value; with a batch axis for several sequences."""
@@ -146,7 +137,7 @@ class Decode(Shaped):
             fields["kv_lengths"] = tensor_pb2.Tensor(
                 dtype=tensor_pb2.DATA_TYPE_INT64, shape=[len(sequences)], data=self._kv_lengths(number).tobytes()
             )
-        names = [] if self.manner == "send" else [self._names[each] if self._names else NO_NAME for each in sequences]
+        names = [] if self.manner == "send" else self._caches.names(len(sequences))
         return pb.AttendRequest(caches=[pb.CacheReference(name=name) for name in names], **fields).SerializeToString()
 
     def reply(self, number: int) -> bytes:
@@ -188,10 +179,7 @@ class Decode(Shaped):
         """Sends the arrays of a request; the future is of a `Result`."""
         if self.manner == "send":
             return client.submit(*arrays)
-        if client not in self._opened:
-            self._opened[client] = [client.open_cache(name) for name in self._names]
-        caches: list[Cache] = self._opened[client]
-        return client.submit(*arrays, caches=caches, **self._options(arrays))
+        return client.submit(*arrays, caches=self._caches.of(client), **self._options(arrays))
 
     def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""
@@ -200,9 +188,7 @@ class Decode(Shaped):
         return asyncio.ensure_future(self._submit_async(client, arrays))
 
     async def _submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> Result:
-        if client not in self._opened:
-            self._opened[client] = [await client.open_cache(name) for name in self._names]
-        caches: list[AsyncCache] = self._opened[client]
+        caches = await self._caches.of_async(client)
         result: Result = await client.attend(*arrays, caches=caches, **self._options(arrays))
         return result
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from attnserve import AsyncClient, Cache, Client
 from attnserve._requests.operation import APPLY
 from attnserve.v1 import attention_pb2 as pb
+from benchmarks.caches import SequenceCaches
 from benchmarks.plain import Array, Plain, PlainAttention, exact_attention
 from benchmarks.workload import HEAD_DIM, HEADS, TIMINGS, Batch, Result, Workload, tensor
 
@@ -37,8 +37,6 @@ PROMPT: Final = 512
 EPSILON: Final = 1e-5
 ROTARY_BASE: Final = 10_000.0
 LAYER: Final = "decoder"
-NO_NAME: Final = "-" * 24
-"""A placeholder as long as the name of a cache, for requests that no service gets."""
 
 _DEFINITION: Final = f"""\
 [[layers]]
@@ -70,12 +68,11 @@ def weights() -> dict[str, Array]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class DecoderStep(Workload):
     """Requests of one token for each of some sequences; the length of a request is the number of its sequences."""
 
-    _names: list[str] = field(default_factory=list, init=False, repr=False)
-    _opened: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    _caches: SequenceCaches = field(default_factory=SequenceCaches, init=False, compare=False, repr=False)
 
     operation = APPLY
 
@@ -114,15 +111,12 @@ class DecoderStep(Workload):
 
     def prepare(self, address: str) -> None:
         """Makes the caches and appends the prompts, or cuts off what has been appended to them."""
-        with Client(address) as client:
-            if not self._names or self._names[0] not in {cache.name for cache in client.caches.list()}:
-                self._names.clear()
-                for sequence in range(max(self.lengths)):
-                    cache = client.create_cache(HEADS, HEAD_DIM, layers=BLOCKS)
-                    client.apply(LAYER, token_ids(sequence)[:-1], cache=cache)
-                    self._names.append(cache.name)
-            for name in self._names:
-                client.open_cache(name).truncate(PROMPT)
+        self._caches.prepare(address, max(self.lengths), PROMPT, self._prompted)
+
+    def _prompted(self, client: Client, sequence: int) -> Cache:
+        cache = client.create_cache(HEADS, HEAD_DIM, layers=BLOCKS)
+        client.apply(LAYER, token_ids(sequence)[:-1], cache=cache)
+        return cache
 
     def arrays(self, number: int) -> tuple[Array]:
         """The next token of each sequence, int64 [B]."""
@@ -135,12 +129,11 @@ class DecoderStep(Workload):
     def request(self, number: int) -> bytes:
         """An encoded ApplyRequest."""
         count = self.lengths[number]
-        names = self._names[:count] or [NO_NAME] * count
         return pb.ApplyRequest(
             layer=LAYER,
             input=tensor(*self.arrays(number)),
             lengths=tensor(np.ones(count, np.int64)),
-            caches=[pb.CacheReference(name=name) for name in names],
+            caches=[pb.CacheReference(name=name) for name in self._caches.names(count)],
         ).SerializeToString()
 
     def reply(self, number: int) -> bytes:
@@ -165,9 +158,7 @@ class DecoderStep(Workload):
 
     def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""
-        if client not in self._opened:
-            self._opened[client] = [client.open_cache(name) for name in self._names]
-        caches: list[Cache] = self._opened[client]
+        caches = self._caches.of(client)
         return client.submit_apply(LAYER, *arrays, lengths=[1] * len(caches), caches=caches)
 
     def submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> asyncio.Future[Any]:
@@ -175,9 +166,7 @@ class DecoderStep(Workload):
         return asyncio.ensure_future(self._submit_async(client, arrays))
 
     async def _submit_async(self, client: AsyncClient, arrays: tuple[Array, ...]) -> Result:
-        if client not in self._opened:
-            self._opened[client] = [await client.open_cache(name) for name in self._names]
-        caches = self._opened[client]
+        caches = await self._caches.of_async(client)
         return await client.apply(LAYER, *arrays, lengths=[1] * len(caches), caches=caches)
 
 

@@ -156,6 +156,12 @@ def padding(side: str, batch: int, length: int) -> Tensor | None:
     return mask if side == "right" else mask.flip(1)
 
 
+def prompts(side: str) -> dict[str, Tensor]:
+    """Two prompts of 7 tokens, the first of which may be padded, as a model takes them."""
+    ids, mask = tokens(2, 7), padding(side, 2, 7)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+
+
 def assert_same(expected: Tensor, actual: Tensor, mask: Tensor | None = None, *, tolerance: float = TOLERANCE) -> None:
     assert expected.shape == actual.shape
     difference = (expected - actual).abs()

@@ -23,6 +23,7 @@ from random_models import (
     generated,
     no_gradients,
     padding,
+    prompts,
     recorder,
     tokens,
 )
@@ -49,10 +50,8 @@ def sent(recorder: Recorder) -> list[int]:
 def test_generation(recorder: Recorder, name: str, side: str) -> None:
     """Sliding windows, softcaps, sinks and padding included; the windows are shorter than the text."""
     model = build(AutoModelForCausalLM, CAUSAL[name]())
-    ids, mask = tokens(2, 7), padding(side, 2, 7)
-    mask = torch.ones_like(ids) if mask is None else mask
     with ResidentCache(recorder, model.config) as cache:  # type: ignore[arg-type]
-        expected, actual = generated(model, cache, input_ids=ids, attention_mask=mask)
+        expected, actual = generated(model, cache, **prompts(side))
         assert cache.get_seq_length() == 12
         assert [info.lengths for info in recorder.client.caches.list()] == [(12, 12)] * 2
     assert torch.equal(expected, actual)

@@ -24,6 +24,7 @@ from random_models import (
     generated,
     no_gradients,
     padding,
+    prompts,
     recorder,
     tokens,
 )
@@ -86,9 +87,7 @@ def test_models_with_an_attention_of_their_own(recorder: Recorder, name: str, si
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generation(recorder: Recorder, name: str, side: str) -> None:
     model = build(AutoModelForCausalLM, CAUSAL[name]())
-    ids, mask = tokens(2, 7), padding(side, 2, 7)
-    mask = torch.ones_like(ids) if mask is None else mask
-    expected, actual = generated(model, input_ids=ids, attention_mask=mask)
+    expected, actual = generated(model, **prompts(side))
     assert torch.equal(expected, actual)
     assert [call["query"].shape[2] for call in recorder.calls[2:]] == [1] * (len(recorder.calls) - 2)  # from the cache
 

@@ -271,7 +271,7 @@ class ResidentCache(DynamicCache):
 
     def close(self) -> None:
         """Deletes what the service has. The cache takes no more tokens."""
-        self._sequences.closed = True
+        self._sequences.close()
         self.reset()
 
     def __enter__(self) -> Self:

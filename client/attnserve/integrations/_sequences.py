@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Sequences:
     """The resident caches of a batch; none before `create` and after `delete`. Methods raise `AttnServeError`."""
 
-    closed = False
-    """Whether no more may be made."""
-
     def __init__(self, client: Client, layers: int, ttl: float | None) -> None:
         self._client = client
         self._layers = layers
@@ -31,13 +28,14 @@ class Sequences:
         """What is still to be deleted."""
         self._in_doubt = False
         """Whether a call has failed that may have appended something all the same."""
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._caches)
 
     def create(self, batch: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: Any) -> None:
-        """Makes empty caches for a batch: all of them, or none. RuntimeError if this is closed."""
-        if self.closed:
+        """Makes empty caches for a batch: all of them, or none. RuntimeError after `close`."""
+        if self._closed:
             raise RuntimeError("this cache is closed")
         with ExitStack() as undo:
             first = self._client.create_cache(
@@ -122,6 +120,10 @@ class Sequences:
         self._unwanted += self._caches
         self._caches = []
         self._delete_unwanted()
+
+    def close(self) -> None:
+        """No more are made from now on."""
+        self._closed = True
 
     def _delete_unwanted(self) -> None:
         with ExitStack() as every:  # which calls all, even if one raises
