@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResult, ScatteredCall
+from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 
 Item = TypeVar("Item")
@@ -74,6 +75,9 @@ class Compute(Protocol):
 
     products: Products | None
     """Compiled products; None where there is no native kernel."""
+
+    passages: Passages | None
+    """Likewise, all that lies between two attentions of a stack."""
 
     @property
     def scattering(self) -> Scattering | None:

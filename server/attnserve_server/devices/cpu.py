@@ -39,6 +39,7 @@ from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import PIECE, MultiHeads
+from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 from attnserve_server.native.requests import NativeRequests
 from attnserve_server.requests.request import Request
@@ -81,6 +82,7 @@ class CpuDevice:
         if native is not None:
             self.apply_packed = partial(self._apply_packed, MultiHeads(native.instructions))
         self.products = None if native is None else Products(native.instructions, self._threads_for)
+        self.passages = None if native is None else Passages(native.instructions, self._threads_for)
         self.messages = None if native is None else Messages(native, self._threads_for)
         self._native_requests = None if native is None else NativeRequests(native)
         self._stager = Stager(self.allocate, self.upload, looks=True)

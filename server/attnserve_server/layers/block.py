@@ -5,14 +5,14 @@ All functions here are functions of rows: each output row depends only on the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 
 from attnserve_server.layers.feed_forward import FeedForwardRows
 from attnserve_server.layers.multi_head import MultiHead
-from attnserve_server.layers.norms import NormFunction, build_norm
+from attnserve_server.layers.norms import NormRows, build_norm
 from attnserve_server.layers.specification import Block
 from attnserve_server.native.products import Products
 
@@ -21,7 +21,7 @@ from attnserve_server.native.products import Products
 class Residual:
     """A part's residual connection, with the norm before the part, x + part(norm(x)), or after, norm(x + part(x))."""
 
-    norm: NormFunction
+    norm: NormRows
     pre_norm: bool
 
     def before(self, rows: torch.Tensor) -> torch.Tensor:
@@ -100,14 +100,3 @@ def build_steps(
         )
         for place, (part, attention) in enumerate(attentions, 1)
     ]
-
-
-def passage(
-    leave: Callable[..., torch.Tensor], given: int, step: Step, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From one attention to the next: what `leave` makes of the first `given` tensors, and its projection by `step`.
-
-    The other tensors are the rotations of the step.
-    """
-    rows = leave(*tensors[:given])
-    return rows, step.enter(rows, *tensors[given:])

@@ -28,7 +28,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class FeedForwardRows:
-    """A feed-forward part with its parameters, which it removes from `parameters`.
+    """A feed-forward part with its parameters, which it removes from `parameters`: `up` has the gate's columns first.
 
     The hidden units are padded to whole vectors with units that are 0 and weigh nothing.
     """
@@ -41,24 +41,24 @@ class FeedForwardRows:
         products: Products | None,
     ) -> None:
         names = ("gate", "up") if specification.gated else ("up",)
-        self._up = Projection.of(
+        self.up = Projection.of(
             [parameters.pop(f"{prefix}{name}.weight") for name in names],
             [parameters.pop(f"{prefix}{name}.bias", None) for name in names],
             products,
         )
-        self._gated = specification.gated
-        self._activation = ACTIVATIONS[specification.activation]
-        self._down = Linear.of(parameters, f"{prefix}down", products)
+        self.gated = specification.gated
+        self.activation = specification.activation
+        self.down = Linear.of(parameters, f"{prefix}down", products)
 
     @property
     def row_flops(self) -> int:
         """The cost of one row."""
-        return self._up.row_flops + self._down.row_flops
+        return self.up.row_flops + self.down.row_flops
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, width] to [n, width]."""
-        hidden = self._up(rows)
-        if self._gated:
+        hidden, activate = self.up(rows), ACTIVATIONS[self.activation]
+        if self.gated:
             gate, up = hidden.chunk(2, 1)
-            return self._down(self._activation(gate) * up)
-        return self._down(self._activation(hidden))
+            return self.down(activate(gate) * up)
+        return self.down(activate(hidden))

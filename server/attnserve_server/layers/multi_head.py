@@ -18,6 +18,7 @@ from attnserve_server.layers.product import NativeProduct, divides, is_native
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import Attention
+from attnserve_server.native.passages import Turning
 from attnserve_server.native.products import Products
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,15 +65,19 @@ class MultiHead:
             self.query_flops, self.context_flops = self._query.row_flops, self._context.row_flops
             """The cost of projecting one row."""
             self.project_flops = self.query_flops + self.context_flops
-        self._parallel = is_native(dtype, products)
+        self.parallel = is_native(dtype, products)
+        """Products divide themselves among the device's threads."""
         self.elementwise = () if specification.rotary is None else (specification.rotary.width,)
         """The widths of rows of elementwise functions."""
-        self.multiple = multiple_of(self._parallel, self.elementwise)
+        self.multiple = multiple_of(self.parallel, self.elementwise)
         """What batches must have a multiple of rows of."""
-        self._output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
+        self.output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
+        """From the heads side by side; None: these are the output."""
         self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
+        self.value_width = heads * value_width
+        """Of all heads' outputs, side by side."""
         self.scoring = Scoring(
             scale=width**-0.5 if specification.scale is None else specification.scale,
             pair_flops=2 * heads * (width + value_width),
@@ -85,7 +90,7 @@ class MultiHead:
         if it cannot.
         """
         project = None if self._all is None or self.rotation is not None else self._all.product
-        output = None if self._output is None else self._output.product
+        output = None if self.output is None else self.output.product
         if self._all is None or not isinstance(project, NativeProduct):
             return None
         if not (output is None or isinstance(output, NativeProduct)):
@@ -96,10 +101,21 @@ class MultiHead:
         )
         return direct_of(self._specification, weights, self.scoring.scale, self.scoring.alibi_slopes)
 
+    def entrance(self, crossed: bool) -> tuple[Projection, tuple[Turning | None, Turning | None]]:
+        """What `project` computes, or if `crossed`, `project_queries`: a projection, of which queries and keys are
+        rotated then.
+        """
+        projection = self._query if crossed else self._all
+        assert projection is not None
+        if self.rotation is None:
+            return projection, (None, None)
+        turned = [self.rotation.turning(columns, self._specification.head_dim) for columns in projection.columns[:2]]
+        return projection, (turned[0], None if crossed else turned[1])
+
     @property
     def finish_flops(self) -> int:
         """The cost of one row of the output."""
-        return 0 if self._output is None else self._output.row_flops
+        return 0 if self.output is None else self.output.row_flops
 
     def project(self, rows: torch.Tensor, *rotations: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of the same rows, for `heads`; a single rotation is for both queries and keys."""
@@ -146,7 +162,7 @@ class MultiHead:
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """The heads side by side [n, Hq Dv] to [n, outputs]."""
-        return attended if self._output is None else self._output(attended)
+        return attended if self.output is None else self.output(attended)
 
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
@@ -173,12 +189,12 @@ class MultiHead:
 
     def finish_batch(self, compute: Compute, attended: torch.Tensor) -> torch.Tensor:
         """The outputs of a batch."""
-        if self._output is None:
+        if self.output is None:
             return attended
         return self._rows(compute, self.finish, attended, flops=len(attended) * self.finish_flops)
 
     def _rows(self, compute: Compute, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int) -> Rows:
-        return compute.rows(function, *tensors, flops=flops, parallel=self._parallel)
+        return compute.rows(function, *tensors, flops=flops, parallel=self.parallel)
 
 
 def _heads(rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:

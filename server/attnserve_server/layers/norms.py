@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import layer_norm
 
-from attnserve_server.layers.specification import Norm
-
-NormFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""[n, width] to [n, width], of the same dtype."""
+from attnserve_server.layers.specification import Norm, NormKind
 
 
-def build_norm(norm: Norm, parameters: Mapping[str, torch.Tensor], prefix: str) -> NormFunction:
+@dataclass(frozen=True, slots=True)
+class NormRows:
+    """A norm with its parameters [width], which have the dtype of the computation, or None."""
+
+    kind: NormKind
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    epsilon: float
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, width] to [n, width], of the same dtype.
+
+        Of x, `layer` is (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias, and `rms` is
+        x / sqrt(mean(x^2) + epsilon) * weight + bias.
+        """
+        wide = rows.to(_wide(rows.dtype))
+        if self.kind == "layer":
+            return layer_norm(wide, rows.shape[-1:], self.weight, self.bias, self.epsilon).to(rows.dtype)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        if self.weight is not None:
+            wide = wide * self.weight
+        if self.bias is not None:
+            wide = wide + self.bias
+        return wide.to(rows.dtype)
+
+
+def build_norm(norm: Norm, parameters: Mapping[str, torch.Tensor], prefix: str) -> NormRows:
     """The norm with the parameters `prefix`weight and `prefix`bias, if there are any."""
     weight, bias = parameters.get(f"{prefix}weight"), parameters.get(f"{prefix}bias")
     if weight is not None:
@@ -23,27 +45,7 @@ def build_norm(norm: Norm, parameters: Mapping[str, torch.Tensor], prefix: str) 
         weight = weight.to(_wide(weight.dtype))
         weight = weight + 1 if norm.unit_offset else weight
     bias = None if bias is None else bias.to(_wide(bias.dtype))
-    return partial(_layer_norm if norm.kind == "layer" else _rms_norm, weight=weight, bias=bias, epsilon=norm.epsilon)
-
-
-def _layer_norm(
-    rows: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """Of x, (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias."""
-    return layer_norm(rows.to(_wide(rows.dtype)), rows.shape[-1:], weight, bias, epsilon).to(rows.dtype)
-
-
-def _rms_norm(
-    rows: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """Of x, x / sqrt(mean(x^2) + epsilon) * weight + bias."""
-    wide = rows.to(_wide(rows.dtype))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    if weight is not None:
-        wide = wide * weight
-    if bias is not None:
-        wide = wide + bias
-    return wide.to(rows.dtype)
+    return NormRows(norm.kind, weight, bias, norm.epsilon)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

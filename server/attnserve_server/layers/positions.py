@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from attnserve_server.layers.specification import Rotary
+from attnserve_server.native.passages import Turning
 
 
 def angles(positions: torch.Tensor, base: float, width: int) -> torch.Tensor:
@@ -33,6 +34,11 @@ class Rotation:
         """[n, width]: the cosines of all pairs, then their sines, in at least float32."""
         of_pairs = angles(positions + self._rotary.offset, self._rotary.base, self._rotary.width)
         return torch.cat([of_pairs.cos(), of_pairs.sin()], 1).to(self._dtype)
+
+    def turning(self, columns: slice, head_dim: int) -> Turning:
+        """What `rotate` does to heads of this width, for the native library; `columns` are theirs in a row."""
+        heads = (columns.stop - columns.start) // head_dim
+        return Turning(columns.start, heads, head_dim, self._rotary.width, self._rotary.interleaved)
 
     def rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
         """Rotates heads [n, H, D] in place, those of row r by the rotations of row r."""

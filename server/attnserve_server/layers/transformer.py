@@ -1,15 +1,12 @@
 """A stack of encoder or decoder blocks, optionally with an embedding before it and a norm after it.
 
-Between two attentions everything is a function of rows: the rest of the first (its output projection, residual and
-norm, then the feed-forward part, if it is the block's last) and the beginning of the second (norm and projections). So
-a stack is a list of attentions, and the device gets one row function from each to the next.
+A stack is a list of attentions, with a passage from each to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -17,13 +14,14 @@ from attnserve_server.devices.compute import Compute
 from attnserve_server.layers import cost
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of
-from attnserve_server.layers.block import build_steps, passage
+from attnserve_server.layers.block import build_steps
 from attnserve_server.layers.checks import check_transformer
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.passage import passages_of
 from attnserve_server.layers.product import is_native
 from attnserve_server.layers.resident import Residents, attend_residents
 from attnserve_server.layers.rows import Batch, multiple_of
@@ -52,14 +50,17 @@ class TransformerLayer:
             for number in range(architecture.blocks)
             for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute.products)
         ]
+        norm, width = architecture.final_norm, architecture.block.self_attention.inputs
+        final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
+        self._passages, by_library = passages_of(self._steps, final_norm, width, self._dtype, compute)
         self._parallel = is_native(self._dtype, compute.products)
-        block = architecture.block
-        widths = {block.self_attention.inputs, block.feed_forward.hidden}
+        # What torch computes element by element: the library leaves embeddings and rotations to it.
+        widths = set() if by_library else {width, architecture.block.feed_forward.hidden}
+        if architecture.embedding is not None:
+            widths.add(width)
         self._multiple = multiple_of(
             self._parallel, widths.union(*(step.attention.elementwise for step in self._steps))
         )
-        norm = architecture.final_norm
-        self._final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
 
     def check(self, request: LayerInput) -> None:
         """Raises InvalidRequest if a request does not fit the layer."""
@@ -99,23 +100,16 @@ class TransformerLayer:
             del packings[False]
         stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
-        leave: Callable[..., torch.Tensor] = self._embed
-        given, flops, block = self._embedding_inputs(batch), 0, 0
-        for step in self._steps:
-            queries, key_rotations = rotations[step.crossed]
-            rows, projected = compute.rows(
-                partial(passage, leave, len(given), step),
-                *given,
-                *queries,
-                flops=batch.inputs.rows * (flops + step.enter_flops),
-                parallel=self._parallel,
-            )
+        rows, attended, block = self._embedded(batch), None, 0
+        for step, passage in zip(self._steps, self._passages, strict=False):
+            rotation, key_rotation = rotations[step.crossed]
+            rows, projected = passage(rows, attended, rotation)
             projected_contexts = None
             if step.crossed and contexts is not None:
                 projected_contexts = compute.rows(
                     step.attention.project_contexts,
                     contexts,
-                    *key_rotations,
+                    *([] if key_rotation is None else [key_rotation]),
                     flops=len(contexts) * step.attention.context_flops,
                     parallel=self._parallel,
                 )
@@ -126,10 +120,8 @@ class TransformerLayer:
                 window = self._architecture.block.self_attention.window
                 attended = attend_residents(compute, *heads, batch, residents, block, step.attention.scoring, window)
                 block += 1
-            leave, given, flops = step.leave, (rows, attended), step.leave_flops
-        flops *= batch.inputs.rows
-        rows = compute.rows(partial(self._end, leave), *given, flops=flops, parallel=self._parallel)
-        return [LayerOutput(output) for output in batch.unpack(rows)]
+        _, output = self._passages[-1](rows, attended, None)
+        return [LayerOutput(of_request) for of_request in batch.unpack(output)]
 
     def _batch(self, inputs: Sequence[LayerInput]) -> Batch:
         """The requests, ordered for self-attention first, then for cross-attention."""
@@ -141,29 +133,23 @@ class TransformerLayer:
             kinds.append([kind for each in unmasked for kind in kinds_of(each, cross.causal, cross.window)])
         return Batch(inputs, *kinds, multiple=self._multiple)
 
-    def _rotations(self, batch: Batch, crossed: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def _rotations(self, batch: Batch, crossed: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Rotations of queries (and of self-attention's keys, at the same positions), and of a context's keys."""
         rotation = next((step.attention.rotation for step in self._steps if step.crossed is crossed), None)
         if rotation is None:
-            return (), ()
+            return None, None
         device = self._compute.torch_device
-        queries = (rotation.of(batch.positions(device)),)
+        queries = rotation.of(batch.positions(device))
         if not crossed or batch.contexts is None:
-            return queries, ()
-        return queries, (rotation.of(batch.contexts.positions([0] * len(batch.contexts.lengths), device)),)
+            return queries, None
+        return queries, rotation.of(batch.contexts.positions([0] * len(batch.contexts.lengths), device))
 
-    def _embedding_inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """The arguments of `_embed`."""
-        embedding = self._architecture.embedding
-        if embedding is None:
-            return (batch.pack_inputs(),)
-        inputs = batch.pack_inputs(), batch.positions(self._compute.torch_device)
-        return (*inputs, batch.pack_segments()) if embedding.segments else inputs
-
-    def _embed(self, inputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        return inputs if self._embedding is None else self._embedding(inputs, *others)
-
-    def _end(self, leave: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """From the last attention to the output."""
-        rows = leave(*tensors)
-        return rows if self._final_norm is None else self._final_norm(rows)
+    def _embedded(self, batch: Batch) -> torch.Tensor:
+        """What the first block gets, [rows, width]."""
+        embedding, inputs = self._architecture.embedding, batch.pack_inputs()
+        if embedding is None or self._embedding is None:
+            return inputs
+        given = [inputs, batch.positions(self._compute.torch_device)]
+        if embedding.segments:
+            given.append(batch.pack_segments())
+        return self._compute.rows(self._embedding, *given, flops=0)  # too little to divide

@@ -9,6 +9,7 @@
 #define ATTEND attnserve_attend_avx2
 #define MULTIPLY attnserve_multiply_avx2
 #define MULTI_HEAD attnserve_multi_head_avx2
+#define PASS attnserve_pass_avx2
 #define BLOCK_ROWS_ABOVE_6 0
 
 #ifdef __clang__
@@ -21,6 +22,7 @@
 #include "kernel.h"
 #include "product.h"
 #include "layer.h"
+#include "passage.h"
 
 #ifdef __clang__
 #pragma clang attribute pop

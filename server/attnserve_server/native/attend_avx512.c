@@ -8,6 +8,7 @@
 #define ATTEND attnserve_attend_avx512
 #define MULTIPLY attnserve_multiply_avx512
 #define MULTI_HEAD attnserve_multi_head_avx512
+#define PASS attnserve_pass_avx512
 #define BLOCK_ROWS_ABOVE_6 1
 
 #ifdef __clang__
@@ -20,6 +21,7 @@
 #include "kernel.h"
 #include "product.h"
 #include "layer.h"
+#include "passage.h"
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -12,11 +12,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TURNS = 2000 };  /* how often a caller checks whether the last helper is done before it sleeps */
+enum {
+    TURNS = 2000,           /* how often a caller checks whether the last helper is done before it sleeps */
+    AWAKE_TURNS = 4000      /* how often a helper checks whether there is more work, if that is expected, likewise */
+};
 
 struct team {
-    uint32_t rung;          /* how often helpers were woken */
+    uint32_t rung;          /* how often helpers were called */
     uint32_t inside;        /* helpers at work */
+    uint32_t asleep;        /* helpers that must be woken for that, or are about to look whether they were called */
+    uint32_t staying;       /* callers that have more work soon */
     int64_t seats;          /* how many more helpers may join */
     int busy;               /* it has a caller */
     int waits;              /* that caller sleeps until no helper is inside */
@@ -54,6 +59,15 @@ static int come_in(struct team *team) {
     return 0;
 }
 
+/* Whether helpers are called while more work is expected, if that is soon. */
+static int called_soon(struct team *team, uint32_t rung) {
+    for (int turn = 0; turn < AWAKE_TURNS && __atomic_load_n(&team->staying, __ATOMIC_SEQ_CST); turn++) {
+        if (__atomic_load_n(&team->rung, __ATOMIC_SEQ_CST) != rung) return 1;
+        __builtin_ia32_pause();
+    }
+    return 0;
+}
+
 void attnserve_help(struct team *team) {
     for (;;) {
         uint32_t rung = __atomic_load_n(&team->rung, __ATOMIC_SEQ_CST);
@@ -61,10 +75,20 @@ void attnserve_help(struct team *team) {
         if (come_in(team)) {
             team->task(team->work);
             leave(team);
-        } else {
+        } else if (!called_soon(team, rung)) {
+            __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
             sleep_while(&team->rung, rung);
+            __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
         }
     }
+}
+
+void stay(struct team *team) {
+    if (team) __atomic_add_fetch(&team->staying, 1, __ATOMIC_SEQ_CST);
+}
+
+void part(struct team *team) {
+    if (team) __atomic_sub_fetch(&team->staying, 1, __ATOMIC_SEQ_CST);
 }
 
 void attnserve_dismiss(struct team *team) {
@@ -82,7 +106,7 @@ void share(struct team *team, int64_t helpers, task task, void *work) {
     team->work = work;
     __atomic_store_n(&team->seats, helpers, __ATOMIC_SEQ_CST);
     __atomic_add_fetch(&team->rung, 1, __ATOMIC_SEQ_CST);
-    wake(&team->rung, helpers);
+    if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST)) wake(&team->rung, helpers);
     while (team->patient && __atomic_load_n(&team->seats, __ATOMIC_SEQ_CST) > 0) usleep(1);
     task(work);
     __atomic_store_n(&team->seats, 0, __ATOMIC_SEQ_CST);

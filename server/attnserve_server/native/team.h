@@ -14,4 +14,9 @@ typedef void (*task)(void *work);
    for those that come too late because the processor is busy. */
 void share(struct team *team, int64_t helpers, task task, void *work);
 
+/* From here on helpers that have nothing to do stay awake for a little while, since more work will follow soon; until as
+   many calls of `part`. The team may be NULL. */
+void stay(struct team *team);
+void part(struct team *team);
+
 #endif
