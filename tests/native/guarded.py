@@ -1,4 +1,4 @@
-"""`python guarded.py LIBRARY CALLS`: random calls, products, layers and messages by a library, in guarded memory.
+"""`python guarded.py LIBRARY CALLS`: random calls, products, layers, passages and messages, in guarded memory.
 
 Each array ends right before, or begins right after, a page that the process may not read, so that reading past it kills
 the process. In: the path of a library, and the number of calls. Out: `sound` if all results match the oracle's. With a
@@ -30,6 +30,7 @@ from random_messages import (
     spoilt,
 )
 from random_multi_heads import random_multi_head
+from random_passages import random_passage
 from random_products import random_product
 from stepping import Stepping
 
@@ -37,6 +38,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import MultiHeads
+from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 
 PAGE = mmap.PAGESIZE
@@ -114,6 +116,8 @@ def main() -> None:
             if number % 5 == 0:
                 product = random_product(random, room=guarded.room)
                 product.assert_right(Products(each.instructions).multiply(product.weight, product.rows))
+                passage = random_passage(random, room=guarded.room)
+                passage.assert_right(passage.outcome(Passages(each.instructions)))
                 layer = random_multi_head(random, room=guarded.room)
                 layer.assert_right(layer.outcome(MultiHeads(each.instructions)))
                 device = CpuDevice(1, 0, each)

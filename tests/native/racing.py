@@ -1,4 +1,4 @@
-"""`python racing.py LIBRARY ROUNDS`: several callers of one team at once: calls, products and layers of every kind.
+"""`python racing.py LIBRARY ROUNDS`: several callers of one team at once, with calls, products, layers and passages.
 
 In: the path of a library, and the number of rounds. Out: `sound` if all results match the oracle's. With a library
 built with the sanitizer for threads, also that no two threads touched the same memory in no certain order.
@@ -16,10 +16,12 @@ from threading import Barrier
 from binding import Call, Outcome, _Packed, assert_right, room
 from random_calls import random_call, sharing
 from random_multi_heads import random_multi_head
+from random_passages import random_passage
 from random_products import random_product
 
 from attnserve_server.native import library
 from attnserve_server.native.multi_head import MultiHeads
+from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 
 CALLERS, HELPERS = 3, 3
@@ -47,6 +49,7 @@ def tasks(random: Random, instructions: str) -> list[Task]:
     """One of each kind."""
     kernel, layers = library.Library(instructions), MultiHeads(instructions)
     product, layer = random_product(random, (30, 130)), random_multi_head(random)
+    few, many = random_passage(random, (1, 7, 30)), random_passage(random, (130,))
     return [
         attention(kernel, [random_call(random) for _ in range(3)], expect_right=True),
         attention(kernel, [random_call(random, (1, 2, 5), MANY_KEYS) for _ in range(2)], expect_right=True),
@@ -55,6 +58,8 @@ def tasks(random: Random, instructions: str) -> list[Task]:
             Products(instructions, lambda flops: threads).multiply(product.weight, product.rows)
         ),
         lambda threads: layer.assert_right(layer.outcome(layers, threads)),
+        lambda threads: few.assert_right(few.outcome(Passages(instructions, lambda effort: threads))),
+        lambda threads: many.assert_right(many.outcome(Passages(instructions, lambda effort: threads))),
     ]
 
 

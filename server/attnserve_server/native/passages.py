@@ -1,8 +1,8 @@
 """What a stack of blocks computes from one attention to the next, in one call of the library.
 
-In: rows, and what an attention made of them, as tensors. Out: the rows behind the parts in between, and their projection
-for the next attention. A row's bits depend only on itself and the weights: not on the other rows, nor on their number,
-nor on the threads that compute them.
+In: rows, and what an attention made of them, as tensors. Out: the rows behind the parts in between, and their
+projection for the next attention. A row's bits depend only on itself and the weights: not on the other rows, nor on
+their number, nor on the threads that compute them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Passages:
     def __init__(
         self, instructions: str, threads_for: Callable[[int], Threads | None] = lambda flops: Threads()
     ) -> None:
-        """`threads_for` says with which threads the calling one computes something that costs as much as this many FLOPs
+        """`threads_for` says with which threads the calling one computes what takes as long as this many FLOPs
         (`Function`). Raises OSError if there is no library.
         """
         self._pass = Function("pass", instructions, ctypes.c_char_p, ctypes.c_char_p)
