@@ -53,7 +53,7 @@ class Stepping:
         self.device = device
         self.messages = of
         self.store = CacheStore(pages * PAGE_BYTES, PAGE_BYTES, 1000)
-        self.host = Host(self.store, PagePool(pages * PAGE_BYTES, PAGE_BYTES, device.torch_device))
+        self.host = Host(self.store, PagePool(pages * PAGE_BYTES, PAGE_BYTES, device.torch_device, device.tokens))
         self.fast_path = CacheFastPath(self.host, of, DEFAULT_LIMITS)
 
     def create(

@@ -107,7 +107,8 @@ async def bench(models: Models) -> AsyncIterator[Bench]:
     registry = Registry(device, models.directory)
     await registry.load("layers.toml", ["gpt2"])
     host = Host(
-        CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100), PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, device.torch_device)
+        CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100),
+        PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, device.torch_device, device.tokens),
     )
     yield Bench(device, registry, engine, host)
     assert await engine.drain(PATIENCE_S)

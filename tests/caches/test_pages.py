@@ -13,6 +13,8 @@ from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import STORAGE, PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.native import library
+from attnserve_server.native.tokens import Tokens
 
 SHAPES = [
     CacheShape(1, 1, 1, 1, "float32"),
@@ -21,6 +23,7 @@ SHAPES = [
     CacheShape(2, 16, 4, 1, "bfloat16"),
     CacheShape(1, 3, 40, 1, "bfloat16"),
 ]
+needs_native = pytest.mark.skipif(not library.available(), reason="no native library is here")
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -31,10 +34,10 @@ def tokens(shape: CacheShape, count: int, dtype: torch.dtype | None = None) -> t
     return torch.randn(heads, count, shape.head_dim).to(wanted), torch.randn(heads, count, shape.value_dim).to(wanted)
 
 
-def pool_of(shape: CacheShape, pages: int, per_page: int) -> PagePool:
+def pool_of(shape: CacheShape, pages: int, per_page: int, of_library: Tokens | None = None) -> PagePool:
     """A pool of `pages` pages of at least `per_page` tokens, with garbage in every page."""
     page_bytes = page_bytes_for(shape, per_page) + CACHE_LINE
-    pool = PagePool(pages * page_bytes, page_bytes, CPU)
+    pool = PagePool(pages * page_bytes, page_bytes, CPU, of_library)
     every = list(range(pages))
     count = pages * pool.tokens_per_page(shape)
     poison = [torch.full_like(part, torch.nan) for part in tokens(shape, count)]
@@ -175,14 +178,19 @@ def test_whole_pages_of_finite_tokens() -> None:
     assert whole(count) == [(0, 2, 1), (per_page, 3, 1), *runs[1:]]
 
 
-@pytest.mark.parametrize("poisoned", [None, 1])
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as stored", "converted"])
+@pytest.mark.parametrize("by_library", [False, pytest.param(True, marks=needs_native)])
+@pytest.mark.parametrize("poisoned", [None, 0, 1])
 @EVERY_SHAPE
-def test_one_token_each_is_written_as_if_by_itself(shape: CacheShape, poisoned: int | None) -> None:
+def test_one_token_each_is_written_as_if_by_itself(
+    shape: CacheShape, poisoned: int | None, by_library: bool, dtype: torch.dtype | None
+) -> None:
     """Into first slots and others, of pages that held something else before."""
-    key, value = (part.transpose(0, 1) for part in tokens(shape, 3, torch.float32))
+    key, value = (part.transpose(0, 1).contiguous() for part in tokens(shape, 3, dtype))
     if poisoned is not None:
-        value[poisoned] = torch.inf
-    together, apart = pool_of(shape, 8, 8), pool_of(shape, 8, 8)
+        (key, value)[poisoned][1] = torch.inf
+        poisoned = 1
+    together, apart = pool_of(shape, 8, 8, Tokens() if by_library else None), pool_of(shape, 8, 8)
     places = [Write(5, 0, 1), Write(2, 3, 1), Write(6, 1, 1)]
     for pool in (together, apart):
         for page in (2, 6):

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from attnserve_server.caches.layer import PageTable, Placement, Write
 from attnserve_server.caches.shape import CacheDtype, CacheShape, half_page
 from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.library import Strides
+from attnserve_server.native.tokens import TOKEN, Tokens, packed_layout
 
 STORAGE: Final[dict[CacheDtype, torch.dtype]] = {
     "float32": torch.float32,
@@ -81,8 +84,10 @@ class _Views:
 class PagePool:
     """Pages of memory on a device. Used by one thread at a time on a CPU; elsewhere the device keeps the order."""
 
-    def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device) -> None:
-        """Allocates as many whole pages as fit. Raises ValueError if pages would not be aligned."""
+    def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device, tokens: Tokens | None = None) -> None:
+        """Allocates as many whole pages as fit. `tokens` writes single tokens on a CPU. Raises ValueError if pages
+        would not be aligned.
+        """
         if page_bytes < 1 or page_bytes % CACHE_LINE:
             raise ValueError(f"page_bytes: expected a multiple of {CACHE_LINE}, found {page_bytes}")
         self.page_bytes = page_bytes
@@ -96,6 +101,7 @@ class PagePool:
         self._finite = bytearray(count)
         self._finite_of = np.frombuffer(self._finite, np.uint8)
         self._looks = device.type == "cpu"
+        self._tokens = tokens
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
         self._arrays = lru_cache(REMEMBERED_SHAPES)(self._arrays_of)
         self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
@@ -142,6 +148,9 @@ class PagePool:
 
     def write_tokens(self, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor) -> None:
         """As `write`, for n single tokens: copies key [n, Hk, D] and value [n, Hk, Dv] to places in different pages."""
+        if self._tokens is not None and _lies_as_read(shape, key) and _lies_as_read(shape, value):
+            self._append(self._tokens, shape, places, key, value)
+            return
         views = self._views(shape)
         key, value = key.to(views.key.dtype), value.to(views.value.dtype)
         if self._looks:
@@ -170,6 +179,27 @@ class PagePool:
         for n, (page, slot, _) in enumerate(places):
             own = finite or bool(np.isfinite(key[n]).all() and np.isfinite(value[n]).all())
             self.note(shape, page, slot, finite=own)
+
+    def _append(
+        self, tokens: Tokens, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """The same by the native library, of tokens in the dtype of the shape."""
+        layout, packed = self.layout(shape), bytearray()
+        key_at, value_at = key.data_ptr(), value.data_ptr()
+        key_step, value_step = (each.stride(0) * each.itemsize for each in (key, value))
+        for page, slot, _ in places:
+            packed += TOKEN.pack(key_at, value_at, *self.page(page), slot, 1)
+            key_at, value_at = key_at + key_step, value_at + value_step
+        of_page = packed_layout(
+            DTYPES[key.dtype],
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.value_dim,
+            Strides(*layout.key),
+            Strides(*layout.value),
+        )
+        for (page, slot, _), finite in zip(places, tokens.append(of_page, packed), strict=True):
+            self.note(shape, page, slot, finite=bool(finite))
 
     def page(self, number: int) -> tuple[int, int]:
         """The addresses of a page's keys and of its values. On a CPU only."""
@@ -297,6 +327,11 @@ class PagePool:
         """The same as arrays."""
         views = self._views(shape)
         return _array(views.key), _array(views.value)
+
+
+def _lies_as_read(shape: CacheShape, tokens: torch.Tensor) -> bool:
+    """Whether tokens [n, Hk, width] have the dtype of the shape, and a token's heads are adjacent."""
+    return tokens.dtype == STORAGE[shape.dtype] and tokens.stride()[1:] == (tokens.shape[2], 1)
 
 
 def sent(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -41,6 +41,7 @@ from attnserve_server.kernels import (
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
+from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
 
@@ -72,6 +73,7 @@ class CudaDevice:
     messages: Messages | None = None
     products: Products | None = None
     passages: Passages | None = None
+    tokens: Tokens | None = None
 
     def __init__(self, index: int) -> None:
         # float32 means float32: TF32 has 10 bits of mantissa.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnserve_server.native.messages import Messages
+    from attnserve_server.native.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class Device(Compute, Protocol):
 
     messages: Messages | None
     """Computes whole messages of little work on the caller's thread; None if the device cannot."""
+
+    tokens: Tokens | None
+    """Appends single tokens to pages of caches; None if the device cannot."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""

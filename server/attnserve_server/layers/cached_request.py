@@ -158,7 +158,7 @@ class CachedLayerRequest(CacheWork):
                 Resident(
                     shape=cache.shape,
                     length=self.lengths[first],
-                    pages=[cache.pages(layer) for layer in range(layers)],
+                    tables=[cache.table(layer) for layer in range(layers)],
                     placements=placed[first : first + layers],
                     mask=None if mask is None else _of_sequence(mask, n, length, self.lengths[first]),
                 )

@@ -23,7 +23,7 @@ from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.passage import passages_of
 from attnserve_server.layers.product import is_native
-from attnserve_server.layers.resident import Residents, attend_residents
+from attnserve_server.layers.resident import ResidentAttention, Residents
 from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import LayerSpecification, Transformer
 
@@ -100,6 +100,7 @@ class TransformerLayer:
             del packings[False]
         stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
+        own = None if residents is None else self._resident_attention(batch, residents)
         rows, attended, block = self._embedded(batch), None, 0
         for step, passage in zip(self._steps, self._passages, strict=False):
             rotation, key_rotation = rotations[step.crossed]
@@ -114,12 +115,10 @@ class TransformerLayer:
                     parallel=self._parallel,
                 )
             heads = step.attention.heads(projected, projected_contexts)
-            if residents is None or step.crossed:
+            if own is None or step.crossed:
                 attended = attend_stacks(compute, *heads, stacks[step.crossed], step.attention.scoring).rows
             else:
-                window = self._architecture.block.self_attention.window
-                attended = attend_residents(compute, *heads, batch, residents, block, step.attention.scoring, window)
-                block += 1
+                attended, block = own.attend(block, *heads), block + 1
         _, output = self._passages[-1](rows, attended, None)
         return [LayerOutput(of_request) for of_request in batch.unpack(output)]
 
@@ -132,6 +131,11 @@ class TransformerLayer:
             unmasked = [replace(each, mask=None) for each in inputs]
             kinds.append([kind for each in unmasked for kind in kinds_of(each, cross.causal, cross.window)])
         return Batch(inputs, *kinds, multiple=self._multiple)
+
+    def _resident_attention(self, batch: Batch, residents: Residents) -> ResidentAttention:
+        """Self-attention, which is the same in all blocks but for the weights."""
+        window, scoring = self._architecture.block.self_attention.window, self._steps[0].attention.scoring
+        return ResidentAttention(self._compute, batch, residents, scoring, window)
 
     def _rotations(self, batch: Batch, crossed: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Rotations of queries (and of self-attention's keys, at the same positions), and of a context's keys."""

@@ -1,6 +1,7 @@
 /* Messages read and written: see messages.h. */
 
 #include "messages.h"
+#include "tokens.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -208,29 +209,15 @@ void attnserve_read_request(struct known *known, const uint8_t *message, int64_t
     asked->requests = take_request(&reading, &request, 0);
 }
 
-/* Copies rows of `width` elements, adjacent in `from`, `step` apart in `to`. Returns whether all are finite. */
-static int put_rows(uint8_t *to, int64_t step, const uint8_t *from, int64_t rows, int64_t width, int64_t dtype) {
-    int64_t item = dtype == FLOAT32 ? 4 : 2;
-    uint32_t exponent = dtype == FLOAT32 ? 0x7f800000 : dtype == FLOAT16 ? 0x7c00 : 0x7f80;
-    int finite = 1;
-    for (; rows; rows--, to += step * item, from += width * item) {
-        memcpy(to, from, width * item);
-        for (int64_t at = 0; at < width * item; at += item) {
-            uint32_t bits = 0;
-            memcpy(&bits, from + at, item);
-            finite &= (bits & exponent) != exponent;
-        }
-    }
-    return finite;
-}
-
 int64_t attnserve_append_token(const struct asked *asked, int64_t call, uint8_t *keys, uint8_t *values, int64_t slot) {
     const struct call *of = &asked->call[call];
-    int64_t item = of->kv_dtype == FLOAT32 ? 4 : 2;
-    keys += slot * of->key_token * item;
-    values += slot * of->value_token * item;
-    int finite = put_rows(keys, of->key_head, of->key, of->kv_heads, of->head_dim, of->kv_dtype);
-    return put_rows(values, of->value_head, of->value, of->kv_heads, of->value_dim, of->kv_dtype) & finite;
+    struct layout_of_page layout = {
+        of->kv_dtype, of->kv_heads, of->head_dim, of->value_dim, of->key_token, of->key_head, of->value_token,
+        of->value_head,
+    };
+    struct token token = {of->key, of->value, keys, values, slot, 0};
+    attnserve_append_tokens(&layout, &token, 1);
+    return token.finite;
 }
 
 static int64_t number_bytes(int64_t number) {
