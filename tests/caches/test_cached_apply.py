@@ -184,6 +184,35 @@ def test_batches_change_no_bits(client: Client, name: str) -> None:
         cache.delete()
 
 
+def test_what_is_not_finite_stays_in_its_sequence(client: Client) -> None:
+    """In a batch, and before the token that has it: what comes after that has nothing else."""
+    name, lengths = "decoder/stack/float32", [6, 9, 1]
+    xs = [sequence("decoder/stack", length) for length in lengths]
+    inputs, contexts = (torch.cat([typed(each, "float32") for each in parts]) for parts in zip(
+        *((x, options["context"]) for x, options in xs), strict=True
+    ))  # fmt: skip
+    spoilt = inputs.clone()
+    spoilt[11] = torch.nan
+    outputs = []
+    for rows in (inputs, spoilt):
+        caches = [create_cache(client, name) for _ in lengths]
+        result = client.apply(name, rows, caches=caches, lengths=lengths, context=contexts, context_lengths=[5] * 3)
+        steps = client.apply(
+            name, inputs[:3], caches=caches, lengths=[1] * 3, context=contexts, context_lengths=[5] * 3
+        )
+        outputs.append((result.output, steps.output))
+        for cache in caches:
+            cache.delete()
+    (clean, clean_steps), (found, found_steps) = outputs
+    for own in (slice(0, 6), slice(15, 16)):
+        assert_same_bits(found[own].numpy(), clean[own].numpy())
+    assert_near(found[6:11], clean[6:11], 1e-5)
+    assert found[11:15].isnan().all()
+    for row in (0, 2):
+        assert_same_bits(found_steps[row].numpy(), clean_steps[row].numpy())
+    assert found_steps[1].isnan().all()
+
+
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 def test_storage_in_half_precision(client: Client, modules: dict[str, Any], storage: str) -> None:
     x, _ = sequence("llama")
