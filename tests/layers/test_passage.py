@@ -9,7 +9,7 @@ import torch
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.block import build_steps
 from attnserve_server.layers.norms import build_norm
-from attnserve_server.layers.passage import passages_of
+from attnserve_server.layers.passage import packed_passages, passages_of
 from attnserve_server.layers.product import is_native
 from attnserve_server.layers.specification import Activation, Dtype, FeedForward, Norm, Rotary, Transformer
 
@@ -47,9 +47,9 @@ def by_library(architecture: Transformer, device: CpuDevice, dtype: Dtype = "flo
     ]
     assert architecture.final_norm is not None
     final_norm = build_norm(architecture.final_norm, parameters, "norm.")
-    passages, found = passages_of(steps, final_norm, architecture.block.self_attention.inputs, of, device)
+    passages = passages_of(steps, final_norm, architecture.block.self_attention.inputs, of, device)
     assert len(passages) == len(steps) + 1
-    return found
+    return packed_passages(passages) is not None
 
 
 @pytest.mark.parametrize("dtype", make.DTYPES)

@@ -62,20 +62,24 @@ def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
 
 def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:
     """Computes calls. Returns the places of those whose results are not finite, and thus meaningless."""
+    packed, order = packed_calls(calls, pool)
+    return [order[place] for place in attend(packed, flops)]
+
+
+def packed_calls(calls: Sequence[PagedCall], pool: PagePool) -> tuple[bytearray, list[int]]:
+    """Calls as the library reads them, in an order in which those that share pages are adjacent; and their places in
+    this order.
+    """
     if len(calls) == 1:
-        return attend(bytearray(_packed(calls[0], pool, 0)), flops)
-    arranged = _grouped(calls, pool)
-    packed = bytearray()
-    for members, shared in arranged:
+        return bytearray(_packed(calls[0], pool, 0)), [0]
+    packed, order = bytearray(), []
+    for members, shared in _grouped(calls, pool):
         before = 0
         for place in members:
             packed += _packed(calls[place], pool, before)
             before = shared
-    broken = attend(packed, flops)
-    if not broken:
-        return broken
-    order = [place for group in arranged for place in group.members]
-    return [order[place] for place in broken]
+        order += members
+    return packed, order
 
 
 def _packed(call: PagedCall, pool: PagePool, shared: int) -> bytes:

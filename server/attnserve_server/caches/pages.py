@@ -105,6 +105,7 @@ class PagePool:
         self._views = lru_cache(REMEMBERED_SHAPES)(self._views_of)
         self._arrays = lru_cache(REMEMBERED_SHAPES)(self._arrays_of)
         self.layout = lru_cache(REMEMBERED_SHAPES)(lambda shape: self._views(shape).layout)
+        self.packed_layout = lru_cache(REMEMBERED_SHAPES)(self._packed_layout_of)
         halves = self._keys, self._values
         self._keys_at, self._values_at = (half.data_ptr() for half in halves) if self._looks else (0, 0)
         self._halves = np.array([[self._keys_at], [self._values_at]])
@@ -184,21 +185,13 @@ class PagePool:
         self, tokens: Tokens, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """The same by the native library, of tokens in the dtype of the shape."""
-        layout, packed = self.layout(shape), bytearray()
+        packed = bytearray()
         key_at, value_at = key.data_ptr(), value.data_ptr()
         key_step, value_step = (each.stride(0) * each.itemsize for each in (key, value))
         for page, slot, _ in places:
             packed += TOKEN.pack(key_at, value_at, *self.page(page), slot, 1)
             key_at, value_at = key_at + key_step, value_at + value_step
-        of_page = packed_layout(
-            DTYPES[key.dtype],
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.value_dim,
-            Strides(*layout.key),
-            Strides(*layout.value),
-        )
-        for (page, slot, _), finite in zip(places, tokens.append(of_page, packed), strict=True):
+        for (page, slot, _), finite in zip(places, tokens.append(self.packed_layout(shape), packed), strict=True):
             self.note(shape, page, slot, finite=bool(finite))
 
     def page(self, number: int) -> tuple[int, int]:
@@ -209,7 +202,17 @@ class PagePool:
     def note(self, shape: CacheShape, page: int, slot: int, *, finite: bool) -> None:
         """Notes that a token was written to a slot of a page, and whether it is known to be finite. On a CPU only."""
         if not slot:
-            self._arrays(shape)[1][page, :, 1:] = 0  # what others left there
+            self.clean(shape, page)
+        self.know(page, slot, finite=finite)
+
+    def clean(self, shape: CacheShape, page: int) -> None:
+        """Puts 0 into all values of a page but those of its first slot, where others may have left anything. On a CPU
+        only, as for `know`.
+        """
+        self._arrays(shape)[1][page, :, 1:] = 0
+
+    def know(self, page: int, slot: int, *, finite: bool) -> None:
+        """Notes whether the token in a slot of a page is finite, once it is there, after those in the slots before."""
         self._finite[page] = finite and (not slot or self._finite[page])
 
     def addresses(self, table: PageTable) -> PageAddresses:
@@ -322,6 +325,12 @@ class PagePool:
             return elements.as_strided(size, (elements.shape[1], per_head, width, 1))
 
         return _Views(block(self._keys, shape.head_dim), block(self._values, shape.value_dim), per_page)
+
+    def _packed_layout_of(self, shape: CacheShape) -> bytes:
+        """How tokens lie in a page, as the native library reads it."""
+        layout = self.layout(shape)
+        widths = shape.num_kv_heads, shape.head_dim, shape.value_dim
+        return packed_layout(DTYPES[STORAGE[shape.dtype]], *widths, Strides(*layout.key), Strides(*layout.value))
 
     def _arrays_of(self, shape: CacheShape) -> tuple[NDArray[Any], NDArray[Any]]:
         """The same as arrays."""

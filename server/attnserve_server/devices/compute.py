@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResult, ScatteredCall
+from attnserve_server.native.decoders import Decoder
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 
@@ -47,6 +48,11 @@ results are not finite, and so have no meaning.
 ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
 """Likewise computes packed sequences with a packed multi-head layer of the native library."""
 
+StepPacked: TypeAlias = Callable[
+    [Decoder, bytes, torch.Tensor, torch.Tensor | None, bytearray, bytearray, int], torch.Tensor | None
+]
+"""Computes rows through all blocks of a decoder (`Decoders.step`), at the cost of this many FLOPs."""
+
 
 class Scattering(Protocol):
     """A device with a ragged kernel for keys that lie anywhere in memory."""
@@ -71,6 +77,9 @@ class Compute(Protocol):
     """None where there is no native kernel."""
 
     apply_packed: ApplyPacked | None
+    """Likewise."""
+
+    step_packed: StepPacked | None
     """Likewise."""
 
     products: Products | None

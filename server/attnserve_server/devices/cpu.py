@@ -27,6 +27,7 @@ from attnserve_server.devices.compute import (
     Result,
     RowFunction,
     Rows,
+    StepPacked,
     chunks,
     even_shares,
 )
@@ -36,6 +37,7 @@ from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
+from attnserve_server.native.decoders import Decoder, Decoders
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import PIECE, MultiHeads
@@ -82,6 +84,9 @@ class CpuDevice:
         self.apply_packed: ApplyPacked | None = None
         if native is not None:
             self.apply_packed = partial(self._apply_packed, MultiHeads(native.instructions))
+        self.step_packed: StepPacked | None = None
+        if native is not None:
+            self.step_packed = partial(self._step_packed, Decoders(native.instructions))
         self.products = None if native is None else Products(native.instructions, self._threads_for)
         self.passages = None if native is None else Passages(native.instructions, self._threads_for)
         self.tokens = None if native is None else Tokens()
@@ -205,6 +210,23 @@ class CpuDevice:
         """Computes packed sequences with the library, on all threads if they cost enough."""
         self._count(NAME, len(pieces) // PIECE.size)
         return layers.apply(layer, pieces, self._threads_for(flops))
+
+    def _step_packed(
+        self,
+        decoders: Decoders,
+        decoder: Decoder,
+        page: bytes,
+        rows: torch.Tensor,
+        rotations: torch.Tensor | None,
+        tokens: bytearray,
+        calls: bytearray,
+        effort: int,
+    ) -> torch.Tensor | None:
+        """Computes rows through a decoder with the library, on all threads if they cost enough."""
+        found = decoders.step(decoder, page, rows, rotations, tokens, calls, self._threads_for(effort))
+        if found is not None:
+            self._count(NAME, len(calls) // CALL_BYTES)
+        return found
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The same, with the kernels on torch tensors."""

@@ -23,7 +23,16 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.devices.batch import mend, run_batch
-from attnserve_server.devices.compute import ApplyPacked, AttendPacked, Item, Result, RowFunction, Rows, Scattering
+from attnserve_server.devices.compute import (
+    ApplyPacked,
+    AttendPacked,
+    Item,
+    Result,
+    RowFunction,
+    Rows,
+    Scattering,
+    StepPacked,
+)
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers
 from attnserve_server.devices.warm import load_kernels, load_scattered, warm_requests
@@ -73,6 +82,7 @@ class CudaDevice:
     messages: Messages | None = None
     products: Products | None = None
     passages: Passages | None = None
+    step_packed: StepPacked | None = None
     tokens: Tokens | None = None
 
     def __init__(self, index: int) -> None:

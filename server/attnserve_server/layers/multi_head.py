@@ -78,6 +78,8 @@ class MultiHead:
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
         self.value_width = heads * value_width
         """Of all heads' outputs, side by side."""
+        self.widest = max(width, value_width)
+        """Of a head."""
         self.scoring = Scoring(
             scale=width**-0.5 if specification.scale is None else specification.scale,
             pair_flops=2 * heads * (width + value_width),

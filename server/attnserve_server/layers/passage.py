@@ -39,15 +39,21 @@ class Passage(Protocol):
 
 def passages_of(
     steps: Sequence[Step], final_norm: NormRows | None, width: int, dtype: torch.dtype, compute: Compute
-) -> tuple[list[Passage], bool]:
-    """The passages of a stack, one more than it has steps; and whether the native library computes them."""
+) -> list[Passage]:
+    """The passages of a stack, one more than it has steps."""
     edges = list(zip([None, *steps], [*steps, None], strict=True))
     if compute.passages is not None:
         of_library = [_native(compute.passages, left, right, final_norm, width, dtype) for left, right in edges]
         found = [each for each in of_library if each is not None]
         if len(found) == len(edges):
-            return list(found), True
-    return [_OfTensors(compute, left, right, final_norm) for left, right in edges], False
+            return list(found)
+    return [_OfTensors(compute, left, right, final_norm) for left, right in edges]
+
+
+def packed_passages(passages: Sequence[Passage]) -> list[native.Passage] | None:
+    """The passages as the native library reads them; None if it does not compute all of them."""
+    found = [each.passage for each in passages if isinstance(each, _OfLibrary)]
+    return found if len(found) == len(passages) else None
 
 
 class _OfTensors:
@@ -79,12 +85,12 @@ class _OfLibrary:
     """A passage by the native library."""
 
     def __init__(self, passages: native.Passages, passage: native.Passage) -> None:
-        self._passages, self._passage = passages, passage
+        self._passages, self.passage = passages, passage
 
     def __call__(
         self, rows: torch.Tensor, attended: torch.Tensor | None, rotations: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._passages.run(self._passage, rows, attended, rotations)
+        return self._passages.run(self.passage, rows, attended, rotations)
 
 
 def _native(

@@ -28,7 +28,9 @@ class Projection:
     def __init__(self, product: Product, inputs: int, columns: Sequence[slice]) -> None:
         self.product, self.columns = product, columns
         self._inputs = inputs
-        self.row_flops = 2 * inputs * sum(_whole(each.stop - each.start) for each in columns)
+        self.width = sum(_whole(each.stop - each.start) for each in columns)
+        """Of all columns, those between them included."""
+        self.row_flops = 2 * inputs * self.width
         """What one row costs."""
 
     @staticmethod

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from attnserve_server.caches.attend import CacheQuery, attend_cache, attend_tensors
+from attnserve_server.caches.attend import CacheQuery, attend_cache
 from attnserve_server.caches.layer import PageTable, Placement, Write
-from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
 from attnserve_server.caches.pages import PagePool, sent
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.devices.compute import AttendPacked, Compute
+from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.rows import Batch
-from attnserve_server.native.calls import shape_of
-from attnserve_server.native.dtypes import DTYPES
-from attnserve_server.native.library import computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class ResidentAttention:
         found = zip(packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True)
         self._sequences = [(start, length, resident) for start, length, resident in found if length]
         self._total = packing.total
-        self._shapes: dict[tuple[CacheShape, int], PagedShape] = {}
 
     # The pool keeps views of its memory, which others write to: that would fail if they were made in inference mode.
     @torch.inference_mode(False)
@@ -66,9 +61,6 @@ class ResidentAttention:
         self._append(block, key, value)
         rows = query.new_empty(len(query), query.shape[1], value.shape[2])
         rows[self._total :] = 0
-        if self._compute.attend_packed is not None and self._is_plain(query, value):
-            self._attend_in_place(self._compute.attend_packed, block, query, rows)
-            return rows.flatten(1)
         queries = [self._query(block, query, *each) for each in self._sequences]
         results = attend_cache(queries, self._pool, self._compute)
         for (start, length, _), result in zip(self._sequences, results, strict=True):
@@ -96,52 +88,6 @@ class ResidentAttention:
             else:
                 index = sent(rows, key.device)
                 pool.write_tokens(shape, places, key[index], value[index])
-
-    def _is_plain(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the native kernel computes every sequence from rows to rows."""
-        if query.dtype not in DTYPES or any(resident.mask is not None for _, _, resident in self._sequences):
-            return False
-        return computes(
-            widest=max(query.shape[2], value.shape[2]),
-            score=self._scoring.score,
-            return_scores=None,
-            mask=False,
-            alibi=self._scoring.alibi_slopes is not None,
-        )
-
-    def _attend_in_place(self, attend: AttendPacked, block: int, query: torch.Tensor, rows: torch.Tensor) -> None:
-        """Computes rows [n, Hq, Dv] with the native kernel; sequences in which it meets NaN or infinities with others,
-        which treat these as the contract says.
-        """
-        query_at, rows_at = query.data_ptr(), rows.data_ptr()
-        query_step, row_step = (each.stride(0) * each.itemsize for each in (query, rows))
-        slopes = self._scoring.alibi_slopes
-        calls, effort = [], 0
-        for start, length, resident in self._sequences:
-            own = Own(
-                query_at + start * query_step,
-                rows_at + start * row_step,
-                alibi_slopes=0 if slopes is None else slopes.data_ptr(),
-            )
-            shape = self._shapes.get((resident.shape, length))
-            if shape is None:
-                shape = self._shape(self._query(block, query, start, length, resident), rows)
-                self._shapes[resident.shape, length] = shape
-            keys = resident.length
-            calls.append(PagedCall(own, shape, resident.tables[block], keys, keys - length))
-            effort += keys * max(length * self._scoring.pair_flops, resident.shape.token_bytes)
-        for place in attend_paged(calls, self._pool, attend, effort) if calls else ():
-            start, length, resident = self._sequences[place]
-            (result,) = attend_tensors([self._query(block, query, start, length, resident)], self._pool, self._compute)
-            rows[start : start + length] = result.output[0].transpose(0, 1)
-
-    def _shape(self, query: CacheQuery, rows: torch.Tensor) -> PagedShape:
-        """The shape of a query's call, which writes rows [n, Hq, Dv]."""
-        _, heads, length, _ = query.query.shape
-        layout, kv_heads = self._pool.layout(query.shape), query.shape.num_kv_heads
-        output = rows[:length].transpose(0, 1).unsqueeze(0)
-        packed = shape_of(query, kv_heads, output, None, None, keys_of(query.shape, layout))
-        return PagedShape(packed, layout.tokens_per_page, length * (heads // kv_heads))
 
     def _query(self, block: int, query: torch.Tensor, start: int, length: int, resident: Resident) -> CacheQuery:
         """One sequence's query."""

@@ -16,12 +16,13 @@ from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of
 from attnserve_server.layers.block import build_steps
 from attnserve_server.layers.checks import check_transformer
+from attnserve_server.layers.decoder import DecoderSteps
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
-from attnserve_server.layers.passage import passages_of
+from attnserve_server.layers.passage import packed_passages, passages_of
 from attnserve_server.layers.product import is_native
 from attnserve_server.layers.resident import ResidentAttention, Residents
 from attnserve_server.layers.rows import Batch, multiple_of
@@ -52,10 +53,13 @@ class TransformerLayer:
         ]
         norm, width = architecture.final_norm, architecture.block.self_attention.inputs
         final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
-        self._passages, by_library = passages_of(self._steps, final_norm, width, self._dtype, compute)
+        self._passages = passages_of(self._steps, final_norm, width, self._dtype, compute)
+        attentions = [step.attention for step in self._steps if not step.crossed]
+        window = architecture.block.self_attention.window
+        self._decoder = DecoderSteps.of(self._passages, attentions, window, self._dtype, compute)
         self._parallel = is_native(self._dtype, compute.products)
         # What torch computes element by element: the library leaves embeddings and rotations to it.
-        widths = set() if by_library else {width, architecture.block.feed_forward.hidden}
+        widths = set() if packed_passages(self._passages) else {width, architecture.block.feed_forward.hidden}
         if architecture.embedding is not None:
             widths.add(width)
         self._multiple = multiple_of(
@@ -100,8 +104,12 @@ class TransformerLayer:
             del packings[False]
         stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
-        own = None if residents is None else self._resident_attention(batch, residents)
         rows, attended, block = self._embedded(batch), None, 0
+        if residents is not None and self._decoder is not None:
+            stepped = self._decoder.run(batch, rows, rotations[False][0], residents)
+            if stepped is not None:
+                return [LayerOutput(of_request) for of_request in batch.unpack(stepped)]
+        own = None if residents is None else self._resident_attention(batch, residents)
         for step, passage in zip(self._steps, self._passages, strict=False):
             rotation, key_rotation = rotations[step.crossed]
             rows, projected = passage(rows, attended, rotation)

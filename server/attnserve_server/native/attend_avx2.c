@@ -10,6 +10,7 @@
 #define MULTIPLY attnserve_multiply_avx2
 #define MULTI_HEAD attnserve_multi_head_avx2
 #define PASS attnserve_pass_avx2
+#define STEP attnserve_step_avx2
 #define BLOCK_ROWS_ABOVE_6 0
 
 #ifdef __clang__
@@ -23,6 +24,7 @@
 #include "product.h"
 #include "layer.h"
 #include "passage.h"
+#include "decoder.h"
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -9,6 +9,7 @@
 #define MULTIPLY attnserve_multiply_avx512
 #define MULTI_HEAD attnserve_multi_head_avx512
 #define PASS attnserve_pass_avx512
+#define STEP attnserve_step_avx512
 #define BLOCK_ROWS_ABOVE_6 1
 
 #ifdef __clang__
@@ -22,6 +23,7 @@
 #include "product.h"
 #include "layer.h"
 #include "passage.h"
+#include "decoder.h"
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -6,6 +6,7 @@
 #define ATTNSERVE_ATTENTION_H
 
 #include "team.h"
+#include "tokens.h"
 
 enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
@@ -131,6 +132,34 @@ struct passed {
 int64_t attnserve_pass_avx512(const struct passage *passage, const struct passed *passed, struct team *team,
                               int64_t helpers);
 int64_t attnserve_pass_avx2(const struct passage *passage, const struct passed *passed, struct team *team,
+                            int64_t helpers);
+
+/* A decoder, whose sequences continue caches with pages of one layout. */
+struct decoder {
+    const struct passage *passages; /* [blocks + 1]: to the attention of each block, and from the last to the end */
+    int64_t blocks;
+    struct page_layout page;
+};
+
+/* Rows on their way through all blocks of a decoder: of each block, first tokens are appended, then calls computed. */
+struct stepped {
+    const void *rows;           /* [rows, width], at any address; of sequences of 1 row or more, end to end */
+    const float *rotations;     /* as in `passed` */
+    void *output;               /* [rows, width] */
+    int64_t count;
+    struct token *tokens;       /* [blocks, token_count]: the addresses of keys and values are offsets in bytes from the
+                                   first of the projected rows, which `next` of a passage gives */
+    int64_t token_count;
+    struct call *calls;         /* [blocks, call_count]: so are those of queries, and those of outputs are offsets from
+                                   the first of rows [rows, inputs of output, or width]; the rest is as it should be */
+    int64_t call_count;
+};
+
+/* Returns 0; -1 if there was no memory; or 1 if the result of some call is not finite. Then no result has any meaning,
+   nor has what was appended. */
+int64_t attnserve_step_avx512(const struct decoder *decoder, struct stepped *stepped, struct team *team,
+                              int64_t helpers);
+int64_t attnserve_step_avx2(const struct decoder *decoder, struct stepped *stepped, struct team *team,
                             int64_t helpers);
 
 /* A team without helpers so far; NULL if there is no memory. Callers of a patient team wait until all the helpers that

@@ -211,7 +211,7 @@ void attnserve_read_request(struct known *known, const uint8_t *message, int64_t
 
 int64_t attnserve_append_token(const struct asked *asked, int64_t call, uint8_t *keys, uint8_t *values, int64_t slot) {
     const struct call *of = &asked->call[call];
-    struct layout_of_page layout = {
+    struct page_layout layout = {
         of->kv_dtype, of->kv_heads, of->head_dim, of->value_dim, of->key_token, of->key_head, of->value_token,
         of->value_head,
     };

@@ -108,6 +108,15 @@ class Passage:
             )
         )
 
+    def check(self, rows: torch.Tensor, attended: torch.Tensor | None, rotations: torch.Tensor | None) -> None:
+        """Raises ValueError if tensors are not as it takes them: the library could not tell."""
+        count = len(rows)
+        _check("rows", rows, self.dtype, count, self.width)
+        if attended is not None:
+            _check("attended", attended, self.dtype, count, self.attended)
+        if self.turned:
+            _check("rotations", rotations, torch.float32, count, self.turned)
+
 
 def _product(weight: PackedWeight | None) -> bytes:
     return bytes(PRODUCT_BYTES) if weight is None else weight.struct
@@ -146,14 +155,9 @@ class Passages:
         [n, width of rotations], float32, cosines before sines, if it has any. Raises ValueError if tensors do not fit,
         or are not contiguous; MemoryError.
         """
+        passage.check(rows, attended, rotations)
         count = len(rows)
-        _check("rows", rows, passage.dtype, count, passage.width)
-        behind = rows
-        if attended is not None:
-            _check("attended", attended, passage.dtype, count, passage.attended)
-            behind = torch.empty_like(rows)
-        if passage.turned:
-            _check("rotations", rotations, torch.float32, count, passage.turned)
+        behind = rows if attended is None else torch.empty_like(rows)
         ready = behind
         if passage.next is not None or passage.is_normed:
             ready = rows.new_empty(count, passage.width if passage.next is None else passage.next)
@@ -165,13 +169,18 @@ class Passages:
             0 if ready is behind else ready.data_ptr(),
             count,
         )
-        effort = max(2 * count, READING * rows.itemsize) * passage.elements
-        self._pass(self._threads_for(effort), passage.struct, passed)
+        threads = self._threads_for(effort_of(count, rows.itemsize, passage.elements))
+        self._pass(threads, passage.struct, passed)
         return behind, ready
 
 
+def effort_of(rows: int, itemsize: int, elements: int) -> int:
+    """What it costs to multiply rows by weights of so many elements, in FLOPs or what takes as long."""
+    return max(2 * rows, READING * itemsize) * elements
+
+
 def _check(name: str, rows: torch.Tensor | None, dtype: torch.dtype, count: int, width: int) -> None:
-    """Raises ValueError if rows are not contiguous [count, width] of a dtype: the library could not tell."""
+    """Raises ValueError if rows are not contiguous [count, width] of a dtype."""
     if rows is None or rows.shape != (count, width) or rows.dtype != dtype or not rows.is_contiguous():
         came = "none" if rows is None else f"{list(rows.shape)} of {rows.dtype}"
         raise ValueError(f"{name}: expected contiguous [{count}, {width}] of {dtype}, got {came}")

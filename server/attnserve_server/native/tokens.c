@@ -22,7 +22,7 @@ static int put_rows(uint8_t *to, int64_t step, const uint8_t *from, int64_t rows
     return finite;
 }
 
-void attnserve_append_tokens(const struct layout_of_page *layout, struct token *tokens, int64_t count) {
+void attnserve_append_tokens(const struct page_layout *layout, struct token *tokens, int64_t count) {
     int64_t dtype = layout->dtype, item = dtype == FLOAT32 ? 4 : 2;
     for (struct token *token = tokens; token < tokens + count; token++) {
         uint8_t *keys = token->keys + token->slot * layout->key_token * item;

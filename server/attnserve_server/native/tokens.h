@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* How a token lies in a page: strides are in elements, those of a head adjacent. */
-struct layout_of_page {
+struct page_layout {
     int64_t dtype, heads, head_dim, value_dim;
     int64_t key_token, key_head, value_token, value_head;
 };
@@ -19,6 +19,6 @@ struct token {
     int64_t finite;                 /* output: whether all of the token is finite */
 };
 
-void attnserve_append_tokens(const struct layout_of_page *layout, struct token *tokens, int64_t count);
+void attnserve_append_tokens(const struct page_layout *layout, struct token *tokens, int64_t count);
 
 #endif

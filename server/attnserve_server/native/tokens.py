@@ -17,7 +17,8 @@ TOKEN: Final = struct.Struct("=4Q2q")
 """The addresses of a token's keys and values, [heads, width] each, and of the first key and the first value of its
 page; its index in the page; and 1.
 """
-_FINITE: Final = 5
+TOKEN_FIELDS: Final = TOKEN.size // 8
+FINITE: Final = 5
 """The index of a token's `finite` among its fields."""
 
 
@@ -39,4 +40,4 @@ class Tokens:
         count = len(tokens) // TOKEN.size
         if count:
             self._append(layout, ctypes.addressof(ctypes.c_char.from_buffer(tokens)), count)
-        return memoryview(tokens).cast("q")[_FINITE :: TOKEN.size // 8].tolist()
+        return memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()

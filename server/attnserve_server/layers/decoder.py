@@ -1,0 +1,171 @@
+"""Steps of a decoder whose sequences continue resident caches, by the native library: all of its blocks in one call.
+
+In: the rows of a batch, and where each block's keys and values go. Out: rows, with everything appended. What takes
+longer to describe than to compute, or needs more than the library has, is left to `run` block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+from attnserve_server.caches.layer import Write
+from attnserve_server.caches.paged import Own, PagedCall, PagedShape, keys_of, packed_calls
+from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.query import CacheQuery
+from attnserve_server.caches.shape import CacheShape
+from attnserve_server.devices.compute import Compute, StepPacked
+from attnserve_server.layers.multi_head import MultiHead
+from attnserve_server.layers.passage import Passage, packed_passages
+from attnserve_server.layers.resident import Resident, Residents
+from attnserve_server.layers.rows import Batch
+from attnserve_server.native.calls import shape_of
+from attnserve_server.native.decoders import Decoder
+from attnserve_server.native.library import computes
+from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
+
+MOST_TOKENS: Final = 16
+"""Of a sequence: more take other ways longer than describing where each of them goes."""
+REMEMBERED_SHAPES: Final = 64
+
+
+class DecoderSteps:
+    """Steps of one decoder."""
+
+    def __init__(
+        self, step: StepPacked, decoder: Decoder, attention: MultiHead, window: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        """`attention` is that of any block: they differ in their weights only."""
+        self._step, self._decoder, self._attention = step, decoder, attention
+        self._window, self._dtype = window, dtype
+        self._shape = lru_cache(REMEMBERED_SHAPES)(self._shape_of)
+        projection, _ = attention.entrance(crossed=False)
+        itemsize = dtype.itemsize
+        self._columns = [columns.start * itemsize for columns in projection.columns]
+        self._across = projection.width * itemsize
+        self._attended = attention.value_width * itemsize
+
+    @staticmethod
+    def of(
+        passages: Sequence[Passage],
+        attentions: Sequence[MultiHead],
+        window: tuple[int, int],
+        dtype: torch.dtype,
+        compute: Compute,
+    ) -> DecoderSteps | None:
+        """Those of a stack with these passages and self-attentions; None if the library does not compute them."""
+        packed, scoring = packed_passages(passages), attentions[0].scoring
+        if compute.step_packed is None or packed is None or len(packed) != len(attentions) + 1:
+            return None
+        there = computes(
+            widest=attentions[0].widest,
+            score=None,
+            return_scores=None,
+            mask=False,
+            alibi=scoring.alibi_slopes is not None,
+        )
+        if not there:
+            return None
+        return DecoderSteps(compute.step_packed, Decoder(packed), attentions[0], window, dtype)
+
+    def run(
+        self, batch: Batch, rows: torch.Tensor, rotations: torch.Tensor | None, residents: Residents
+    ) -> torch.Tensor | None:
+        """Rows [n, width], after all blocks; None if they must be computed block by block: nothing has been appended
+        then that this would not overwrite.
+        """
+        packing, pool = batch.inputs, residents.pool
+        found = zip(packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True)
+        sequences = [each for each in found if each[1]]
+        if not self._takes(sequences):
+            return None
+        shape = sequences[0][2].shape
+        tokens, places = self._tokens(sequences, pool)
+        calls, effort = self._calls(sequences, pool)
+        effort += self._decoder.effort(len(rows), self._dtype.itemsize)
+        output = self._step(self._decoder, pool.packed_layout(shape), rows, rotations, tokens, calls, effort)
+        if output is None:
+            return None
+        flags = memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()
+        for (page, slot), finite in zip(places, flags, strict=True):
+            pool.know(page, slot, finite=bool(finite))
+        return output
+
+    def _takes(self, sequences: Sequence[tuple[int, int, Resident]]) -> bool:
+        """Whether the library steps such sequences: with few rows, in caches of one shape that store them as they are,
+        and without masks.
+        """
+        shapes = {resident.shape for _, _, resident in sequences}
+        if len(shapes) != 1 or STORAGE[shapes.pop().dtype] != self._dtype:
+            return False
+        return all(length <= MOST_TOKENS and resident.mask is None for _, length, resident in sequences)
+
+    def _tokens(
+        self, sequences: Sequence[tuple[int, int, Resident]], pool: PagePool
+    ) -> tuple[bytearray, list[tuple[int, int]]]:
+        """What each block appends, packed for the library; and the page and slot of each token."""
+        packed, places = bytearray(), []
+        _, key_at, value_at = self._columns
+        for block in range(self._decoder.blocks):
+            for start, _, resident in sequences:
+                placement, row = resident.placements[block], start * self._across
+                pool.copy(placement.copies)
+                for write in placement.writes:
+                    if not write.first_slot:
+                        pool.clean(resident.shape, write.page)
+                    page = pool.page(write.page)
+                    for slot in _slots(write):
+                        packed += TOKEN.pack(row + key_at, row + value_at, *page, slot, 1)
+                        places.append((write.page, slot))
+                        row += self._across
+        return packed, places
+
+    def _calls(self, sequences: Sequence[tuple[int, int, Resident]], pool: PagePool) -> tuple[bytearray, int]:
+        """The attention of each block, packed for the library; and what all of it costs."""
+        slopes, (query_at, _, _) = self._attention.scoring.alibi_slopes, self._columns
+        slopes_at = 0 if slopes is None else slopes.data_ptr()
+        packed, effort = bytearray(), 0
+        owns, shapes = [], []
+        for start, length, resident in sequences:
+            owns.append(Own(query_at + start * self._across, start * self._attended, alibi_slopes=slopes_at))
+            shapes.append(self._shape(resident.shape, length, pool))
+            pairs = length * self._attention.scoring.pair_flops
+            effort += self._decoder.blocks * resident.length * max(pairs, resident.shape.token_bytes)
+        for block in range(self._decoder.blocks):
+            calls = [
+                PagedCall(own, shape, resident.tables[block], resident.length, resident.length - length)
+                for own, shape, (_, length, resident) in zip(owns, shapes, sequences, strict=True)
+            ]
+            packed += packed_calls(calls, pool)[0]
+        return packed, effort
+
+    def _shape_of(self, shape: CacheShape, length: int, pool: PagePool) -> PagedShape:
+        """The shape of the calls of sequences with `length` rows."""
+        attention = self._attention
+        projected = torch.empty(length, self._across // self._dtype.itemsize, dtype=self._dtype, device="meta")
+        query, _, value = attention.heads(projected)
+        output = projected.new_empty(length, query.shape[1], value.shape[2])
+        layout = pool.layout(shape)
+        of_sequence = CacheQuery(
+            query=query.transpose(0, 1).unsqueeze(0),
+            shape=shape,
+            pages=(),
+            length=0,
+            scale=attention.scoring.scale,
+            softcap=attention.scoring.softcap,
+            causal=True,
+            window=self._window,
+        )
+        packed = shape_of(
+            of_sequence, shape.num_kv_heads, output.transpose(0, 1).unsqueeze(0), None, None, keys_of(shape, layout)
+        )
+        rows = length * (query.shape[1] // shape.num_kv_heads)
+        return PagedShape(packed, layout.tokens_per_page, rows)
+
+
+def _slots(write: Write) -> range:
+    """The places of tokens in a page."""
+    return range(write.first_slot, write.first_slot + write.tokens)
