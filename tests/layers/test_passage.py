@@ -43,7 +43,7 @@ def by_library(architecture: Transformer, device: CpuDevice, dtype: Dtype = "flo
     steps = [
         step
         for number in range(architecture.blocks)
-        for step in build_steps(architecture.block, parameters, f"blocks.{number}.", of, device.products)
+        for step in build_steps(architecture.block, parameters, f"blocks.{number}.", of, device)
     ]
     assert architecture.final_norm is not None
     final_norm = build_norm(architecture.final_norm, parameters, "norm.")

@@ -13,6 +13,7 @@ from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResul
 from attnserve_server.native.decoders import Decoder
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
+from attnserve_server.native.rotations import Rotations
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -87,6 +88,9 @@ class Compute(Protocol):
 
     passages: Passages | None
     """Likewise, all that lies between two attentions of a stack."""
+
+    rotations: Rotations | None
+    """Likewise, the angles of rotations."""
 
     @property
     def scattering(self) -> Scattering | None:

@@ -44,6 +44,7 @@ from attnserve_server.native.multi_head import PIECE, MultiHeads
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 from attnserve_server.native.requests import NativeRequests
+from attnserve_server.native.rotations import Rotations
 from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
@@ -89,6 +90,7 @@ class CpuDevice:
             self.step_packed = partial(self._step_packed, Decoders(native.instructions))
         self.products = None if native is None else Products(native.instructions, self._threads_for)
         self.passages = None if native is None else Passages(native.instructions, self._threads_for)
+        self.rotations = None if native is None else Rotations()
         self.tokens = None if native is None else Tokens()
         self.messages = None if native is None else Messages(native, self._threads_for)
         self._native_requests = None if native is None else NativeRequests(native)

@@ -50,6 +50,7 @@ from attnserve_server.kernels import (
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
+from attnserve_server.native.rotations import Rotations
 from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
@@ -82,6 +83,7 @@ class CudaDevice:
     messages: Messages | None = None
     products: Products | None = None
     passages: Passages | None = None
+    rotations: Rotations | None = None
     step_packed: StepPacked | None = None
     tokens: Tokens | None = None
 

@@ -40,7 +40,7 @@ class AttentionLayer:
         self._attention: MultiHead | LearnedScoreHead
         self._direct: Direct | None
         if isinstance(architecture, Attention):
-            self._attention = MultiHead(architecture, parameters, "", self._dtype, compute.products, own=False)
+            self._attention = MultiHead(architecture, parameters, "", self._dtype, compute, own=False)
             self._direct = self._attention.direct()
         else:
             self._attention = LearnedScoreHead(architecture, parameters, compute.products)

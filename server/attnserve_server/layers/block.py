@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.feed_forward import FeedForwardRows
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.norms import NormRows, build_norm
 from attnserve_server.layers.specification import Block
-from attnserve_server.native.products import Products
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ def build_steps(
     parameters: MutableMapping[str, torch.Tensor],
     prefix: str,
     dtype: torch.dtype,
-    products: Products | None,
+    compute: Compute,
 ) -> list[Step]:
     """The steps of the block whose parameters' names begin with `prefix`. Weights are removed from `parameters`;
-    `products` multiply them if they can.
+    `compute` is the device.
     """
 
     def residual(part: str) -> Residual:
@@ -89,10 +89,10 @@ def build_steps(
     attentions = [("self", block.self_attention)]
     if block.cross_attention is not None:
         attentions.append(("cross", block.cross_attention))
-    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.", products)
+    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.", compute.products)
     return [
         Step(
-            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, products, own=part == "self"),
+            attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, compute, own=part == "self"),
             residual=residual(part),
             crossed=part == "cross",
             feed_forward=feed_forward if place == len(attentions) else None,

@@ -57,9 +57,10 @@ class DecoderSteps:
         compute: Compute,
     ) -> DecoderSteps | None:
         """Those of a stack with these passages and self-attentions; None if the library does not compute them."""
-        packed, scoring = packed_passages(passages), attentions[0].scoring
-        if compute.step_packed is None or packed is None or len(packed) != len(attentions) + 1:
+        packed = packed_passages(passages)
+        if compute.step_packed is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
             return None
+        scoring = attentions[0].scoring
         there = computes(
             widest=attentions[0].widest,
             score=None,

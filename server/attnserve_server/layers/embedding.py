@@ -24,20 +24,25 @@ class EmbeddingRows:
         self._token = parameters.get(f"{prefix}token.weight")
         self._position = parameters.get(f"{prefix}position.weight")
         self._segment = parameters.get(f"{prefix}segment.weight")
+        self.takes_positions = self._position is not None or specification.sinusoidal
+        self.takes_segments = self._segment is not None
         norm = specification.norm
         self._norm = None if norm is None else build_norm(norm, parameters, f"{prefix}norm.")
 
-    def __call__(
-        self, inputs: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Ids [n] or activations [n, width], and positions [n], to activations [n, width]."""
+    def __call__(self, inputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Ids [n] or activations [n, width] to activations [n, width]. `others` are positions [n] and segments [n],
+        each if it takes them.
+        """
+        given = iter(others)
         rows = (inputs if self._token is None else embedding(inputs, self._token)).to(self._wide)
         if self._token is not None and self._specification.scale != 1:
             rows = rows * self._specification.scale
-        if self._position is not None:
-            rows = rows + embedding(positions + self._specification.position_offset, self._position)
-        if self._specification.sinusoidal:
-            rows = rows + sinusoids(positions, self._specification.width).to(self._wide)
-        if self._segment is not None and segments is not None:
-            rows = rows + embedding(segments, self._segment)
+        if self.takes_positions:
+            positions = next(given)
+            if self._position is not None:
+                rows = rows + embedding(positions + self._specification.position_offset, self._position)
+            if self._specification.sinusoidal:
+                rows = rows + sinusoids(positions, self._specification.width).to(self._wide)
+        if self._segment is not None:
+            rows = rows + embedding(next(given), self._segment)
         return (rows if self._norm is None else self._norm(rows)).to(self._dtype)

@@ -19,7 +19,6 @@ from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import Attention
 from attnserve_server.native.passages import Turning
-from attnserve_server.native.products import Products
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [n, Hq, D], keys [m, Hk, D] and values [m, Hk, Dv]."""
@@ -39,11 +38,12 @@ class MultiHead:
         parameters: MutableMapping[str, torch.Tensor],
         prefix: str,
         dtype: torch.dtype,
-        products: Products | None,
+        compute: Compute,
         *,
         own: bool,
     ) -> None:
         self._specification = specification
+        products = compute.products
         maps = [
             (parameters.pop(f"{prefix}{name}.weight"), parameters.pop(f"{prefix}{name}.bias", None))
             for name in ("query", "key", "value")
@@ -67,13 +67,13 @@ class MultiHead:
             self.project_flops = self.query_flops + self.context_flops
         self.parallel = is_native(dtype, products)
         """Products divide themselves among the device's threads."""
-        self.elementwise = () if specification.rotary is None else (specification.rotary.width,)
-        """The widths of rows of elementwise functions."""
+        self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype, compute)
+        self.elementwise = () if self.rotation is None else self.rotation.elementwise
+        """The widths of rows of torch's elementwise functions."""
         self.multiple = multiple_of(self.parallel, self.elementwise)
         """What batches must have a multiple of rows of."""
         self.output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         """From the heads side by side; None: these are the output."""
-        self.rotation = None if specification.rotary is None else Rotation(specification.rotary, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
         self.value_width = heads * value_width

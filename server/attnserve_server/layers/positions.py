@@ -7,32 +7,45 @@ from __future__ import annotations
 
 import torch
 
+from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.specification import Rotary
 from attnserve_server.native.passages import Turning
 
 
-def angles(positions: torch.Tensor, base: float, width: int) -> torch.Tensor:
-    """Float64 [n, ceil(width / 2)]: position times base^(-2i/width)."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
-    return positions.to(torch.float64).unsqueeze(1) * torch.pow(base, -exponents)
+def frequencies(base: float, width: int, device: torch.device) -> torch.Tensor:
+    """Float64 [ceil(width / 2)]: base^(-2i/width)."""
+    return torch.pow(base, -torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+
+
+def angles(positions: torch.Tensor, of_pairs: torch.Tensor) -> torch.Tensor:
+    """Float64 [n, pairs]: positions times frequencies."""
+    return positions.to(torch.float64).unsqueeze(1) * of_pairs
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     """Float64 [n, width]: sin(p / 10000^(2i/width)) at 2i, cos of the same at 2i + 1 (Vaswani et al. 2017)."""
-    of_pairs = angles(positions, 10000.0, width)
+    of_pairs = angles(positions, frequencies(10000.0, width, positions.device))
     return torch.stack([of_pairs.sin(), of_pairs.cos()], -1).flatten(1)[:, :width]
 
 
 class Rotation:
     """Rotary position embedding (Su et al. 2021): `of` computes the rotations of positions, `rotate` applies them."""
 
-    def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, compute: Compute) -> None:
         self._rotary = rotary
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._frequencies = frequencies(rotary.base, rotary.width, compute.torch_device)
+        self._rotations = compute.rotations if self._dtype == torch.float32 else None
+        self.elementwise = () if self._rotations is not None else (rotary.width,)
+        """The widths of rows of elementwise functions by torch."""
 
     def of(self, positions: torch.Tensor) -> torch.Tensor:
         """[n, width]: the cosines of all pairs, then their sines, in at least float32."""
-        of_pairs = angles(positions + self._rotary.offset, self._rotary.base, self._rotary.width)
+        if self._rotary.offset:
+            positions = positions + self._rotary.offset
+        if self._rotations is not None:
+            return self._rotations.of(positions, self._frequencies)
+        of_pairs = angles(positions, self._frequencies)
         return torch.cat([of_pairs.cos(), of_pairs.sin()], 1).to(self._dtype)
 
     def turning(self, columns: slice, head_dim: int) -> Turning:

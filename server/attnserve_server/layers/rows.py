@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from attnserve_server.devices.compute import ROWS
@@ -64,13 +65,10 @@ class Packing:
 
     def positions(self, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
         """int64 [rows]: the position of each row, if the first row of a sequence is at its offset."""
-        shifts = [offset - start for offset, start in zip(offsets, self.starts, strict=True)]
-        shift = torch.repeat_interleave(
-            torch.tensor(shifts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64)
-        )
+        shifts = np.array(offsets, np.int64) - np.array(self.starts, np.int64)
         # If it were not pinned and copied asynchronously, the caller would wait for all work in flight on the device.
         positions = torch.zeros(self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        torch.add(torch.arange(self.total), shift, out=positions[: self.total])
+        positions.numpy()[: self.total] = np.arange(self.total) + np.repeat(shifts, self.lengths)
         return positions.to(device, non_blocking=True)
 
 

@@ -49,7 +49,7 @@ class TransformerLayer:
         self._steps = [
             step
             for number in range(architecture.blocks)
-            for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute.products)
+            for step in build_steps(architecture.block, parameters, f"blocks.{number}.", self._dtype, compute)
         ]
         norm, width = architecture.final_norm, architecture.block.self_attention.inputs
         final_norm = None if norm is None else build_norm(norm, parameters, "norm.")
@@ -158,10 +158,11 @@ class TransformerLayer:
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """What the first block gets, [rows, width]."""
-        embedding, inputs = self._architecture.embedding, batch.pack_inputs()
-        if embedding is None or self._embedding is None:
-            return inputs
-        given = [inputs, batch.positions(self._compute.torch_device)]
-        if embedding.segments:
+        embedding, given = self._embedding, [batch.pack_inputs()]
+        if embedding is None:
+            return given[0]
+        if embedding.takes_positions:
+            given.append(batch.positions(self._compute.torch_device))
+        if embedding.takes_segments:
             given.append(batch.pack_segments())
-        return self._compute.rows(self._embedding, *given, flops=0)  # too little to divide
+        return self._compute.rows(embedding, *given, flops=0)  # too little to divide

@@ -162,6 +162,9 @@ int64_t attnserve_step_avx512(const struct decoder *decoder, struct stepped *ste
 int64_t attnserve_step_avx2(const struct decoder *decoder, struct stepped *stepped, struct team *team,
                             int64_t helpers);
 
+/* For each position, of all pairs the cosines of position times frequency, then the sines: [count, 2 pairs]. */
+void attnserve_rotations(const double *frequencies, int64_t pairs, const int64_t *positions, int64_t count, float *to);
+
 /* A team without helpers so far; NULL if there is no memory. Callers of a patient team wait until all the helpers that
    they ask for have joined, of whom there must be enough: that is for tests. A team is never freed, since callers may
    use it at any time. */
