@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from google.protobuf.message import DecodeError
 
@@ -15,7 +15,8 @@ from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
+from attnserve_server.caches.references import Reference, apart
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
@@ -179,18 +180,6 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-_CACHES_TAG: Final = _fields.field_prefix(pb.AttendRequest.CACHES_FIELD_NUMBER, 0)[:-1]
-
-
-class Reference(NamedTuple):
-    """A cache, as a request names it."""
-
-    name: str
-    layer: int
-    expected_length: int | None
-    append_id: int = 0
-
-
 def read_attend(
     host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
 ) -> Work:
@@ -199,44 +188,12 @@ def read_attend(
         header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
         if len(header) > MAX_KNOWN_HEADER:
             limits.check_header(header)
-        references, rest = _apart(header, limits)
+        references, rest = apart(pb.AttendRequest, header, limits)
     except DecodeError as error:
         raise Malformed("", error) from None
     if not references:
         return request_of(header, payloads, end - at, limits)
     return _read(host, caller.name, references, rest, payloads, end - at, limits)
-
-
-def _apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
-    """The caches that a header names, and the header without them: these references change with every step, the rest
-    rarely. Raises DecodeError and InvalidRequest.
-    """
-    if _CACHES_TAG not in header:
-        return (), header
-    return (_taken_apart if len(header) <= MAX_KNOWN_HEADER else _take_apart)(header, limits)
-
-
-def _take_apart(header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
-    found: list[bytes] = []
-    rest: list[bytes] = []
-    for number, wire_type, start, _, end in _fields.fields(header, 0, len(header)):
-        is_reference = number == pb.AttendRequest.CACHES_FIELD_NUMBER and wire_type == 2
-        (found if is_reference else rest).append(header[start:end])
-        limits.check_sequences("caches", len(found))
-    references = tuple(
-        Reference(
-            each.name,
-            each.layer,
-            each.expected_length if each.HasField("expected_length") else None,
-            each.append_id,
-        )
-        for each in pb.AttendRequest.FromString(b"".join(found)).caches
-    )
-    check_named([reference.name for reference in references])
-    return references, b"".join(rest)
-
-
-_taken_apart = lru_cache(maxsize=1024)(_take_apart)
 
 
 def _read(

@@ -72,30 +72,15 @@ class Application:
         return self.length * (self.batch if self.batched else 1)
 
 
-class AppliesToCaches(Exception):
-    """Raised for a request whose sequences continue resident caches; it carries the message."""
-
-    def __init__(self, message: pb.ApplyRequest) -> None:
-        self.message = message
-
-
-def application_of(header: bytes, limits: RequestLimits) -> Application:
-    """The application that a serialised header (of `ApplyRequest`, with tickets) states.
-
-    Raises InvalidRequest, and AppliesToCaches.
+def application_of(header: bytes, caches: int, limits: RequestLimits) -> Application:
+    """The application to sequences in this many caches, or in none (0), that a serialised header of `ApplyRequest`,
+    with tickets and without references to caches, states within limits. Raises InvalidRequest.
     """
     try:
         message = pb.ApplyRequest.FromString(header)
     except DecodeError as error:
         raise Malformed("", error) from None
-    if message.caches:
-        raise AppliesToCaches(message)
-    return check(message, limits)
-
-
-def check(message: pb.ApplyRequest, limits: RequestLimits) -> Application:
-    """The application that a message states, within limits. Raises InvalidRequest."""
-    application = _application(message)
+    application = _application(message, caches)
     limits.check_tensors(application.tensors)
     for name in PER_SEQUENCE:
         if name in application.tensors:
@@ -105,7 +90,7 @@ def check(message: pb.ApplyRequest, limits: RequestLimits) -> Application:
     return application
 
 
-def _application(message: pb.ApplyRequest) -> Application:
+def _application(message: pb.ApplyRequest, caches: int) -> Application:
     if not message.layer:
         raise InvalidRequest("layer", "the name of a layer", "nothing")
     tensors = {"input": tensor_at(message, "input")}
@@ -129,11 +114,11 @@ def _application(message: pb.ApplyRequest) -> Application:
         batch = shape[0]
     if message.HasField("lengths"):
         tensors["lengths"] = int_tensor(message, "lengths", ((batch,),))
-    if message.caches and len(message.caches) != batch:
-        raise InvalidRequest("caches", f"{batch} caches, one for each sequence", len(message.caches))
+    if caches and caches != batch:
+        raise InvalidRequest("caches", f"{batch} caches, one for each sequence", caches)
     context_length = _context(message, tensors, batched, packed, batch)
     if message.HasField("query_offset"):
-        if message.caches:
+        if caches:
             raise InvalidRequest("query_offset", "none, for positions go on from what the caches have", "a tensor")
         tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
     if message.HasField("segments"):
@@ -168,7 +153,7 @@ def _application(message: pb.ApplyRequest) -> Application:
         batch=batch,
         length=spec.shape[1] if batched else spec.shape[0],
         context_length=context_length,
-        resident=bool(message.caches),
+        resident=caches > 0,
     )
 
 

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from google.protobuf.message import DecodeError
 
 from attnserve import _fields, _wire
 from attnserve._wire import Payloads
@@ -21,12 +22,12 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct, check_named
-from attnserve_server.errors import FailedPrecondition, InvalidRequest
-from attnserve_server.layers.application import AppliesToCaches, check
+from attnserve_server.caches.references import Reference, apart
+from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
-from attnserve_server.layers.request import LayerRequest, checked, read_layer_request, run_layer
+from attnserve_server.layers.request import LayerRequest, layer_request_of, run_layer
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
@@ -186,34 +187,32 @@ def read_apply(
 ) -> Work:
     """The application that a caller asks for in part of a buffer, with caches or without. Raises RequestError."""
     try:
-        return read_layer_request(registry, buffer, at, end, limits)
-    except AppliesToCaches as request:
-        _, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
-        return _read(host, registry, caller.name, request.message, payloads, end - at, limits)
+        header, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
+        references, rest = apart(pb.ApplyRequest, header, limits)
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    if not references:
+        return layer_request_of(registry, header, payloads, end - at, limits)
+    applied = layer_request_of(registry, rest, payloads, end - at, limits, len(references), _decoder)
+    return _read(host, caller.name, references, applied, payloads, limits)
 
 
 def _read(
     host: Host,
-    registry: Registry,
     owner: str | None,
-    message: pb.ApplyRequest,
+    references: Sequence[Reference],
+    applied: LayerRequest,
     payloads: Payloads,
-    size: int,
     limits: RequestLimits,
 ) -> CachedLayerRequest:
-    limits.check_sequences("caches", len(message.caches))
-    check_named([reference.name for reference in message.caches])
-    application = check(message, limits)
-    loaded = registry.get(application.layer)
-    decoder, architecture = _decoder(loaded)
+    decoder, architecture = _decoder(applied.loaded)
     now = monotonic()
-    caches = [host.store.get(reference.name, now, owner) for reference in message.caches]
-    for index, (reference, cache) in enumerate(zip(message.caches, caches, strict=True)):
+    caches = [host.store.get(reference.name, now, owner) for reference in references]
+    for index, (reference, cache) in enumerate(zip(references, caches, strict=True)):
         if reference.layer:
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
         _check_shape(index, cache, architecture)
-    extent = loaded.extents.of(application, payloads, limits, remember=False)
-    applied = checked(loaded, application, extent, payloads, size)
+    application, extent = applied.application, applied.extent
     if application.options.bottom_right:
         raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [
@@ -221,17 +220,17 @@ def _read(
             cache,
             layer,
             length,
-            reference.expected_length if not layer and _expects(reference) else None,
+            None if layer else reference.expected_length,
             reference.append_id,
         )
-        for cache, reference, length in zip(caches, message.caches, extent.lengths, strict=True)
+        for cache, reference, length in zip(caches, references, extent.lengths, strict=True)
         for layer in range(architecture.blocks)
     ]
     check_distinct(uses[:: architecture.blocks])
     request = CachedLayerRequest(
         host=host,
         uses=tuple(uses),
-        received_bytes=size,
+        received_bytes=applied.received_bytes,
         applied=applied,
         decoder=decoder,
         mask=read_mask(application, payloads),
@@ -239,10 +238,6 @@ def _read(
     )
     request.count_over([use.coming_length() for use in uses[:: architecture.blocks]])
     return request
-
-
-def _expects(reference: pb.CacheReference) -> bool:
-    return reference.HasField("expected_length")
 
 
 def _decoder(loaded: Loaded) -> tuple[TransformerLayer, Transformer]:

@@ -195,32 +195,41 @@ def _tensors_header(
 def read_layer_request(
     registry: Registry, buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS
 ) -> LayerRequest:
-    """The serialised request in part of a buffer. Raises InvalidRequest, NotFound and AppliesToCaches."""
+    """The serialised request, without caches, in part of a buffer. Raises InvalidRequest and NotFound."""
     if end is None:
         end = len(buffer)
     try:
         header, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
     except DecodeError as error:
         raise Malformed("", error) from None
+    return layer_request_of(registry, header, payloads, end - at, limits)
+
+
+def layer_request_of(
+    registry: Registry,
+    header: bytes,
+    payloads: Payloads,
+    size: int,
+    limits: RequestLimits,
+    caches: int = 0,
+    check: Callable[[Loaded], object] = bool,
+) -> LayerRequest:
+    """The request that a header states, apart from its references to this many caches. `size` is what was received, in
+    bytes; `check` raises InvalidRequest for layers that cannot take it. Raises InvalidRequest and NotFound.
+    """
     remember = len(header) <= MAX_KNOWN_HEADER
     if not remember:
         limits.check_header(header)
-    application = (_known if remember else application_of)(header, limits)
+    application = (_known if remember else application_of)(header, caches, limits)
     loaded = registry.get(application.layer)
+    check(loaded)
     extent = loaded.extents.of(application, payloads, limits, remember=remember)
-    return checked(loaded, application, extent, payloads, end - at)
-
-
-def checked(
-    loaded: Loaded, application: Application, extent: Extent, payloads: Payloads, received_bytes: int
-) -> LayerRequest:
-    """The request, if its contents fit the layer. Raises InvalidRequest."""
     if extent.plan is not None:
         received = Received(extent.plan, payloads, extent.flops)
-        return LayerRequest(loaded, application, extent, received_bytes, received, None)
+        return LayerRequest(loaded, application, extent, size, received, None)
     given = read_input(loaded.specification, application, extent, payloads)
     loaded.layer.check(given)
-    return LayerRequest(loaded, application, extent, received_bytes, None, given)
+    return LayerRequest(loaded, application, extent, size, None, given)
 
 
 def _apply(device: Device, batch: Sequence[LayerRequest]) -> BatchResult:

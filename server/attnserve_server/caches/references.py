@@ -1,0 +1,63 @@
+"""The caches that a request refers to, taken out of its header: they change with every step, the rest rarely.
+
+In: a serialised header, of `AttendRequest` or `ApplyRequest`. Out: the references, and the header without them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
+
+from attnserve import _fields
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.work import check_named
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.request import MAX_KNOWN_HEADER
+
+MessageType: TypeAlias = type[pb.AttendRequest] | type[pb.ApplyRequest]
+
+_TAGS: Final = {
+    message_type: _fields.field_prefix(message_type.CACHES_FIELD_NUMBER, 0)[:-1]
+    for message_type in (pb.AttendRequest, pb.ApplyRequest)
+}
+
+
+class Reference(NamedTuple):
+    """A cache, as a request names it."""
+
+    name: str
+    layer: int
+    expected_length: int | None
+    append_id: int = 0
+
+
+def apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
+    """The caches that a header names, and the header without them. Raises DecodeError and InvalidRequest."""
+    if _TAGS[message_type] not in header:
+        return (), header
+    if len(header) <= MAX_KNOWN_HEADER:
+        return _known(message_type, header, limits)  # type: ignore[arg-type]  # classes of messages are hashable
+    return _apart(message_type, header, limits)
+
+
+def _apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
+    found: list[bytes] = []
+    rest: list[bytes] = []
+    for number, wire_type, start, _, end in _fields.fields(header, 0, len(header)):
+        is_reference = number == message_type.CACHES_FIELD_NUMBER and wire_type == _fields.LENGTH_DELIMITED
+        (found if is_reference else rest).append(header[start:end])
+        limits.check_sequences("caches", len(found))
+    references = tuple(
+        Reference(
+            each.name,
+            each.layer,
+            each.expected_length if each.HasField("expected_length") else None,
+            each.append_id,
+        )
+        for each in message_type.FromString(b"".join(found)).caches
+    )
+    check_named([reference.name for reference in references])
+    return references, b"".join(rest)
+
+
+_known = lru_cache(maxsize=1024)(_apart)
