@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from attnserve import Client
 from attnserve.integrations.transformers import register
 
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+"""What models call their cache, as an argument and in their outputs."""
 TOLERANCE = 1e-5
 VOCABULARY = 96
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -140,7 +143,7 @@ def generated(model: PreTrainedModel, cache: Cache | None = None, **inputs: Any)
     model.set_attn_implementation("eager")
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
     model.set_attn_implementation("attnserve")
-    return [expected, model.generate(**inputs, do_sample=False, max_new_tokens=6, past_key_values=cache)]
+    return [expected, model.generate(**inputs, do_sample=False, max_new_tokens=6, **{CACHE: cache})]
 
 
 def tokens(batch: int, length: int) -> Tensor:

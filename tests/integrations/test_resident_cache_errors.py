@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from random_models import (
+    CACHE,
     CAUSAL,
     LLAMA_SIZES,
     Recorder,
@@ -35,7 +36,7 @@ def test_other_attention_is_refused(client: Client) -> None:
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         with ResidentCache(client, model.config) as cache, pytest.raises(NotImplementedError, match="in the service"):
-            model(tokens(1, 5), past_key_values=cache)
+            model(tokens(1, 5), **{CACHE: cache})
     with ResidentCache(client, model.config) as cache:
         keys, _ = cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
         assert repr(keys) == "ResidentStates(shape=[1, 2, 5, 8], dtype=torch.float32, layer=1)"
@@ -69,9 +70,9 @@ def test_a_layer_is_not_changed_by_itself(client: Client) -> None:
 
 def test_a_closed_cache(client: Client, llama: PreTrainedModel) -> None:
     with ResidentCache(client, llama.config) as cache:
-        llama(tokens(1, 5), past_key_values=cache)
+        llama(tokens(1, 5), **{CACHE: cache})
     with pytest.raises(RuntimeError, match="this cache is closed"):
-        llama(tokens(1, 5), past_key_values=cache)
+        llama(tokens(1, 5), **{CACHE: cache})
 
 
 def test_layers_with_other_states_are_refused(client: Client) -> None:
@@ -120,16 +121,16 @@ def test_a_step_that_fails_half_way_can_be_taken_back(
     ids = tokens(2, 9)
     expected = locally(llama, ids)
     with ResidentCache(failing, llama.config) as cache:  # type: ignore[arg-type]
-        llama(ids[:, :5], past_key_values=cache)
+        llama(ids[:, :5], **{CACHE: cache})
         failing.failing = len(failing.calls) + 1  # in its second layer
         with pytest.raises(type(error)):
-            llama(ids[:, 5:], past_key_values=cache)
+            llama(ids[:, 5:], **{CACHE: cache})
         if not after:
             with pytest.raises(RuntimeError, match="mask is for 13 tokens, and layer 1 of the cache has 9: an earlier"):
-                llama(ids[:, 5:], past_key_values=cache)
+                llama(ids[:, 5:], **{CACHE: cache})
         cache.truncate(5)
         assert [info.lengths for info in client.caches.list()] == [(5, 5)] * 2
-        assert_same(expected[:, 5:], llama(ids[:, 5:], past_key_values=cache).logits)
+        assert_same(expected[:, 5:], llama(ids[:, 5:], **{CACHE: cache}).logits)
 
 
 def test_an_append_whose_answer_is_lost(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +178,12 @@ def test_what_could_not_be_deleted_is_tried_again(client: Client, monkeypatch: p
 def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
     ids = tokens(2, 9)
     with ResidentCache(client, llama.config) as cache:
-        llama(ids[:, :5], past_key_values=cache)
+        llama(ids[:, :5], **{CACHE: cache})
         client.caches.delete([info.name for info in client.caches.list()])
         with pytest.raises(NotFoundError):
-            llama(ids[:, 5:], past_key_values=cache)
+            llama(ids[:, 5:], **{CACHE: cache})
         cache.reset()
-        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+        assert_same(locally(llama, ids), llama(ids, **{CACHE: cache}).logits)
 
 
 def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -190,13 +191,13 @@ def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, t
     server = start_server("--max-caches", "3")
     with Client(server.address, retries=0) as client, ResidentCache(client, llama.config) as cache:
         with pytest.raises(OverloadedError):
-            llama(tokens(4, 5), past_key_values=cache)
+            llama(tokens(4, 5), **{CACHE: cache})
         assert client.caches.list() == ()
         ids = tokens(2, 5)
-        assert_same(locally(llama, ids), llama(ids, past_key_values=cache).logits)
+        assert_same(locally(llama, ids), llama(ids, **{CACHE: cache}).logits)
         with pytest.raises(OverloadedError):
             cache.batch_repeat_interleave(2)
         with pytest.raises(OverloadedError):
             cache.fork()
         assert len(client.caches.list()) == 2
-        llama(tokens(2, 1), past_key_values=cache)
+        llama(tokens(2, 1), **{CACHE: cache})

@@ -14,6 +14,7 @@ import torch
 import transformers
 from random_models import (
     BERT,
+    CACHE,
     CAUSAL,
     ENCODER_DECODER,
     OWN_ATTENTION,
@@ -118,8 +119,8 @@ def test_prefill_in_chunks(recorder: Recorder, name: str) -> None:
     model.set_attn_implementation("attnserve")
     cache, logits = None, []
     for chunk in ids.split([3, 4, 1, 4], dim=1):
-        output = model(chunk, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(chunk, **{CACHE: cache}, use_cache=True)
+        cache = output[CACHE]
         logits.append(output.logits)
     assert_same(expected, torch.cat(logits, dim=1))
     assert not any("mask" in call for call in recorder.calls)
@@ -203,7 +204,7 @@ def test_a_written_mask_is_read_again(recorder: Recorder) -> None:
     model.set_attn_implementation("attnserve")
     with torch.inference_mode():
         embeddings = torch.zeros(1, 6, 32)
-        mask = create_causal_mask(model.config, embeddings, attention_mask=None, past_key_values=None)
+        mask = create_causal_mask(model.config, embeddings, attention_mask=None, **{CACHE: None})
         ids = tokens(1, 6)
         model(ids, attention_mask=mask)
         assert not any("mask" in call for call in recorder.calls)

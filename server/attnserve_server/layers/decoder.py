@@ -1,31 +1,34 @@
 """Steps of a decoder whose sequences continue resident caches, by the native library: all of its blocks in one call.
 
-In: the rows of a batch, and where each block's keys and values go. Out: rows, with everything appended. What takes
-longer to describe than to compute, or needs more than the library has, is left to `run` block by block.
+In: the rows of a batch, and where each block's keys and values go. Out: rows, with everything appended. Requests that
+take longer to describe than to compute, or need more than the library has, are computed block by block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
-from attnserve_server.caches.layer import Write
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, keys_of, packed_calls
 from attnserve_server.caches.pages import STORAGE, PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute, StepPacked
+from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.passage import Passage, packed_passages
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.native.calls import shape_of
 from attnserve_server.native.decoders import Decoder
-from attnserve_server.native.library import computes
+from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes
 from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
+
+Stepped: TypeAlias = tuple[int, int, Resident]
+"""Where its rows begin, how many there are, at least one, and its cache."""
 
 MOST_TOKENS: Final = 16
 """Of a sequence: more take other ways longer than describing where each of them goes."""
@@ -72,76 +75,89 @@ class DecoderSteps:
             return None
         return DecoderSteps(compute.step_packed, Decoder(packed), attentions[0], window, dtype)
 
+    def takes(self, request: LayerInput, residents: Sequence[Resident]) -> bool:
+        """Whether the library steps the sequences of a request: by few rows each, without masks, over caches that store
+        keys and values as they are.
+        """
+        return max(request.lengths, default=0) <= MOST_TOKENS and all(
+            resident.mask is None and STORAGE[resident.shape.dtype] == self._dtype for resident in residents
+        )
+
     def run(
         self, batch: Batch, rows: torch.Tensor, rotations: torch.Tensor | None, residents: Residents
-    ) -> torch.Tensor | None:
-        """Rows [n, width], after all blocks; None if they must be computed block by block: nothing has been appended
-        then that this would not overwrite.
+    ) -> torch.Tensor | list[int]:
+        """Rows [n, width] of requests that it takes, after all blocks; or the places of requests in which it met NaN or
+        infinities. Then all must be computed again, which overwrites what has been appended. Raises MemoryError.
         """
         packing, pool = batch.inputs, residents.pool
         found = zip(packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True)
+        places = [place for place, length in enumerate(packing.lengths) if length]
         sequences = [each for each in found if each[1]]
-        if not self._takes(sequences):
-            return None
-        shape = sequences[0][2].shape
-        tokens, places = self._tokens(sequences, pool)
-        calls, effort = self._calls(sequences, pool)
+        if not sequences:
+            return rows
+        self._prepare(sequences, pool)
+        tokens, slots = self._tokens(sequences, pool)
+        calls, orders, effort = self._calls(sequences, pool)
         effort += self._decoder.effort(len(rows), self._dtype.itemsize)
-        output = self._step(self._decoder, pool.packed_layout(shape), rows, rotations, tokens, calls, effort)
+        page, output = pool.packed_layout(sequences[0][2].shape), None
+        try:
+            output = self._step(self._decoder, page, rows, rotations, tokens, calls, effort)
+        finally:
+            if output is None:
+                for number, _ in slots:
+                    pool.know(number, 0, finite=False)
         if output is None:
-            return None
+            return sorted({batch.requests[places[place]] for place in _broken(calls, orders)})
         flags = memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()
-        for (page, slot), finite in zip(places, flags, strict=True):
-            pool.know(page, slot, finite=bool(finite))
+        for (number, slot), finite in zip(slots, flags, strict=True):
+            pool.know(number, slot, finite=bool(finite))
         return output
 
-    def _takes(self, sequences: Sequence[tuple[int, int, Resident]]) -> bool:
-        """Whether the library steps such sequences: with few rows, in caches of one shape that store them as they are,
-        and without masks.
-        """
-        shapes = {resident.shape for _, _, resident in sequences}
-        if len(shapes) != 1 or STORAGE[shapes.pop().dtype] != self._dtype:
-            return False
-        return all(length <= MOST_TOKENS and resident.mask is None for _, length, resident in sequences)
-
-    def _tokens(
-        self, sequences: Sequence[tuple[int, int, Resident]], pool: PagePool
-    ) -> tuple[bytearray, list[tuple[int, int]]]:
-        """What each block appends, packed for the library; and the page and slot of each token."""
-        packed, places = bytearray(), []
-        _, key_at, value_at = self._columns
-        for block in range(self._decoder.blocks):
-            for start, _, resident in sequences:
-                placement, row = resident.placements[block], start * self._across
+    def _prepare(self, sequences: Sequence[Stepped], pool: PagePool) -> None:
+        """Makes pages ready for what each block appends."""
+        for _, _, resident in sequences:
+            for placement in resident.placements:
                 pool.copy(placement.copies)
                 for write in placement.writes:
                     if not write.first_slot:
                         pool.clean(resident.shape, write.page)
-                    page = pool.page(write.page)
-                    for slot in _slots(write):
-                        packed += TOKEN.pack(row + key_at, row + value_at, *page, slot, 1)
-                        places.append((write.page, slot))
-                        row += self._across
-        return packed, places
 
-    def _calls(self, sequences: Sequence[tuple[int, int, Resident]], pool: PagePool) -> tuple[bytearray, int]:
-        """The attention of each block, packed for the library; and what all of it costs."""
+    def _tokens(self, sequences: Sequence[Stepped], pool: PagePool) -> tuple[bytearray, list[tuple[int, int]]]:
+        """What each block appends, packed for the library; and the page and slot of each token."""
+        (_, key_at, value_at), packed, slots = self._columns, bytearray(), []
+        for block in range(self._decoder.blocks):
+            for start, _, resident in sequences:
+                row = start * self._across
+                for write in resident.placements[block].writes:
+                    page = pool.page(write.page)
+                    for slot in range(write.first_slot, write.first_slot + write.tokens):
+                        packed += TOKEN.pack(row + key_at, row + value_at, *page, slot, 1)
+                        slots.append((write.page, slot))
+                        row += self._across
+        return packed, slots
+
+    def _calls(self, sequences: Sequence[Stepped], pool: PagePool) -> tuple[bytearray, list[int], int]:
+        """The attention of each block, packed for the library; the sequence of each call, by its place; and what all of
+        it costs.
+        """
         slopes, (query_at, _, _) = self._attention.scoring.alibi_slopes, self._columns
         slopes_at = 0 if slopes is None else slopes.data_ptr()
-        packed, effort = bytearray(), 0
-        owns, shapes = [], []
+        owns, shapes, effort = [], [], 0
         for start, length, resident in sequences:
             owns.append(Own(query_at + start * self._across, start * self._attended, alibi_slopes=slopes_at))
             shapes.append(self._shape(resident.shape, length, pool))
             pairs = length * self._attention.scoring.pair_flops
             effort += self._decoder.blocks * resident.length * max(pairs, resident.shape.token_bytes)
+        packed, orders = bytearray(), []
         for block in range(self._decoder.blocks):
             calls = [
                 PagedCall(own, shape, resident.tables[block], resident.length, resident.length - length)
                 for own, shape, (_, length, resident) in zip(owns, shapes, sequences, strict=True)
             ]
-            packed += packed_calls(calls, pool)[0]
-        return packed, effort
+            of_block, order = packed_calls(calls, pool)
+            packed += of_block
+            orders += order
+        return packed, orders, effort
 
     def _shape_of(self, shape: CacheShape, length: int, pool: PagePool) -> PagedShape:
         """The shape of the calls of sequences with `length` rows."""
@@ -167,6 +183,7 @@ class DecoderSteps:
         return PagedShape(packed, layout.tokens_per_page, rows)
 
 
-def _slots(write: Write) -> range:
-    """The places of tokens in a page."""
-    return range(write.first_slot, write.first_slot + write.tokens)
+def _broken(calls: bytearray, orders: Sequence[int]) -> list[int]:
+    """The sequences of calls whose results are not finite."""
+    finite = memoryview(calls).cast("q")[CALL_FINITE :: CALL_BYTES // 8].tolist()
+    return [place for place, is_finite in zip(orders, finite, strict=True) if not is_finite]

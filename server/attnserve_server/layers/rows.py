@@ -114,6 +114,11 @@ class Batch:
             lengths = [each.context_lengths or [] for each in inputs]
             self.contexts = Packing([lengths[request][n] for request, n in self._places], multiple)
 
+    @property
+    def requests(self) -> list[int]:
+        """The request of each sequence, in the order of the batch."""
+        return [request for request, _ in self._places]
+
     def positions(self, device: torch.device) -> torch.Tensor:
         """int64 [rows]: the position of each row of the inputs; sequences without an offset begin at 0."""
         offsets = [self._requests[request].offsets for request, _ in self._places]

@@ -58,7 +58,7 @@ class TransformerLayer:
         window = architecture.block.self_attention.window
         self._decoder = DecoderSteps.of(self._passages, attentions, window, self._dtype, compute)
         self._parallel = is_native(self._dtype, compute.products)
-        # What torch computes element by element: the library leaves embeddings and rotations to it.
+        # What torch computes element by element: the library leaves embeddings to it.
         widths = set() if packed_passages(self._passages) else {width, architecture.block.feed_forward.hidden}
         if architecture.embedding is not None:
             widths.add(width)
@@ -96,6 +96,36 @@ class TransformerLayer:
         With `residents`, self-attention appends keys and values to caches and attends to everything in them. The
         inputs' offsets are then the caches' earlier lengths, and their masks are None.
         """
+        if residents is None or self._decoder is None:
+            return self._run(inputs, residents)
+        of_requests = residents.of_requests
+        steps = [n for n, each in enumerate(inputs) if self._decoder.takes(each, of_requests[n])]
+        outputs = self._step(self._decoder, inputs, residents, steps)
+        rest = [n for n in range(len(inputs)) if n not in outputs]
+        if rest:
+            own = Residents(residents.pool, [of_requests[n] for n in rest])
+            outputs.update(zip(rest, self._run([inputs[n] for n in rest], own), strict=True))
+        return [outputs[n] for n in range(len(inputs))]
+
+    def _step(
+        self, decoder: DecoderSteps, inputs: Sequence[LayerInput], residents: Residents, places: Sequence[int]
+    ) -> dict[int, LayerOutput]:
+        """The outputs of requests, by their places, that the native library computes in one call. Those in which it
+        meets NaN or infinities are left out, and if others do so without these, so are all.
+        """
+        for _ in range(2):
+            if not places:
+                break
+            batch = self._batch([inputs[n] for n in places])
+            own = Residents(residents.pool, [residents.of_requests[n] for n in places])
+            found = decoder.run(batch, self._embedded(batch), self._rotations(batch, False)[0], own)
+            if isinstance(found, torch.Tensor):
+                return dict(zip(places, map(LayerOutput, batch.unpack(found)), strict=True))
+            places = [n for place, n in enumerate(places) if place not in found]
+        return {}
+
+    def _run(self, inputs: Sequence[LayerInput], residents: Residents | None) -> list[LayerOutput]:
+        """The outputs of requests, computed block by block."""
         compute, batch = self._compute, self._batch(inputs)
         contexts = None if batch.contexts is None else batch.pack_contexts()
         packings = {False: batch.inputs, True: batch.contexts}
@@ -105,10 +135,6 @@ class TransformerLayer:
         stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
         rows, attended, block = self._embedded(batch), None, 0
-        if residents is not None and self._decoder is not None:
-            stepped = self._decoder.run(batch, rows, rotations[False][0], residents)
-            if stepped is not None:
-                return [LayerOutput(of_request) for of_request in batch.unpack(stepped)]
         own = None if residents is None else self._resident_attention(batch, residents)
         for step, passage in zip(self._steps, self._passages, strict=False):
             rotation, key_rotation = rotations[step.crossed]

@@ -40,7 +40,7 @@ _VARYING: Final = struct.Struct("=9Qqq")
 _FIXED: Final = struct.Struct("=27q2d")
 _KEYS: Final = struct.Struct("=2q")
 CALL_BYTES: Final = _VARYING.size + _FIXED.size
-_FINITE: Final = 10
+CALL_FINITE: Final = 10
 """The index of a call's `finite` among its fields."""
 
 
@@ -222,7 +222,7 @@ class Library:
         """
         first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
         self.attend_function(threads, ctypes.addressof(first), count)
-        finite = memoryview(calls).cast("q")[_FINITE :: CALL_BYTES // 8].tolist()
+        finite = memoryview(calls).cast("q")[CALL_FINITE :: CALL_BYTES // 8].tolist()
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from attnserve_server.native.library import PATH
+from attnserve_server.native import library
 
 ASIDE_PAIRS: Final = 2_000
 """More pairs than these take longer than giving the GIL away and getting it back."""
@@ -22,7 +22,7 @@ class Rotations:
 
     def __init__(self) -> None:
         """Raises OSError if there is no library."""
-        path, address, size = str(PATH), ctypes.c_void_p, ctypes.c_int64
+        path, address, size = str(library.PATH), ctypes.c_void_p, ctypes.c_int64
         self._aside = ctypes.CDLL(path).attnserve_rotations
         self._at_once = ctypes.PyDLL(path).attnserve_rotations
         for function in (self._aside, self._at_once):

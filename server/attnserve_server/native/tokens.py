@@ -10,7 +10,8 @@ import ctypes
 import struct
 from typing import Final
 
-from attnserve_server.native.library import PATH, Strides
+from attnserve_server.native import library
+from attnserve_server.native.library import Strides
 
 _LAYOUT: Final = struct.Struct("=8q")
 TOKEN: Final = struct.Struct("=4Q2q")
@@ -32,7 +33,7 @@ class Tokens:
 
     def __init__(self) -> None:
         """Raises OSError if there is no library."""
-        self._append = ctypes.PyDLL(str(PATH)).attnserve_append_tokens
+        self._append = ctypes.PyDLL(str(library.PATH)).attnserve_append_tokens
         self._append.argtypes, self._append.restype = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64], None
 
     def append(self, layout: bytes, tokens: bytearray) -> list[int]:
