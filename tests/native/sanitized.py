@@ -22,7 +22,7 @@ def build(directory: Path, *flags: str) -> Path:
 
 def run(script: str, built: Path, count: int, *, before: tuple[str, ...] = (), **environment: str) -> None:
     """Asserts that `python script built count`, after the command `before`, ends with `sound`."""
-    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent / "layers"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [*before, sys.executable, str(HERE / script), str(built), str(count)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,

@@ -41,7 +41,7 @@ needs_sanitizers = pytest.mark.skipif(
 
 @needs_native
 @needs_sanitizers
-@pytest.mark.parametrize(("script", "count"), [("guarded.py", 150), ("dismissed.py", 40)])
+@pytest.mark.parametrize(("script", "count"), [("guarded.py", 150), ("dismissed.py", 40), ("stepping_decoders.py", 20)])
 def test_sanitizers_find_nothing(sanitized: Path, script: str, count: int) -> None:
     preloaded = f"{runtime('libasan.so')} {runtime('libubsan.so')}"
     run(script, sanitized, count, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")

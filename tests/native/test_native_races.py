@@ -38,6 +38,6 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_native
-@pytest.mark.parametrize(("script", "count"), [("racing.py", 4), ("dismissed.py", 10)])
+@pytest.mark.parametrize(("script", "count"), [("racing.py", 4), ("dismissed.py", 10), ("stepping_decoders.py", 6)])
 def test_the_sanitizer_for_threads_finds_nothing(sanitized: Path, script: str, count: int) -> None:
     run(script, sanitized, count, before=AT_FIXED_ADDRESSES, **environment())
