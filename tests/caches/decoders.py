@@ -82,9 +82,11 @@ def write_wide(directory: Path) -> None:
     )
 
 
-def create_cache(client: Client, layer: str, dtype: str = "float32") -> Cache:
-    """An empty cache for a decoder, shaped by the server's outline of it."""
+def create_cache(client: Client, layer: str, dtype: str | None = None) -> Cache:
+    """An empty cache for a decoder, as its outline says, which stores the layer's dtype if caches can."""
     outline = client.layers.get(layer)
+    if dtype is None:
+        dtype = "float32" if outline.dtype == "float64" else outline.dtype
     return client.create_cache(
         outline.kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype=dtype
     )

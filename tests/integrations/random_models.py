@@ -13,6 +13,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.models.t5 import modeling_t5
 
 from attnserve import Client
 from attnserve.integrations.transformers import register
@@ -73,6 +74,12 @@ ENCODER_DECODER: dict[str, Callable[[], PreTrainedConfig]] = {
     "bart": lambda: transformers.BartConfig(**BART_SIZES, forced_eos_token_id=None),
     "t5": lambda: transformers.T5Config(**T5_SIZES),
 }
+needs_t5 = pytest.mark.skipif(
+    not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"), reason="T5 attends by itself before transformers 5.18"
+)
+EVERY_ENCODER_DECODER = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_t5) if name == "t5" else name for name in ENCODER_DECODER]
+)
 OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "mpnet": lambda: transformers.MPNetConfig(
         **SIZES,

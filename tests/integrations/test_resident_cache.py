@@ -15,6 +15,7 @@ from random_models import (
     CACHE,
     CAUSAL,
     ENCODER_DECODER,
+    EVERY_ENCODER_DECODER,
     LLAMA_SIZES,
     T5_SIZES,
     VOCABULARY,
@@ -22,6 +23,7 @@ from random_models import (
     assert_same,
     build,
     generated,
+    needs_t5,
     no_gradients,
     padding,
     prompts,
@@ -82,7 +84,7 @@ def test_guessed_tokens_are_taken_back(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", ENCODER_DECODER)
+@EVERY_ENCODER_DECODER
 def test_encoder_and_decoder(recorder: Recorder, name: str, beams: int) -> None:
     """What the encoder found is sent once for each layer."""
     model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER[name]())
@@ -110,6 +112,7 @@ def test_guesses_of_a_model_with_an_encoder(client: Client) -> None:
     assert torch.equal(expected, actual)
 
 
+@needs_t5
 def test_a_decoder_deeper_than_its_encoder(client: Client) -> None:
     register(client)
     model = build(AutoModelForSeq2SeqLM, transformers.T5Config(**{**T5_SIZES, "num_decoder_layers": 3}))

@@ -17,6 +17,7 @@ from random_models import (
     CACHE,
     CAUSAL,
     ENCODER_DECODER,
+    EVERY_ENCODER_DECODER,
     OWN_ATTENTION,
     Recorder,
     assert_same,
@@ -58,7 +59,7 @@ def test_encoder(recorder: Recorder, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", ENCODER_DECODER)
+@EVERY_ENCODER_DECODER
 def test_encoder_decoder(recorder: Recorder, name: str, side: str) -> None:
     """In float64: T5 does not scale its scores, so that rounding errors in float32 grow to 1e-5."""
     model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER[name]()).double()
@@ -93,7 +94,7 @@ def test_generation(recorder: Recorder, name: str, side: str) -> None:
     assert [call["query"].shape[2] for call in recorder.calls[2:]] == [1] * (len(recorder.calls) - 2)  # from the cache
 
 
-@pytest.mark.parametrize("name", ENCODER_DECODER)
+@EVERY_ENCODER_DECODER
 def test_encoder_decoder_generation(recorder: Recorder, name: str) -> None:
     model = build(AutoModelForSeq2SeqLM, ENCODER_DECODER[name]())
     expected, actual = generated(model, input_ids=tokens(2, 7), attention_mask=padding("right", 2, 7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
@@ -22,6 +23,8 @@ NEAR: Final[dict[np.dtype[Any], float]] = {FLOAT: 1e-5, np.dtype(np.float16): 4e
 """The largest error of a result relative to the largest result, or to 1: what is computed in between has the dtype of
 the rows, too.
 """
+
+Linear = Callable[[Array], Array]
 
 
 def activated(name: str, x: Array) -> Array:
@@ -90,89 +93,105 @@ class RandomPassage:
             np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=near)
 
 
+class _Maker:
+    """Makes the pieces of a passage for rows of a width, in memory from `room`."""
+
+    def __init__(self, random: Random, dtype: np.dtype[Any], room: Room) -> None:
+        self.random, self.dtype, self._room = random, dtype, room
+        self._draw = np.random.default_rng(random.getrandbits(64))
+        self.width = PANEL * random.choice((1, 2, 3, 8))
+        self.alive: list[Any] = []
+
+    def laid(self, *shape: int, dtype: np.dtype[Any] | None = None, scale: float = 1.0) -> Array:
+        """Random numbers [1, n, width], or of rank 2 without the first axis."""
+        drawn = self._draw.standard_normal(shape, np.float32) * np.float32(scale)
+        copy, memory = self._room(shape if len(shape) == 3 else (1, *shape), dtype or self.dtype, PACKED, NAN_BYTE)
+        copy[...] = drawn
+        self.alive.append(memory)
+        return copy if len(shape) == 3 else np.asarray(copy[0])
+
+    def linear(self, inputs: int, outputs: int) -> tuple[PackedWeight, Linear]:
+        """A weight packed, and the map in float64."""
+        panels = self.laid(outputs // PANEL, inputs, PANEL, scale=inputs**-0.5)
+        bias = self.laid(1, outputs, dtype=FLOAT)[0] if self.random.random() < 0.5 else None
+        packed = PackedWeight(tensor_at(panels), None if bias is None else tensor_at(bias))
+        plain = panels.astype(np.float64).transpose(0, 2, 1).reshape(outputs, inputs)
+        shift = 0.0 if bias is None else bias.astype(np.float64)
+        return packed, lambda rows: rows @ plain.T + shift
+
+    def norm(self, likely: float) -> Norm | None:
+        """One, or none."""
+        if self.random.random() > likely:
+            return None
+        weight, bias = (
+            torch.from_numpy(self.laid(1, self.width, dtype=FLOAT)[0]) if self.random.random() < 0.7 else None
+            for _ in range(2)
+        )
+        return Norm(self.random.choice(("layer", "rms")), weight, bias, self.random.choice((1e-12, 1e-5)))
+
+    def output(self, count: int) -> tuple[PackedWeight | None, torch.Tensor, Array]:
+        """The projection of what an attention gives, if there is one; that, and the result."""
+        if self.random.random() < 0.2:
+            given = self.laid(count, self.width)
+            return None, tensor_at(given), given.astype(np.float64)
+        across = self.random.choice((16, 33, 80))
+        weight, apply = self.linear(across, self.width)
+        given = self.laid(count, across)
+        return weight, tensor_at(given), apply(given.astype(np.float64))
+
+    def forward(self, rows: Array) -> tuple[Forward, Array]:
+        """A feed-forward part, and rows behind it."""
+        gated, hidden = self.random.random() < 0.5, PANEL * self.random.choice((1, 3, 20))
+        name, before, behind = self.random.choice(list(ACTIVATIONS)), self.norm(0.5), self.norm(0.5)
+        up, apply_up = self.linear(self.width, hidden * (2 if gated else 1))
+        down, apply_down = self.linear(hidden, self.width)
+        units = apply_up(normed(before, rows))
+        units = activated(name, units[:, :hidden]) * (units[:, hidden:] if gated else 1.0)
+        return Forward(before, up, name, gated, down, behind), normed(behind, rows + apply_down(units))
+
+    def turnings(self) -> tuple[Turning, Turning | None]:
+        """Rotations of queries and perhaps of keys, in rows of 144 columns."""
+        head_dim = self.random.choice((16, 48, 72))
+        across, interleaved = 2 * self.random.randint(1, head_dim // 2), self.random.random() < 0.5
+        query, key = (Turning(at, 72 // head_dim, head_dim, across, interleaved) for at in (0, 72))
+        return query, key if self.random.random() < 0.7 else None
+
+
 def random_passage(
     random: Random, counts: tuple[int, ...] = (), room: Room = room, dtype: np.dtype[Any] | None = None
 ) -> RandomPassage:
     """One of any kind, in memory from `room`: any number of rows, or one of `counts`; of a dtype, or of any."""
-    draw, alive = np.random.default_rng(random.getrandbits(64)), []
-    dtype = dtype or random.choice((FLOAT, *DTYPES))
-
-    def laid(array: Array, dtype: np.dtype[Any] = dtype) -> Array:
-        copy, memory = room(array.shape if array.ndim == 3 else (1, *array.shape), dtype, PACKED, NAN_BYTE)
-        copy[...] = array
-        alive.append(memory)
-        return copy if array.ndim == 3 else np.asarray(copy[0])
-
-    def weight(inputs: int, outputs: int) -> tuple[PackedWeight, Array, Array | float]:
-        """A weight packed and as [outputs, inputs], and its bias."""
-        panels = laid(draw.standard_normal((outputs // PANEL, inputs, PANEL), np.float32) / np.float32(inputs**0.5))
-        bias = laid(draw.standard_normal((1, outputs), np.float32), FLOAT)[0] if random.random() < 0.5 else None
-        packed = PackedWeight(tensor_at(panels), None if bias is None else tensor_at(bias))
-        plain = panels.astype(np.float64).transpose(0, 2, 1).reshape(outputs, inputs)
-        return packed, plain, 0.0 if bias is None else bias.astype(np.float64)
-
-    def norm(likely: float) -> Norm | None:
-        if random.random() > likely:
-            return None
-        parameters = [
-            torch.from_numpy(laid(draw.standard_normal((1, width), np.float32), FLOAT)[0])
-            if random.random() < 0.7
-            else None
-            for _ in range(2)
-        ]
-        return Norm(random.choice(("layer", "rms")), *parameters, random.choice((1e-12, 1e-5)))
-
-    width = PANEL * random.choice((1, 2, 3, 8))
+    make = _Maker(random, dtype or random.choice((FLOAT, *DTYPES)), room)
     count = random.choice(counts or (*range(1, 20), 57, 120))
-    x = laid(draw.standard_normal((count, width), np.float32))
+    x = make.laid(count, make.width)
     rows, behind = tensor_at(x), x.astype(np.float64)
-    attended = output = behind_attention = forward = following = None
-    if random.random() < 0.8:
-        across = width
-        of_output: tuple[Array, Array | float] | None = None
-        if random.random() < 0.8:
-            across = random.choice((16, 33, 80))
-            output, *of_output = weight(across, width)  # type: ignore[assignment]
-        behind_attention = norm(0.5)
-        y = laid(draw.standard_normal((count, across), np.float32))
-        attended, part = tensor_at(y), y.astype(np.float64)
-        if of_output is not None:
-            part = part @ of_output[0].T + of_output[1]
-        behind = normed(behind_attention, behind + part)
-        if random.random() < 0.8:
-            gated, hidden = random.random() < 0.5, PANEL * random.choice((1, 3, 20))
-            before, behind_forward = norm(0.5), norm(0.5)
-            up, up_weight, up_bias = weight(width, hidden * (2 if gated else 1))
-            down, down_weight, down_bias = weight(hidden, width)
-            name = random.choice(list(ACTIVATIONS))
-            units = normed(before, behind) @ up_weight.T + up_bias
-            units = activated(name, units[:, :hidden]) * (units[:, hidden:] if gated else 1.0)
-            behind = normed(behind_forward, behind + units @ down_weight.T + down_bias)
-            forward = Forward(before, up, name, gated, down, behind_forward)
-    before_next = norm(0.6)
-    ready, rotations = normed(before_next, behind), None
+    attended = output = behind_attention = forward = following = rotations = None
     turnings: tuple[Turning | None, Turning | None] = (None, None)
     if random.random() < 0.8:
-        following, next_weight, next_bias = weight(width, PANEL * 9)
-        ready = ready @ next_weight.T + next_bias
+        output, attended, part = make.output(count)
+        behind_attention = make.norm(0.5)
+        behind = normed(behind_attention, behind + part)
+        if random.random() < 0.8:
+            forward, behind = make.forward(behind)
+    before = make.norm(0.6)
+    ready = normed(before, behind)
+    if random.random() < 0.8:
+        following, apply = make.linear(make.width, 144)
+        ready = apply(ready)
         if random.random() < 0.6:
-            head_dim = random.choice((16, 48, 72))
-            across, interleaved = 2 * random.randint(1, head_dim // 2), random.random() < 0.5
-            one = Turning(0, 48 // head_dim or 1, head_dim, across, interleaved)
-            other = Turning(72, 72 // head_dim, head_dim, across, interleaved) if random.random() < 0.7 else None
-            turnings, turning = (one, other), laid(draw.standard_normal((count, across), np.float32), FLOAT)
-            rotations = torch.from_numpy(turning)
-            for each in (one, other):
+            turnings = make.turnings()
+            rotations = torch.from_numpy(make.laid(count, turnings[0].width, dtype=FLOAT))
+            for each in turnings:
                 if each is not None:
-                    turned(each, ready, turning.astype(np.float64))
+                    turned(each, ready, rotations.numpy().astype(np.float64))
     passage = Passage(
-        width=width,
+        width=make.width,
         dtype=rows.dtype,
         output=output,
         behind=behind_attention,
         forward=forward,
-        before=before_next,
+        before=before,
         following=following,
         turnings=turnings,
     )
-    return RandomPassage(passage, rows, attended, rotations, (behind, ready), alive)
+    return RandomPassage(passage, rows, attended, rotations, (behind, ready), make.alive)

@@ -185,7 +185,7 @@ class ResidentCache(DynamicCache):
         register(client)
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="attnserve")
         with ResidentCache(client, model.config) as cache:
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)  # before transformers 5.24, past_key_values=cache
 
     Leaving the `with` closes it, which deletes what the service has; so do `reset` and the end of the `ttl`.
 
