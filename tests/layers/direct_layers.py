@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import random_layers as make
 from forward import attended
+from layer_requests import read_layer_request
 
 from attnserve._requests.apply import encode_apply
 from attnserve.v1 import attention_pb2 as pb
@@ -17,7 +18,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.extent import Extents
 from attnserve_server.layers.outline import outline
 from attnserve_server.layers.registry import Loaded
-from attnserve_server.layers.request import LayerRequest, read_layer_request
+from attnserve_server.layers.request import LayerRequest
 from attnserve_server.layers.specification import Attention
 from attnserve_server.requests.work import Phases, Work
 

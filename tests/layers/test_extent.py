@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layer_requests import read_layer_request
 from scores import WIDTH, X, write
 
 from attnserve._requests.apply import encode_apply
@@ -15,7 +16,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers import extent
 from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.request import LayerRequest, read_layer_request
+from attnserve_server.layers.request import LayerRequest
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.work import Phases
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_requests import read_layer_request
 from scores import PATIENCE_S, X, write
 
 from attnserve._requests.apply import encode_apply
@@ -19,7 +20,6 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers import registry as registries
 from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.request import read_layer_request
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import messages
 import numpy as np
 import pytest
 import torch
+from layer_requests import read_layer_request
 from safetensors.torch import save_file
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.request import read_layer_request
 from attnserve_server.requests.reply import Timed
 from attnserve_server.requests.work import Phases, Work
 

@@ -1,6 +1,6 @@
 """The caches that a request refers to, taken out of its header: they change with every step, the rest rarely.
 
-In: a serialised header, of `AttendRequest` or `ApplyRequest`. Out: the references, and the header without them.
+In: a serialised `AttendRequest` or `ApplyRequest`. Out: the references, and the header without them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
-from attnserve import _fields
+from google.protobuf.message import DecodeError
+
+from attnserve import _fields, _wire
+from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import check_named
+from attnserve_server.errors import Malformed
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.request import MAX_KNOWN_HEADER
 
@@ -31,13 +35,24 @@ class Reference(NamedTuple):
     append_id: int = 0
 
 
-def apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:
-    """The caches that a header names, and the header without them. Raises DecodeError and InvalidRequest."""
-    if _TAGS[message_type] not in header:
-        return (), header
-    if len(header) <= MAX_KNOWN_HEADER:
-        return _known(message_type, header, limits)  # type: ignore[arg-type]  # classes of messages are hashable
-    return _apart(message_type, header, limits)
+def read_header(
+    message_type: MessageType, buffer: bytes, at: int, end: int, limits: RequestLimits
+) -> tuple[tuple[Reference, ...], bytes, Payloads]:
+    """Of the message in a part of a buffer: the caches that it names, its header without them, and its payloads. Raises
+    InvalidRequest.
+    """
+    try:
+        header, payloads = _wire.find(message_type, buffer, at, end)
+        known = len(header) <= MAX_KNOWN_HEADER
+        if not known:
+            limits.check_header(header)
+        if _TAGS[message_type] not in header:
+            return (), header, payloads
+        # Classes of messages are hashable, whatever their stubs say.
+        references, rest = (_known if known else _apart)(message_type, header, limits)  # type: ignore[arg-type]
+    except DecodeError as error:
+        raise Malformed("", error) from None
+    return references, rest, payloads
 
 
 def _apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> tuple[tuple[Reference, ...], bytes]:

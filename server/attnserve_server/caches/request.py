@@ -8,16 +8,14 @@ from functools import lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
-from google.protobuf.message import DecodeError
-
-from attnserve import _dtypes, _fields, _wire
+from attnserve import _dtypes, _fields
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.references import Reference, apart
+from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
-from attnserve_server.errors import InvalidRequest, Malformed
+from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.requests.options import check_offset
@@ -184,16 +182,10 @@ def read_attend(
     host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
 ) -> Work:
     """The attention that a caller asks for in a part of a buffer, with or without caches. Raises RequestError."""
-    try:
-        header, payloads = _wire.find(pb.AttendRequest, buffer, at, end)
-        if len(header) > MAX_KNOWN_HEADER:
-            limits.check_header(header)
-        references, rest = apart(pb.AttendRequest, header, limits)
-    except DecodeError as error:
-        raise Malformed("", error) from None
+    references, header, payloads = read_header(pb.AttendRequest, buffer, at, end, limits)
     if not references:
         return request_of(header, payloads, end - at, limits)
-    return _read(host, caller.name, references, rest, payloads, end - at, limits)
+    return _read(host, caller.name, references, header, payloads, end - at, limits)
 
 
 def _read(

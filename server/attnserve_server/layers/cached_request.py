@@ -14,17 +14,16 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from google.protobuf.message import DecodeError
 
-from attnserve import _fields, _wire
+from attnserve import _fields
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
-from attnserve_server.caches.references import Reference, apart
+from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
-from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
+from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.request import LayerRequest, layer_request_of, run_layer
@@ -186,14 +185,10 @@ def read_apply(
     limits: RequestLimits = DEFAULT_LIMITS,
 ) -> Work:
     """The application that a caller asks for in part of a buffer, with caches or without. Raises RequestError."""
-    try:
-        header, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
-        references, rest = apart(pb.ApplyRequest, header, limits)
-    except DecodeError as error:
-        raise Malformed("", error) from None
+    references, header, payloads = read_header(pb.ApplyRequest, buffer, at, end, limits)
     if not references:
         return layer_request_of(registry, header, payloads, end - at, limits)
-    applied = layer_request_of(registry, rest, payloads, end - at, limits, len(references), _decoder)
+    applied = layer_request_of(registry, header, payloads, end - at, limits, len(references), _decoder)
     return _read(host, caller.name, references, applied, payloads, limits)
 
 

@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-from google.protobuf.message import DecodeError
 
 from attnserve import _fields, _wire
 from attnserve._wire import Payloads
@@ -22,7 +21,6 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.results import Parts, fetched
 from attnserve_server.devices.staging import TORCH
-from attnserve_server.errors import Malformed
 from attnserve_server.layers.application import Application, application_of
 from attnserve_server.layers.direct import Received, apply
 from attnserve_server.layers.extent import Extent
@@ -30,7 +28,7 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.specification import Dtype
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.reply import ReplyTensor, Timed, payloads_of, tensors_header
 from attnserve_server.requests.request import MAX_KNOWN_HEADER
 from attnserve_server.requests.work import BatchResult, Independent, Phases, RequestResult
@@ -192,19 +190,6 @@ def _tensors_header(
     return own + tensors_header(pb.ApplyResponse, tensors, sizes)
 
 
-def read_layer_request(
-    registry: Registry, buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS
-) -> LayerRequest:
-    """The serialised request, without caches, in part of a buffer. Raises InvalidRequest and NotFound."""
-    if end is None:
-        end = len(buffer)
-    try:
-        header, payloads = _wire.find(pb.ApplyRequest, buffer, at, end)
-    except DecodeError as error:
-        raise Malformed("", error) from None
-    return layer_request_of(registry, header, payloads, end - at, limits)
-
-
 def layer_request_of(
     registry: Registry,
     header: bytes,
@@ -212,17 +197,16 @@ def layer_request_of(
     size: int,
     limits: RequestLimits,
     caches: int = 0,
-    check: Callable[[Loaded], object] = bool,
+    check: Callable[[Loaded], object] | None = None,
 ) -> LayerRequest:
     """The request that a header states, apart from its references to this many caches. `size` is what was received, in
     bytes; `check` raises InvalidRequest for layers that cannot take it. Raises InvalidRequest and NotFound.
     """
     remember = len(header) <= MAX_KNOWN_HEADER
-    if not remember:
-        limits.check_header(header)
     application = (_known if remember else application_of)(header, caches, limits)
     loaded = registry.get(application.layer)
-    check(loaded)
+    if check is not None:
+        check(loaded)
     extent = loaded.extents.of(application, payloads, limits, remember=remember)
     if extent.plan is not None:
         received = Received(extent.plan, payloads, extent.flops)

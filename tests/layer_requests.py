@@ -1,0 +1,19 @@
+"""Requests to layers, read as the server reads them, from their bytes."""
+
+from __future__ import annotations
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.references import read_header
+from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.request import LayerRequest, layer_request_of
+from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+
+
+def read_layer_request(
+    registry: Registry, buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS
+) -> LayerRequest:
+    """The serialised request, without caches, in part of a buffer. Raises InvalidRequest and NotFound."""
+    end = len(buffer) if end is None else end
+    references, header, payloads = read_header(pb.ApplyRequest, buffer, at, end, limits)
+    assert not references
+    return layer_request_of(registry, header, payloads, end - at, limits)
