@@ -22,6 +22,7 @@ from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Dtype, Embedding, FeedForward, Norm, Rotary, Transformer
 from attnserve_server.layers.transformer import TransformerLayer
+from attnserve_server.native.decoders import Step
 
 PAGES = 2000
 FOREVER = 0.0
@@ -57,9 +58,9 @@ class Decoding:
         self.pool = PagePool(PAGES * page_bytes, page_bytes, device.torch_device, device.tokens)
 
     def _counted(self, step: StepPacked) -> StepPacked:
-        def counted(decoder: Any, page: bytes, rows: torch.Tensor, *others: Any) -> torch.Tensor | None:
-            found = step(decoder, page, rows, *others)
-            self.stepped.append((len(rows), found is not None))
+        def counted(given: Step, flops: int) -> torch.Tensor | None:
+            found = step(given, flops)
+            self.stepped.append((len(given.rows), found is not None))
             return found
 
         return counted

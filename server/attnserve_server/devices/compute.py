@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResult, ScatteredCall
-from attnserve_server.native.decoders import Decoder
+from attnserve_server.native.decoders import Step
 from attnserve_server.native.passages import Passages
 from attnserve_server.native.products import Products
 from attnserve_server.native.rotations import Rotations
@@ -49,10 +49,8 @@ results are not finite, and so have no meaning.
 ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
 """Likewise computes packed sequences with a packed multi-head layer of the native library."""
 
-StepPacked: TypeAlias = Callable[
-    [Decoder, bytes, torch.Tensor, torch.Tensor | None, bytearray, bytearray, int], torch.Tensor | None
-]
-"""Computes rows through all blocks of a decoder (`Decoders.step`), at the cost of this many FLOPs."""
+StepPacked: TypeAlias = Callable[[Step, int], torch.Tensor | None]
+"""Computes a decoder's step (`Decoders.step`), which costs this many FLOPs."""
 
 
 class Scattering(Protocol):

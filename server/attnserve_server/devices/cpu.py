@@ -37,7 +37,7 @@ from attnserve_server.devices.staging import Stager
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
-from attnserve_server.native.decoders import Decoder, Decoders
+from attnserve_server.native.decoders import Decoders, Step
 from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import PIECE, MultiHeads
@@ -213,21 +213,11 @@ class CpuDevice:
         self._count(NAME, len(pieces) // PIECE.size)
         return layers.apply(layer, pieces, self._threads_for(flops))
 
-    def _step_packed(
-        self,
-        decoders: Decoders,
-        decoder: Decoder,
-        page: bytes,
-        rows: torch.Tensor,
-        rotations: torch.Tensor | None,
-        tokens: bytearray,
-        calls: bytearray,
-        effort: int,
-    ) -> torch.Tensor | None:
-        """Computes rows through a decoder with the library, on all threads if they cost enough."""
-        found = decoders.step(decoder, page, rows, rotations, tokens, calls, self._threads_for(effort))
+    def _step_packed(self, decoders: Decoders, step: Step, flops: int) -> torch.Tensor | None:
+        """Computes a decoder's step with the library, on all threads if it costs enough."""
+        found = decoders.step(step, self._threads_for(flops))
         if found is not None:
-            self._count(NAME, len(calls) // CALL_BYTES)
+            self._count(NAME, len(step.calls) // CALL_BYTES)
         return found
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:

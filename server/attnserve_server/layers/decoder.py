@@ -23,7 +23,7 @@ from attnserve_server.layers.passage import Passage, packed_passages
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.native.calls import shape_of
-from attnserve_server.native.decoders import Decoder
+from attnserve_server.native.decoders import Decoder, Step
 from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes
 from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
 
@@ -101,13 +101,14 @@ class DecoderSteps:
         effort += self._decoder.effort(len(rows), self._dtype.itemsize)
         page, output = pool.packed_layout(sequences[0][2].shape), None
         try:
-            output = self._step(self._decoder, page, rows, rotations, tokens, calls, effort)
+            output = self._step(Step(self._decoder, page, rows, rotations, tokens, calls), effort)
         finally:
             if output is None:
                 for number, _ in slots:
                     pool.know(number, 0, finite=False)
         if output is None:
-            return sorted({batch.requests[places[place]] for place in _broken(calls, orders)})
+            requests = batch.requests
+            return sorted({requests[places[place]] for place in _broken(calls, orders)})
         flags = memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()
         for (number, slot), finite in zip(slots, flags, strict=True):
             pool.know(number, slot, finite=bool(finite))

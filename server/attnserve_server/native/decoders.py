@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -36,6 +36,22 @@ class Decoder:
         return effort_of(rows, itemsize, sum(passage.elements for passage in self.passages))
 
 
+class Step(NamedTuple):
+    """Rows [n, width] of sequences, end to end, on their way through all blocks; all tensors are contiguous.
+
+    `page` is how tokens lie in a page (`packed_layout`). `tokens` and `calls` have, block by block, equally many
+    `TOKEN`s and calls, whose addresses of keys, values, queries and outputs are offsets, as `struct stepped` has them;
+    afterwards the tokens say whether they are finite.
+    """
+
+    decoder: Decoder
+    page: bytes
+    rows: torch.Tensor
+    rotations: torch.Tensor | None
+    tokens: bytearray
+    calls: bytearray
+
+
 class Decoders:
     """The library's decoders, for one instruction set."""
 
@@ -43,25 +59,13 @@ class Decoders:
         """Raises OSError if there is no library."""
         self._step = Function("step", instructions, ctypes.c_char_p, ctypes.c_char_p)
 
-    def step(
-        self,
-        decoder: Decoder,
-        page: bytes,
-        rows: torch.Tensor,
-        rotations: torch.Tensor | None,
-        tokens: bytearray,
-        calls: bytearray,
-        threads: Threads | None,
-    ) -> torch.Tensor | None:
-        """Rows [n, width] of sequences, end to end, after all blocks; None if any result was not finite: then what was
-        appended has no meaning.
-
-        `page` is how tokens lie in a page (`packed_layout`). `tokens` and `calls` have, block by block, equally many
-        `TOKEN`s and calls, whose addresses of keys, values, queries and outputs are offsets, as `struct stepped` has
-        them; afterwards the tokens say whether they are finite. All tensors are contiguous. Raises MemoryError.
+    def step(self, step: Step, threads: Threads | None) -> torch.Tensor | None:
+        """The rows after all blocks; None if any result was not finite: then what was appended has no meaning. Raises
+        ValueError if tensors do not fit, and MemoryError.
         """
-        first, output = decoder.passages[0], torch.empty_like(rows)
-        first.check(rows, None, rotations)
+        decoder, page, rows, rotations, tokens, calls = step
+        decoder.passages[0].check(rows, None, rotations)
+        output = torch.empty_like(rows)
         stepped = _STEPPED.pack(
             rows.data_ptr(),
             0 if rotations is None else rotations.data_ptr(),

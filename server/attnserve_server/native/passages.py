@@ -88,7 +88,7 @@ class Passage:
         self.is_normed = before is not None
         self.turned = max((each.width for each in turnings if each is not None), default=0)
         up, down = (None, None) if forward is None else (forward.up, forward.down)
-        self.alive = output, behind, forward, before, following
+        self._alive = output, behind, forward, before, following  # `struct` has the addresses of their tensors
         weights = [each for each in (output, up, down, following) if each is not None]
         self.elements = sum(each.inputs * each.outputs for each in weights)
         """Of all weights."""
